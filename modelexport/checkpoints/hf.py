@@ -1,0 +1,86 @@
+"""The ``hf`` checkpoint format: safetensors files with a compressed-tensors ``quantization_config``.
+
+Read by vLLM, SGLang and transformers. What engines insist on: ``quantization_status`` is ``"compressed"``
+(transformers loads random weights without it), every unquantised linear is in ``ignore``, and no tensor is
+there that the config does not announce. See https://github.com/vllm-project/compressed-tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from modelexport.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from modelexport.quantization.formats import NumberFormat
+
+RECORD = "modelexport.json"
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".pkl", ".npz")
+_REWRITTEN = {"config.json", RECORD}
+_NOT_A_MODELS = {".git", ".cache", "__pycache__", ".gitattributes"}
+
+
+@dataclass
+class SideFiles:
+    """Files that came along unchanged, and those that did not -> why. Names relative to the checkpoint."""
+
+    copied: list[str] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+
+def quantization_config(number_format: NumberFormat, ignore: Sequence[str]) -> dict[str, Any] | None:
+    """config.json's ``quantization_config`` for one format on all linears but ``ignore``; None for ``none``."""
+    group = number_format.config_group()
+    if group is None:
+        return None
+    return {
+        "quant_method": "compressed-tensors",
+        "format": number_format.checkpoint_format,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": list(ignore),
+        "kv_cache_scheme": None,
+    }
+
+
+def write_config(source: Path, target: Path, quantization: dict[str, Any] | None) -> None:
+    """Write config.json: the source's own bytes, or its content with ``quantization_config`` added."""
+    text = (source / "config.json").read_text()
+    if quantization is not None:
+        config = json.loads(text)
+        config["quantization_config"] = quantization
+        text = json.dumps(config, indent=2) + "\n"
+    (target / "config.json").write_text(text)
+
+
+def copy_side_files(source: Path, target: Path) -> SideFiles:
+    """Copy everything of the checkpoint that is neither weights nor rewritten: tokenizer, templates, licence.
+
+    Links are followed (a hub cache is made of them); a link to a directory is not.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    side = SideFiles()
+    for path in sorted(source.rglob("*")):
+        name = path.relative_to(source)
+        if _NOT_A_MODELS.intersection(name.parts) or str(name) in _REWRITTEN or path.is_dir():
+            continue
+        if path.name.endswith(".index.json") or path.suffix == ".safetensors":
+            continue  # the weights themselves
+        if path.suffix in _WEIGHTS:
+            side.left_out[str(name)] = "weights in another format"
+            continue
+        destination = target / name
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            shutil.copyfile(path, destination)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be copied: {error.strerror or error}") from error
+        side.copied.append(str(name))
+    return side

@@ -1,0 +1,186 @@
+"""The journal of an export: what it is, then one line for each finished step, so that a killed one can go on.
+
+A line is appended by one ``write``. A line that a kill cut off is dropped when the journal is next opened, with
+everything after it: a step that is not in the journal is simply done again. Lines are not fsynced: what a dead
+process has written survives it. A machine that dies may keep the journal and lose the data, so the journal
+names the boot it belongs to, and after another boot its steps do not count.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from modelexport.checkpoints import raw_io
+from modelexport.errors import CheckpointError
+
+VERSION = 1
+_ABSENT = "(not given)"
+
+
+class Journal:
+    """An open journal, made by :meth:`open` or :meth:`join`.
+
+    Attributes:
+        path: the file.
+        done: records of the finished steps, by step; those of earlier runs and this object's own.
+        resumed: whether an earlier run of the same export left it.
+        restarted: whether an earlier run of the same export left it, but before this machine was last booted, so
+            that its steps do not count.
+    """
+
+    def __init__(
+        self, path: Path, fd: int, done: dict[str, dict[str, Any]], *, resumed: bool, restarted: bool = False
+    ) -> None:
+        self.path = path
+        self.done = done
+        self.resumed = resumed
+        self.restarted = restarted
+        self._fd = fd
+
+    @classmethod
+    def open(cls, path: Path, fingerprint: Mapping[str, Any]) -> Journal:
+        """Go on with the journal at ``path``, if it is of this fingerprint and boot, or begin it anew.
+
+        Raises:
+            OtherExport: it is of another fingerprint; it is left as it was.
+            OSError: it cannot be read or written.
+        """
+        wanted = json.loads(json.dumps(fingerprint))
+        lines, good = _read(path)
+        head = lines[0] if lines and lines[0].get("modelexport") == VERSION else None
+        if head is not None and head.get("fingerprint") != wanted:
+            raise OtherExport(differences(head.get("fingerprint") or {}, wanted))
+        if head is not None and head.get("boot") == _boot():
+            os.truncate(path, good)
+            return cls(path, os.open(path, _APPEND), _steps(lines), resumed=True)
+        fd = os.open(path, _APPEND | os.O_CREAT | os.O_TRUNC, 0o666)
+        journal = cls(path, fd, {}, resumed=False, restarted=head is not None)
+        try:
+            journal._append({"modelexport": VERSION, "fingerprint": wanted, "boot": _boot()})
+        except OSError:
+            journal.close()
+            raise
+        return journal
+
+    @classmethod
+    def join(cls, path: Path) -> Journal:
+        """Open the journal that another process has begun, to read its steps and perhaps append some.
+
+        Raises:
+            OSError: there is none.
+        """
+        fd = os.open(path, _APPEND)
+        lines, _ = _read(path)
+        return cls(path, fd, _steps(lines), resumed=bool(_steps(lines)))
+
+    def append(self, step: str, record: Mapping[str, Any]) -> None:
+        """Append one finished step.
+
+        Raises:
+            CheckpointError: no room, or an I/O error.
+        """
+        try:
+            self._append({"step": step, "record": record})
+        except OSError as error:
+            if error.errno in raw_io.DISK_FULL:
+                raise raw_io.disk_full(self.path, len(json.dumps(record)), error) from error
+            raise CheckpointError(f"{self.path}: cannot be written: {error.strerror or error}") from error
+        self.done[step] = dict(record)
+
+    def publishing(self, directory: Path) -> None:
+        """Note, on disk, that ``directory`` is complete and about to become the target.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._append({"publishing": directory.stat().st_ino})
+        os.fsync(self._fd)
+
+    def has_steps(self) -> bool:
+        """Whether the file holds finished steps, whoever wrote them."""
+        return bool(self.done) or bool(_steps(_read(self.path)[0]))
+
+    def close(self) -> None:
+        """Close the file; harmless when it is closed already."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _append(self, entry: Mapping[str, Any]) -> None:
+        line = json.dumps(entry, separators=(",", ":")).encode() + b"\n"
+        before = os.fstat(self._fd).st_size
+        if os.write(self._fd, line) != len(line):
+            os.ftruncate(self._fd, before)  # half a line would swallow the next one
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class OtherExport(Exception):
+    """The journal belongs to another export. ``differences``: (dotted key, its value, the new value)."""
+
+    def __init__(self, differences: list[tuple[str, str, str]]) -> None:
+        super().__init__(f"{len(differences)} differences")
+        self.differences = differences
+
+
+_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
+
+
+def published_inode(path: Path) -> int | None:
+    """The inode of the directory that was about to become the target, if the export at ``path`` got that far."""
+    lines, _ = _read(path)
+    inode = lines[-1].get("publishing") if lines else None
+    return inode if isinstance(inode, int) else None
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """What differs between two fingerprints: (dotted key, old value, new value) as JSON text, sorted by key."""
+    old, new = dict(_flat(before)), dict(_flat(now))
+    return [
+        (key, old.get(key, _ABSENT), new.get(key, _ABSENT))
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key, _ABSENT) != new.get(key, _ABSENT)
+    ]
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", json.dumps(value)
+
+
+def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The whole lines, up to the first one that is damaged, and the bytes they take."""
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        return [], 0
+    lines: list[dict[str, Any]] = []
+    good = 0
+    for line in text.splitlines(keepends=True):
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            break
+        if not line.endswith(b"\n") or not isinstance(entry, dict):
+            break
+        lines.append(entry)
+        good += len(line)
+    return lines, good
+
+
+def _steps(lines: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {entry["step"]: entry["record"] for entry in lines if "step" in entry and "record" in entry}
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,305 @@
+"""Open a directory of safetensors files as one checkpoint, and read slices of its tensors lazily."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from modelexport.checkpoints import raw_io
+from modelexport.checkpoints.safetensors_header import (
+    Header,
+    TensorInfo,
+    dtype_bits,
+    read_header,
+    torch_dtype,
+)
+from modelexport.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_PART = re.compile(r"^(?P<stem>.*)-(?P<part>\d+)-of-(?P<parts>\d+)\.safetensors$")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A directory of safetensors files, headers read and checked, no data read.
+
+    Attributes:
+        directory: where it lies.
+        infos: every tensor by name, files in the order of their names, tensors in the order of their data.
+        config: ``config.json``, or None where there is none.
+        headers: each file's header, by the file's path.
+    """
+
+    directory: Path
+    infos: dict[str, TensorInfo]
+    config: dict[str, Any] | None
+    headers: dict[Path, Header]
+
+
+def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
+    """Find a checkpoint's files, by its index where it has one, and check every header.
+
+    Args:
+        directory: holds ``model.safetensors.index.json`` and its shards, or ``model.safetensors``, or any
+            safetensors files.
+
+    Raises:
+        CheckpointError: no safetensors there, an index that is damaged, points outside or disagrees with the
+            files, a damaged file; names file and tensor.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        what = "is not a directory" if directory.exists() else "does not exist"
+        raise CheckpointError(f"{directory}: {what}; a directory with safetensors files is needed")
+    config = _read_json(directory / "config.json") if _lists(directory, "config.json") else None
+    index = directory / INDEX_NAME
+    weight_map = _read_index(index) if _lists(directory, INDEX_NAME) else None
+    if weight_map is not None:
+        names = sorted(set(weight_map.values()))
+        if SINGLE_NAME not in names and _lists(directory, SINGLE_NAME):
+            raise CheckpointError(
+                f"{directory}: has both {SINGLE_NAME} and {INDEX_NAME}, which does not mention it; "
+                "remove the one that is stale"
+            )
+    else:
+        names = _names_without_index(directory)
+    headers = {directory / name: _read_part(directory / name, weight_map) for name in names}
+    infos: dict[str, TensorInfo] = {}
+    for header in headers.values():
+        for name, info in header.infos.items():
+            if name in infos:
+                raise CheckpointError(f"tensor {name!r} is in two files: {infos[name].path} and {info.path}")
+            infos[name] = info
+    if weight_map is not None:
+        _check_index(index, weight_map, infos)
+    return Checkpoint(directory, infos, config, headers)
+
+
+def _lists(directory: Path, name: str) -> bool:
+    # A dangling link counts as there: opening it then says what is wrong with it.
+    return os.path.lexists(directory / name)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > 1 << 30:
+            raise CheckpointError(f"{path}: {path.stat().st_size:,} bytes are no plausible JSON file")
+        parsed = json.loads(path.read_bytes().decode("utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path}: is not valid JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise CheckpointError(f"{path}: must hold a JSON object, holds a {type(parsed).__name__}")
+    return parsed
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    weight_map = _read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{path}: has no weight_map from tensor names to files")
+    for name, file in weight_map.items():
+        # A plain name only: that keeps out "../", absolute paths and directories that are links elsewhere.
+        if not isinstance(file, str) or file in ("", ".", "..") or any(c in file for c in "/\\\0"):
+            raise CheckpointError(
+                f"{path}: tensor {name!r} is in {file!r}, which is not the name of a file in that directory"
+            )
+    return weight_map
+
+
+def _names_without_index(directory: Path) -> list[str]:
+    if _lists(directory, SINGLE_NAME):
+        return [SINGLE_NAME]
+    listing = sorted(os.listdir(directory))
+    names = [name for name in listing if name.endswith(".safetensors")]
+    if names:
+        _check_complete(directory, names)
+        return names
+    pickled = [name for name in listing if name.endswith(_PICKLED)]
+    if pickled:
+        here, there = shlex.quote(str(directory)), shlex.quote(f"{directory}-safetensors")
+        raise CheckpointError(
+            f"{directory}: holds its weights only as pickles ({', '.join(pickled[:3])}), which can run code "
+            "when they are loaded and are refused. If you trust them, convert them: python -c 'import sys; "
+            "from transformers import AutoModelForCausalLM as M; "
+            f'M.from_pretrained(sys.argv[1], dtype="auto").save_pretrained(sys.argv[2])\' {here} {there}'
+        )
+    found = ", ".join(listing[:8]) or "nothing"
+    raise CheckpointError(f"{directory}: holds no safetensors file; found {found}")
+
+
+def _check_complete(directory: Path, names: list[str]) -> None:
+    """Without an index only the shards' own count can tell that one was not copied along."""
+    for name in names:
+        match = _PART.match(name)
+        if match is None or len(match["parts"]) > 9:
+            continue
+        width, parts = len(match["part"]), int(match["parts"])
+        for part in range(1, parts + 1):
+            wanted = f"{match['stem']}-{part:0{width}d}-of-{match['parts']}.safetensors"
+            if wanted not in names:
+                raise CheckpointError(f"{directory}: {wanted} is missing ({name} says there are {parts})")
+
+
+def _read_part(path: Path, weight_map: dict[str, str] | None) -> Header:
+    if weight_map is not None and not os.path.lexists(path):
+        tensors = [name for name, file in weight_map.items() if file == path.name]
+        raise CheckpointError(
+            f"{path}: missing; {INDEX_NAME} keeps {len(tensors)} tensors in it, the first {tensors[0]!r}"
+        )
+    return read_header(path)
+
+
+def _check_index(index: Path, weight_map: dict[str, str], infos: dict[str, TensorInfo]) -> None:
+    for name, file in weight_map.items():
+        info = infos.get(name)
+        if info is None or info.path.name != file:
+            where = f"it is in {info.path.name}" if info is not None else "it is not there"
+            raise CheckpointError(f"{index}: tensor {name!r} should be in {file}, but {where}")
+    for name, info in infos.items():
+        if name not in weight_map:
+            raise CheckpointError(f"{info.path}: tensor {name!r} is not in {INDEX_NAME}")
+
+
+class Reader:
+    """Reads tensors of a checkpoint, or rectangles of them, and nothing else of it. Thread-safe.
+
+    Rows go straight into the caller's memory with one positional read. Columns are copied row by row out of a
+    mapping of at most a few MiB, so that memory stays bounded by what the caller gives.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._fds: dict[Path, int] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def read(
+        self,
+        info: TensorInfo,
+        *,
+        rows: tuple[int, int] | None = None,
+        cols: tuple[int, int] | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Read a tensor, or rows ``[start, end)`` of dim 0 and columns ``[start, end)`` of dim 1 of it.
+
+        Args:
+            info: which tensor.
+            rows: part of dim 0; all of it where None.
+            cols: part of dim 1 (in elements, even for ``F4``); all of it where None.
+            out: filled and returned; a CPU tensor of the slice's shape and dtype whose rows are contiguous (so
+                a slice of a larger tensor along dim 0 or 1 will do). Reuse it: memory touched for the first
+                time costs more than the copy.
+
+        Returns:
+            The slice, in torch's dtype and shape (``F4``: the last dim halved, as ``float4_e2m1fn_x2``).
+
+        Raises:
+            CheckpointError: the file cannot be read or has become shorter; torch lacks the dtype.
+            ValueError: a slice outside the tensor, or an ``out`` that does not fit.
+        """
+        import torch
+
+        shape, offset, pitch = _rectangle(info, rows, cols)
+        dtype = torch_dtype(info.dtype)
+        if out is None:
+            out = torch.empty(shape, dtype=dtype)
+        elif tuple(out.shape) != shape or out.dtype != dtype or out.device.type != "cpu":
+            raise ValueError(
+                f"tensor {info.name!r}: the slice is {dtype} {list(shape)} on the CPU, "
+                f"out is {out.dtype} {list(out.shape)} on {out.device}"
+            )
+        memory = raw_io.row_bytes(out, min(1, len(shape)))
+        if memory is None:
+            raise ValueError(
+                f"tensor {info.name!r}: the rows of out must be contiguous, its strides are {out.stride()}"
+            )
+        try:
+            got = raw_io.read_rows(self._fd(info.path), memory, offset, pitch)
+        except OSError as error:
+            raise CheckpointError(
+                f"{info.path}: tensor {info.name!r} cannot be read: {error.strerror or error}"
+            ) from error
+        if got != memory.size:
+            raise CheckpointError(
+                f"{info.path}: tensor {info.name!r}: {memory.size:,} bytes expected, {got:,} found; "
+                "the file was cut short while it was being read"
+            )
+        return out
+
+    def prefetch(self, info: TensorInfo, *, rows: tuple[int, int] | None = None) -> None:
+        """Ask the kernel to read these rows from disk soon; takes no memory of this process.
+
+        Raises:
+            CheckpointError: the file cannot be opened.
+            ValueError: rows outside the tensor.
+        """
+        shape, offset, pitch = _rectangle(info, rows, None)
+        length = pitch * shape[0] if shape else info.nbytes
+        if length:
+            os.posix_fadvise(self._fd(info.path), offset, length, os.POSIX_FADV_WILLNEED)
+
+    def close(self) -> None:
+        """Close every file. Reading afterwards is an error."""
+        with self._lock:
+            self._closed = True
+            while self._fds:
+                os.close(self._fds.popitem()[1])
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _fd(self, path: Path) -> int:
+        with self._lock:
+            if self._closed:
+                raise ValueError(f"{self._checkpoint.directory}: its reader is closed")
+            fd = self._fds.get(path)
+            if fd is None:
+                try:
+                    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                except OSError as error:
+                    raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from error
+                self._fds[path] = fd
+            return fd
+
+
+def _rectangle(
+    info: TensorInfo, rows: tuple[int, int] | None, cols: tuple[int, int] | None
+) -> tuple[tuple[int, ...], int, int]:
+    """torch's shape of a slice, the file offset of its first byte, and the bytes from one row to the next."""
+    shape, bits = list(info.shape), dtype_bits(info.dtype)
+    starts = [0, 0]
+    for dim, part in enumerate((rows, cols)):
+        if part is None:
+            continue
+        if dim >= len(shape) or not 0 <= part[0] <= part[1] <= shape[dim]:
+            raise ValueError(
+                f"tensor {info.name!r}: {part} of dim {dim} is outside its shape {list(info.shape)}"
+            )
+        starts[dim], shape[dim] = part[0], part[1] - part[0]
+    pitch = info.nbytes // info.shape[0] if info.shape and info.shape[0] else 0
+    column = pitch * 8 // info.shape[1] if len(info.shape) > 1 and info.shape[1] else 0
+    if starts[1] * column % 8 or (bits < 8 and shape and shape[-1] % 2):
+        raise ValueError(
+            f"tensor {info.name!r}: {info.dtype} can only be read in pairs of columns, asked {cols}"
+        )
+    if bits == 4 and shape:
+        shape[-1] //= 2
+    return tuple(shape), info.offset + starts[0] * pitch + starts[1] * column // 8, pitch

@@ -1,0 +1,221 @@
+"""Put pieces of tensors where they belong in files whose headers are written, in any order, from any process."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from modelexport.checkpoints import raw_io
+from modelexport.checkpoints.safetensors_header import TensorInfo, dtype_name
+from modelexport.checkpoints.safetensors_layout import Layout
+from modelexport.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+_WRITEBACK_BYTES = 32 << 20
+
+
+class Writer:
+    """Puts pieces of tensors at their places in files that :meth:`Layout.create` made.
+
+    Any number of processes may each have one, on the same files; pieces must not overlap. Thread-safe.
+    """
+
+    def __init__(self, layout: Layout, directory: str | os.PathLike[str]) -> None:
+        self._layout = layout
+        self._directory = Path(directory)
+        self._files: dict[Path, tuple[int, bool]] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        self._writeback: _Writeback | None = None
+
+    def write(self, name: str, tensor: torch.Tensor, *, offset: Sequence[int] | None = None) -> int:
+        """Write one piece: the rectangle of tensor ``name`` that begins at ``offset``.
+
+        Args:
+            name: the tensor in the layout.
+            tensor: the piece, on the CPU, of the layout's dtype; may be a strided view.
+            offset: where it begins, in elements of each dim of ``tensor``; the origin where None.
+
+        Returns:
+            The bytes written. They are in the page cache then, visible to every process of this machine.
+
+        Raises:
+            CheckpointError: no room, an I/O error.
+            ValueError: a piece of another dtype or outside the tensor.
+        """
+        info = self._layout.infos[name]
+        full = _shape_in_torch(info)
+        start = tuple(offset) if offset is not None else (0,) * len(full)
+        _check_piece(info, tensor, start, full)
+        if tensor.numel() == 0:
+            return 0
+        fd, local = self._open(info.path)
+        try:
+            for piece, begin, pitch in _row_pieces(info, tensor, start, full):
+                raw_io.write_rows(fd, piece, begin, pitch, local=local)
+        except OSError as error:
+            path = self._directory / info.path
+            if error.errno in raw_io.DISK_FULL:
+                raise raw_io.disk_full(path, info.nbytes, error) from error
+            raise CheckpointError(
+                f"{path}: tensor {name!r} cannot be written: {error.strerror or error}"
+            ) from error
+        self._note_written(fd, info, tensor, start, full)
+        return tensor.numel() * tensor.element_size()
+
+    def start_writeback(self) -> None:
+        """From now on let a background thread push written pages towards the disk, so that the last fsync,
+        which waits for the disk, finds most of the work done."""
+        with self._lock:
+            if self._writeback is None and not self._closed:
+                self._writeback = _Writeback()
+
+    def sync(self) -> None:
+        """Wait until everything this process and others wrote to the files it has opened is on disk.
+
+        Raises:
+            CheckpointError: the disk refused it.
+        """
+        with self._lock:
+            files = dict(self._files)
+        for path, (fd, _) in files.items():
+            try:
+                os.fdatasync(fd)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self._directory / path}: cannot be written to disk: {error.strerror or error}"
+                ) from error
+
+    def close(self) -> None:
+        """Stop the background thread and close the files. Does not wait for the disk."""
+        with self._lock:
+            self._closed = True
+            writeback, self._writeback = self._writeback, None
+        if writeback is not None:
+            writeback.stop()
+        with self._lock:
+            while self._files:
+                os.close(self._files.popitem()[1][0])
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self, relative: Path) -> tuple[int, bool]:
+        with self._lock:
+            if self._closed:
+                raise ValueError(f"{self._directory}: its writer is closed")
+            if relative not in self._files:
+                path = self._directory / relative
+                try:
+                    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                except OSError as error:
+                    raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from error
+                self._files[relative] = (fd, raw_io.is_local(fd))
+            return self._files[relative]
+
+    def _note_written(
+        self, fd: int, info: TensorInfo, tensor: torch.Tensor, start: tuple[int, ...], full: tuple[int, ...]
+    ) -> None:
+        writeback = self._writeback
+        # Of the ranks that fill the same rows, the one with the last columns starts the writeback: pages
+        # written back before their last piece arrives would be written twice.
+        if writeback is None or (len(full) > 1 and start[1] + tensor.shape[1] < full[1]):
+            return
+        row = info.nbytes // full[0] if full else info.nbytes
+        rows = (start[0], tensor.shape[0]) if full else (0, 1)
+        writeback.note(fd, info.offset + rows[0] * row, rows[1] * row)
+
+
+def _shape_in_torch(info: TensorInfo) -> tuple[int, ...]:
+    return (*info.shape[:-1], info.shape[-1] // 2) if info.dtype == "F4" and info.shape else info.shape
+
+
+def _check_piece(
+    info: TensorInfo, tensor: torch.Tensor, start: tuple[int, ...], full: tuple[int, ...]
+) -> None:
+    if dtype_name(tensor.dtype) != info.dtype or tensor.device.type != "cpu":
+        raise ValueError(
+            f"tensor {info.name!r} is planned as {info.dtype}, the piece is {tensor.dtype} on {tensor.device}"
+        )
+    shape = tuple(tensor.shape)
+    fits = len(start) == len(full) == len(shape) and all(
+        0 <= begin <= size - length for begin, length, size in zip(start, shape, full, strict=True)
+    )
+    if not fits:
+        raise ValueError(
+            f"tensor {info.name!r} has shape {list(full)}, "
+            f"a piece of shape {list(shape)} at {list(start)} is outside it"
+        )
+
+
+def _row_pieces(
+    info: TensorInfo, tensor: torch.Tensor, start: tuple[int, ...], full: tuple[int, ...]
+) -> Iterator[tuple[np.ndarray, int, int]]:
+    """Cut a piece into sets of equally spaced segments: (uint8 ``[rows, segment]``, file offset, file pitch)."""
+    shape, size = tuple(tensor.shape), tensor.element_size()
+    # The last dim that is cut and all after it form one segment of the file; the dim before it counts the rows.
+    inner = max((dim for dim in range(len(full)) if shape[dim] != full[dim]), default=0)
+    if inner == 0 and len(full) > 1 and raw_io.row_bytes(tensor, 0) is None:
+        inner = 1  # one run in the file, but in memory row by row
+    spans = [size] * (len(full) + 1)
+    for dim in reversed(range(len(full))):
+        spans[dim] = spans[dim + 1] * full[dim]
+    origin = info.offset + sum(begin * spans[dim + 1] for dim, begin in enumerate(start))
+    outer = max(0, inner - 1)
+    if raw_io.row_bytes(tensor[(0,) * outer], inner - outer) is None:
+        tensor = tensor.contiguous()
+    for where in itertools.product(*(range(n) for n in shape[:outer])):
+        memory = raw_io.row_bytes(tensor[where], inner - outer)
+        assert memory is not None
+        yield memory, origin + sum(i * spans[dim + 1] for dim, i in enumerate(where)), spans[inner]
+
+
+class _Writeback:
+    """A thread that starts the writing of finished pages, a few MiB behind the writer."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._ranges: list[tuple[int, int, int]] = []
+        self._pending = 0
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="modelexport-writeback", daemon=True)
+        self._thread.start()
+
+    def note(self, fd: int, offset: int, length: int) -> None:
+        with self._condition:
+            last = self._ranges[-1] if self._ranges else None
+            if last is not None and last[0] == fd and last[1] + last[2] == offset:
+                self._ranges[-1] = (fd, last[1], last[2] + length)
+            else:
+                self._ranges.append((fd, offset, length))
+            self._pending += length
+            if self._pending >= _WRITEBACK_BYTES:
+                self._condition.notify()
+
+    def stop(self) -> None:
+        with self._condition:
+            self._stopping = True
+            self._condition.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                while not self._stopping and self._pending < _WRITEBACK_BYTES:
+                    self._condition.wait()
+                ranges, self._ranges, self._pending = self._ranges, [], 0
+                stopping = self._stopping
+            for fd, offset, length in ranges:
+                raw_io.begin_writeback(fd, offset, length)
+            if stopping:
+                return

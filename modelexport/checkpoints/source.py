@@ -1,0 +1,63 @@
+"""Where a model comes from: the embedded demo, a directory, or a repository of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from modelexport.errors import CheckpointError, UsageError
+
+_HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+_NOT_NEEDED = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.pkl", "original/*"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model on this machine's disk; ``label`` names it in records: a hub id or a directory's name."""
+
+    directory: Path
+    label: str
+    is_demo: bool = False
+
+
+def resolve_source(model: str | None, revision: str | None = None) -> Source:
+    """Find ``model``: None is the demo model, then a directory, then a hub id (downloaded to the hub's cache).
+
+    Raises:
+        UsageError: neither a directory nor shaped like a hub id.
+        CheckpointError: the hub cannot be reached, or refuses the model.
+    """
+    if model is None:
+        from modelexport.assets import demo_model_path
+
+        return Source(demo_model_path(), "modelexport demo model", is_demo=True)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return Source(path.resolve(), path.resolve().name)
+    if path.is_file():
+        raise UsageError(f"--model {model} is a file; give the directory that holds it: --model {path.parent}")
+    if not _HUB_ID.fullmatch(model) or model.startswith("."):
+        raise UsageError(f"--model {model}: no such directory (a hub id looks like ORGANISATION/NAME)")
+    return Source(_download(model, revision), model)
+
+
+def _download(model: str, revision: str | None) -> Path:
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "0")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, revision=revision, ignore_patterns=_NOT_NEEDED))
+    except HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else "no answer"
+        raise CheckpointError(
+            f"the hub refused '{model}' (HTTP {status}); check the name, and for a gated model log in first: "
+            "hf auth login"
+        ) from error
+    except (LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(
+            f"--model {model} is no directory here, and the hub cannot be reached to download it (offline?). "
+            "Download it where there is a network and give the directory: --model DIR"
+        ) from error

@@ -1,0 +1,122 @@
+"""The command line: parse, dispatch, print. Nothing heavy is imported before the arguments are known."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from modelexport import __version__
+from modelexport.errors import ModelExportError, RankFailedError, UsageError, nearest
+from modelexport.recipe import ExportRecipe, parse_assignments
+
+COMMANDS = ("inspect", "verify")
+_EXAMPLES = """\
+examples:
+  modelexport --tp 4 --out ckpt/                             the embedded demo model, FP8
+  modelexport --model DIR --quant int4 --tp 4 --out ckpt/    any Llama-architecture checkpoint
+  modelexport --model DIR --quant int8 --dry-run             plan, sizes and memory; writes nothing
+  modelexport inspect ckpt/                                  layers, dtypes, bits per weight
+  modelexport verify ckpt/ --against DIR                     hashes, structure, error per layer
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status: 0 done, 1 failed, 2 usage."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if arguments and arguments[0] in COMMANDS:
+            return _subcommand(arguments[0], arguments[1:])
+        if arguments and not arguments[0].startswith("-"):
+            raise UsageError(f"unknown command '{arguments[0]}'{nearest(arguments[0], COMMANDS)}")
+        return _export(arguments)
+    except ModelExportError as error:
+        print(f"modelexport: {error}", file=sys.stderr)
+        user_error = isinstance(error, RankFailedError) and error.user_error
+        return 1 if user_error else error.exit_status
+    except KeyboardInterrupt:
+        print("modelexport: interrupted; the same command resumes", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 1
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with its errors as ours: one line that says what to type next."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see: modelexport --help)")
+
+
+def export_parser() -> argparse.ArgumentParser:
+    """The parser of the export command: one flag for every field of ExportRecipe, and --recipe, --set."""
+    from modelexport.quantization.formats import names
+
+    parser = _Parser(
+        prog="modelexport",
+        description="Quantise a language model in tensor-parallel rank processes and write one checkpoint.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"modelexport {__version__}")
+    parser.add_argument("--recipe", type=Path, metavar="FILE", help="YAML file of settings; flags win over it")
+    parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="one setting, as in a recipe")
+    kinds: dict[str, Any] = {"str": str, "int": int, "float": float}
+    for spec in dataclasses.fields(ExportRecipe):
+        flag = f"--{spec.name.replace('_', '-')}"
+        kind = str(spec.type).split(" | ")[0]
+        shown = "" if spec.default in (None, False, True) else f" (default: {spec.default})"
+        options: dict[str, Any] = {"dest": spec.name, "help": spec.metadata["help"] + shown}
+        if kind == "bool":
+            options["action"] = argparse.BooleanOptionalAction if spec.default else "store_true"
+        else:
+            options["type"] = kinds[kind]
+            choices = names() if spec.name == "quant" else spec.metadata["choices"]
+            options["metavar"] = "|".join(choices) if choices else spec.metadata["metavar"]
+        parser.add_argument(flag, **options)
+    return parser
+
+
+def _export(arguments: list[str]) -> int:
+    given = vars(export_parser().parse_args(arguments))
+    path = given.pop("recipe", None)
+    overrides = {**parse_assignments(given.pop("set", [])), **given}
+    if path is not None:
+        recipe = ExportRecipe.load(path, overrides)
+    else:
+        recipe = ExportRecipe.from_mapping(overrides, where="command line")
+
+    from modelexport.exporter import export
+
+    result = export(recipe)
+    if recipe.json:
+        print(json.dumps(result.as_json(), indent=1))
+    elif not recipe.quiet:
+        from modelexport.summary import summary
+
+        print(summary(result))
+    return 0
+
+
+def _subcommand(command: str, arguments: list[str]) -> int:
+    parser = _Parser(prog=f"modelexport {command}", allow_abbrev=False)
+    parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="a safetensors checkpoint directory")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    if command == "verify":
+        parser.add_argument(
+            "--against", type=Path, metavar="SOURCE", help="the checkpoint it was made from: error per layer"
+        )
+        given = parser.parse_args(arguments)
+        from modelexport.inspection.verify import print_verification
+
+        return print_verification(given.checkpoint, given.against, as_json=given.json)
+    given = parser.parse_args(arguments)
+    from modelexport.inspection.inspect import print_inspection
+
+    return print_inspection(given.checkpoint, as_json=given.json)

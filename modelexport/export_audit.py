@@ -1,0 +1,87 @@
+"""The check that ends an export: what the plan promised, against what lies in the files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modelexport.checkpoints.safetensors_file import Checkpoint, Layout, TensorInfo, open_checkpoint
+from modelexport.errors import CheckpointError
+from modelexport.export_plan import ExportPlan, full_name
+from modelexport.inspection.audit import Item, Piece, run_audit, share
+
+
+def audit(
+    plan: ExportPlan,
+    layout: Layout,
+    source: Checkpoint,
+    payload: Path,
+    records: Mapping[str, Any],
+    rank: int,
+    world: int,
+) -> list[dict[str, Any]]:
+    """Check this rank's share of the modules in ``payload``; returns a JSON-able entry for each.
+
+    Args:
+        records: step id -> the journal's record, with the pieces that were written.
+
+    Raises:
+        CheckpointError: the files do not hold the planned tensors, or their bytes are not those written.
+    """
+    written = open_checkpoint(payload)
+    _same_structure(layout.infos, written)
+    pieces: dict[str, list[Piece]] = {}
+    for record in records.values():
+        for value in record["pieces"]:
+            piece = Piece.from_json(value)
+            pieces.setdefault(piece.name, []).append(piece)
+    items = share(plan_items(plan, written), rank, world)
+    checks = run_audit(items, written, source, pieces, threads=torch.get_num_threads())
+    damaged = [text for check in checks for text in check.damaged]
+    if damaged:
+        raise CheckpointError(
+            f"{len(damaged)} piece(s) read back differ from what was written: {'; '.join(damaged[:3])}; "
+            f"the storage or the memory is at fault: remove {payload.parent} and run the same command again"
+        )
+    return [
+        {"name": check.name, "sha256": check.sha256, "sqnr_db": _finite(check.sqnr_db)} for check in checks
+    ]
+
+
+def plan_items(plan: ExportPlan, written: Checkpoint) -> Iterator[Item]:
+    """One item per module, in the plan's order; the slabs of a module are one item."""
+    modules: dict[str, Item] = {}
+    for step in plan.steps:
+        for task in step.tasks:
+            name = full_name(step.layer, task.path)
+            old = modules.get(name, Item(name, {}, None, None))
+            found = {out.name: written.infos[full_name(name, out.name)] for out in task.outputs}
+            modules[name] = Item(
+                name,
+                {**old.tensors, **found},
+                task.info if task.quantised else old.source,
+                plan.number_format if task.quantised else old.number_format,
+            )
+    yield from modules.values()
+
+
+def _finite(value: float | None) -> float | None:
+    """None for "exact" and "not compared": JSON has no infinity. Two decimals are all that is meaningful."""
+    return None if value is None or math.isinf(value) else round(value, 2)
+
+
+def _same_structure(expected: Mapping[str, TensorInfo], written: Checkpoint) -> None:
+    for name, info in expected.items():
+        found = written.infos.get(name)
+        if found is None or (found.dtype, found.shape) != (info.dtype, info.shape):
+            state = "is missing" if found is None else f"is {found.dtype} {list(found.shape)}"
+            raise CheckpointError(
+                f"read back: {name} {state}; {info.dtype} {list(info.shape)} was to be written"
+            )
+    extra = sorted(set(written.infos) - set(expected))
+    if extra:
+        raise CheckpointError(f"read back: {len(extra)} tensor(s) nobody planned, e.g. {extra[0]}")

@@ -1,0 +1,366 @@
+"""What one tensor-parallel rank does: read its shards, quantise them, hand them over, check what was written.
+
+Three stages run side by side: while step i is quantised (main thread), step i+1 is read and step i-1 is
+written (one thread each). Slots bound the memory: two of them hold source shards, two hold results, each
+as large as the rank's largest step, and they are reused, since touching fresh pages costs more than the copy.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from modelexport.checkpoints.safetensors_file import Checkpoint, Layout, Reader, Writer, torch_dtype
+from modelexport.checkpoints.staging import Staging
+from modelexport.distributed import gather, memory
+from modelexport.distributed.launch import phase, report
+from modelexport.export_audit import audit
+from modelexport.export_plan import ExportPlan, Step, TensorTask
+from modelexport.inspection.audit import Piece
+from modelexport.layers import LayerConfig, ModuleConfig, TensorShard, describe, merge, split
+from modelexport.quantization import formats, kernels
+
+
+@dataclass(frozen=True)
+class RankJob:
+    """All that a rank is told.
+
+    Attributes:
+        done: journal of an earlier run of the same export: step id -> its record.
+        transport: ``shm``, ``nfs`` or ``direct``.
+    """
+
+    source: Checkpoint
+    plan: ExportPlan
+    layout: Layout
+    out: Path
+    transport: str
+    workspace: str | None
+    done: dict[str, dict[str, Any]]
+
+
+class Slot:
+    """One reusable buffer from which a step's tensors are carved."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def reserve(self, nbytes: int) -> None:
+        """Begin a step that needs at most ``nbytes``."""
+        if self._buffer.numel() < nbytes:
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # let go of the old one first
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8)
+        self._used = 0
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The next tensor of the step, on a cache line of its own."""
+        nbytes = dtype.itemsize
+        for size in shape:
+            nbytes *= size
+        start, self._used = self._used, self._used + -(-nbytes // 64) * 64
+        return self._buffer[start : start + nbytes].view(dtype).view(shape)
+
+
+@dataclass
+class _Shards:
+    """A step's source shards (task number -> tensor) and the slot they lie in."""
+
+    tensors: dict[int, Tensor]
+    slot: Slot
+
+
+@dataclass
+class _Quantised:
+    """A step's layer as this rank emits it, and the slots to give back when it has been written."""
+
+    layer: LayerConfig
+    slots: list[tuple[Queue[Slot], Slot]]
+
+
+def run_rank(job: RankJob) -> None:
+    """Entry point of a rank process; rank 0 reports the result (see :meth:`RankExport.finish`)."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    with Staging.join(job.out) as staging, RankExport(job, staging, rank, world) as export:
+        export.run()
+        export.finish()
+
+
+class RankExport:
+    """One rank's part of an export."""
+
+    def __init__(self, job: RankJob, staging: Staging, rank: int, world: int) -> None:
+        self.job, self.staging, self.rank, self.world = job, staging, rank, world
+        self.group = dist.group.WORLD if dist.is_initialized() else None
+        self.format = job.plan.number_format
+        self.plain = formats.get("none")
+        self.reader = Reader(job.source)
+        self.writer = Writer(job.layout, staging.directory)
+        self.steps = [step for step in job.plan.steps if step.id not in job.done]
+        self.records: dict[str, dict[str, Any]] = dict(job.done)
+        self.sources: Queue[Slot] = _slots(2)
+        self.results: Queue[Slot] = _slots(2)
+        self.writer.start_writeback()
+        kernels.set_threads(torch.get_num_threads())
+        gather.connect(list(range(world)), self.group)
+
+    def __enter__(self) -> RankExport:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.reader.close()
+        self.writer.close()
+
+    def run(self) -> None:
+        """Read, quantise and hand over every step that is not done yet."""
+        reading, writing = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        try:
+            ahead: Future[_Shards] | None = None
+            behind: Future[None] | None = None
+            for number, step in enumerate(self.steps):
+                shards = (ahead or reading.submit(self.read, step)).result()
+                if number + 1 < len(self.steps):
+                    ahead = reading.submit(self.read, self.steps[number + 1])
+                phase(f"quantising {step.id}")
+                quantised = self.quantise(step, shards)
+                if behind is not None:
+                    behind.result()
+                behind = writing.submit(self.hand_over, step, quantised)
+            if behind is not None:
+                phase("waiting for the last step to be written", waiting=True)
+                behind.result()
+        finally:
+            # Not waited for: after an error the other stages may be blocked on peers that will not come.
+            reading.shutdown(wait=False, cancel_futures=True)
+            writing.shutdown(wait=False, cancel_futures=True)
+
+    # ------------------------------------------------------------------ read
+
+    def read(self, step: Step) -> _Shards:
+        """Read the shards of ``step`` that this rank owns, and nothing else."""
+        slot = self.sources.get()
+        boxes = {i: box for i, task in enumerate(step.tasks) if (box := task.owned_box(self.rank)) is not None}
+        dtypes = {i: torch_dtype(step.tasks[i].info.dtype) for i in boxes}
+        slot.reserve(sum(_padded(_extent(boxes[i]), dtypes[i]) for i in boxes))
+        tensors = {}
+        for i, box in boxes.items():
+            task = step.tasks[i]
+            shared = self.job.transport == "shm" and self.world > 1 and not task.quantised
+            allocate = memory.shared_empty if shared else slot.take
+            tensors[i] = self.reader.read(
+                task.info,
+                rows=box[0],
+                cols=box[1] if len(box) > 1 else None,
+                out=allocate(_extent(box), dtypes[i]),
+            )
+        return _Shards(tensors, slot)
+
+    # -------------------------------------------------------------- quantise
+
+    def quantise(self, step: Step, shards: _Shards) -> _Quantised:
+        """Quantise what this rank holds of ``step`` into the layer config that it emits."""
+        amax = self._row_amax(step, shards)
+        slot = self.results.get()
+        slot.reserve(sum(self._result_bytes(step.tasks[i], tensor) for i, tensor in shards.tensors.items()))
+        layer = LayerConfig(step.layer, step.index)
+        kept_source = False
+        for i, task in enumerate(step.tasks):
+            module = layer.modules.get(task.path)
+            if module is None:
+                module = layer.modules[task.path] = self._module(task)
+            weight = shards.tensors.get(i)
+            if weight is None:
+                continue
+            if task.quantised:
+                tensors = self._quantise_linear(task, weight, amax.get(i), slot)
+            else:
+                self._check_finite(weight, task.info.name)
+                tensors = {task.parameter: weight}
+                kept_source = True
+            for out in task.outputs:
+                box = task.output_box(out, self.rank)
+                if box is not None:
+                    offset = tuple(start for start, _ in box)
+                    shard = TensorShard(out.dtype, out.shape, offset, _extent(box), tensors[out.name])
+                    module.tensors[out.name] = shard
+        slots = [(self.results, slot)]
+        if kept_source:
+            slots.append((self.sources, shards.slot))
+        else:
+            self.sources.put(shards.slot)
+        return _Quantised(layer, slots)
+
+    def _row_amax(self, step: Step, shards: _Shards) -> dict[int, Tensor]:
+        """Row maxima of weights cut along their rows: one reduction over the ranks for the whole step.
+
+        A maximum is exact in any order, so the scales are those of the whole row, whatever the cut.
+        """
+        spanning = [
+            i for i, task in enumerate(step.tasks) if task.quantised and task.cut.dim == 1 and self.world > 1
+        ]
+        if not spanning or not self.format.needs_row_amax:
+            return {}
+        parts = []
+        for i in spanning:
+            task, weight = step.tasks[i], shards.tensors.get(i)
+            if weight is None:
+                parts.append(torch.zeros(task.info.shape[0]))
+                continue
+            part = self.format.row_amax(weight)
+            if not bool(torch.isfinite(part).all()):  # before the reduction: the culprit is this rank
+                self._check_finite(weight, task.info.name)
+            parts.append(part)
+        flat = torch.cat(parts)
+        phase(f"reducing row maxima of {step.id}", waiting=True)
+        dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=self.group)
+        phase(f"quantising {step.id}")
+        return dict(zip(spanning, flat.split([part.numel() for part in parts]), strict=True))
+
+    def _quantise_linear(
+        self, task: TensorTask, weight: Tensor, amax: Tensor | None, slot: Slot
+    ) -> dict[str, Tensor]:
+        shape = task.info.shape[0], task.info.shape[1]
+        shared = self.job.transport == "shm" and self.world > 1
+        out = {}
+        for spec in self.format.specs((weight.shape[0], weight.shape[1]), weight.dtype):
+            out[spec.suffix] = (memory.shared_empty if shared else slot.take)(spec.shape, spec.dtype)
+        return self.format.quantise(weight, amax=amax, global_shape=shape, out=out, name=task.info.name)
+
+    def _result_bytes(self, task: TensorTask, weight: Tensor) -> int:
+        if not task.quantised or (self.job.transport == "shm" and self.world > 1):
+            return 0
+        specs = self.format.specs((weight.shape[0], weight.shape[1]), weight.dtype)
+        return sum(_padded(spec.shape, spec.dtype) for spec in specs)
+
+    def _module(self, task: TensorTask) -> ModuleConfig:
+        return ModuleConfig(
+            kind=task.module.kind,
+            role=task.module.role,
+            partition=task.module.partition,
+            global_shape=task.info.shape,
+            local_shape=task.held_shape(self.rank),
+            number_format=self.format.name if task.quantised else "none",
+            group_size=self.format.group_size if task.quantised else None,
+        )
+
+    def _check_finite(self, tensor: Tensor, name: str) -> None:
+        """Refuse NaN and Inf in what is passed through (the number format sees to the rest)."""
+        if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            return
+        matrix = tensor if tensor.dim() == 2 else tensor.reshape(1, -1)
+        if not bool(torch.isfinite(self.plain.row_amax(matrix)).all()):
+            self.plain.quantise(matrix, name=name)  # counts them, says where the first is, and raises
+
+    # ------------------------------------------------------------- hand over
+
+    def hand_over(self, step: Step, quantised: _Quantised) -> None:
+        """Get the step into the checkpoint: through the first rank, or straight from here (``direct``)."""
+        try:
+            layer = quantised.layer
+            payload: Any = layer
+            if self.job.transport == "direct":
+                pieces = [piece.as_json() for piece in self.write(layer)]
+                payload = {"layer": describe(layer), "pieces": pieces}
+            with self._gathered(payload) as parts:
+                if parts:
+                    self.record(step, parts)
+        finally:  # also after an error, so that no stage waits for a slot for ever
+            for queue, slot in quantised.slots:
+                queue.put(slot)
+
+    @contextmanager
+    def _gathered(self, payload: Any) -> Iterator[list[Any]]:
+        ranks = list(range(self.world))
+        workspace = self.job.workspace if self.job.transport == "nfs" else None
+        with gather.get_configs_parallel(payload, ranks, self.group, workspace) as parts:
+            yield parts
+
+    def record(self, step: Step, parts: list[Any]) -> None:
+        """First rank: merge what the ranks emitted, write it unless they did, and note the step as done."""
+        if self.job.transport == "direct":
+            layer = merge([part["layer"] for part in parts])
+            pieces = [piece for part in parts for piece in part["pieces"]]
+        else:
+            layer = merge(parts)
+            pieces = [piece.as_json() for piece in self.write(layer)]
+        described, _ = split(describe(layer))
+        entry = {"layer": json.loads(described), "pieces": pieces}
+        self.records[step.id] = entry
+        self.staging.record(step.id, entry)
+        report({"kind": "step", "step": step.id, "bytes": step.output_bytes})
+
+    def write(self, layer: LayerConfig) -> list[Piece]:
+        """Write the layer's shards at their places, with a checksum of each for the audit to compare."""
+        pieces = []
+        for path, module in layer.modules.items():
+            for name, shard in module.tensors.items():
+                assert shard.data is not None
+                full = layer.tensor_name(path, name)
+                self.writer.write(full, shard.data, offset=shard.offset)
+                pieces.append(Piece(full, shard.offset, shard.shape, _crc32(shard.data)))
+        return pieces
+
+    # ---------------------------------------------------------------- finish
+
+    def finish(self) -> None:
+        """Reopen the files, compare them with what was produced and with the source, and report."""
+        phase("flushing weight files")
+        self.writer.sync()
+        records = self._share_records()
+        phase("reading back what was written")
+        checks = audit(
+            self.job.plan, self.job.layout, self.job.source, self.staging.directory, records, self.rank, self.world
+        )
+        with gather.get_configs_parallel({"checks": checks}, list(range(self.world)), self.group) as parts:
+            if parts:
+                merged = [check for part in parts for check in part["checks"]]
+                layers = [records[step.id]["layer"] for step in self.job.plan.steps]
+                report({"kind": "result", "checks": merged, "layers": layers})
+
+    def _share_records(self) -> dict[str, dict[str, Any]]:
+        """Every rank gets the first rank's record of all steps (a byte broadcast of JSON)."""
+        if self.world == 1:
+            return self.records
+        phase("waiting for the other ranks to finish writing", waiting=True)
+        text = torch.frombuffer(bytearray(json.dumps(self.records).encode()), dtype=torch.uint8)
+        size = torch.tensor([text.numel()])
+        dist.broadcast(size, 0, group=self.group)
+        if self.rank != 0:
+            text = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(text, 0, group=self.group)
+        return json.loads(bytes(text.numpy()))
+
+
+def _slots(count: int) -> Queue[Slot]:
+    queue: Queue[Slot] = Queue()
+    for _ in range(count):
+        queue.put(Slot())
+    return queue
+
+
+def _extent(box: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in box)
+
+
+def _padded(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    nbytes = dtype.itemsize
+    for size in shape:
+        nbytes *= size
+    return -(-nbytes // 64) * 64
+
+
+def _crc32(tensor: Tensor) -> int:
+    flat = tensor.contiguous().view(-1)
+    return zlib.crc32(flat.view(torch.uint8).numpy()) if flat.numel() else 0

@@ -1,0 +1,200 @@
+"""modelexport.json, and what an export returns.
+
+The record holds what the bytes depend on and nothing else (no times, no number of ranks), so that the whole
+directory is the same to the byte whatever the parallelism.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from modelexport import __version__
+from modelexport.checkpoints.hf import SideFiles
+from modelexport.checkpoints.safetensors_file import Layout
+from modelexport.export_plan import ExportPlan
+from modelexport.recipe import ExportRecipe
+
+RECORD_VERSION = 1
+_NUMERICAL_PACKAGES = ("torch", "numpy", "numba", "safetensors")
+
+
+def make_record(
+    plan: ExportPlan, recipe: ExportRecipe, source: str, side: SideFiles, outcome: dict[str, Any]
+) -> dict[str, Any]:
+    """The content of modelexport.json.
+
+    Args:
+        outcome: the first rank's result: ``layers`` (a described LayerConfig per step, as JSON) and ``checks``
+            (per module: SHA-256 of its tensors as read back, SQNR in dB against the source).
+    """
+    checks = {check["name"]: check for check in outcome["checks"]}
+    return {
+        "record_version": RECORD_VERSION,
+        "producer": {"name": "modelexport", "version": __version__},
+        "versions": {name: _version(name) for name in _NUMERICAL_PACKAGES},
+        "source": source,
+        "recipe": {
+            "quant": recipe.quant,
+            "group_size": plan.number_format.group_size,
+            "format": recipe.format,
+            "max_shard_bytes": recipe.max_shard_bytes,
+        },
+        "tensor_parallel_sizes": plan.admissible_tp(),
+        "unquantised": plan.unquantised,
+        "left_out": {**plan.left_out, **side.left_out},
+        "side_files": side.copied,
+        "layers": _joined_layers(outcome["layers"]),
+        "sqnr_db": {n: c["sqnr_db"] for n, c in sorted(checks.items()) if c["sqnr_db"] is not None},
+        "sha256": {t: h for _, check in sorted(checks.items()) for t, h in check["sha256"].items()},
+    }
+
+
+def _joined_layers(described: Sequence[Any]) -> list[Any]:
+    """One description per layer: the slabs of a large embedding are joined again."""
+    import json
+
+    from modelexport.layers import LayerConfig, merge, restore, to_json
+
+    groups: list[list[LayerConfig]] = []
+    for value in described:
+        layer = restore(json.dumps(value), {})
+        if groups and groups[-1][0].name == layer.name:
+            groups[-1].append(layer)
+        else:
+            groups.append([layer])
+    return [to_json(merge(group)) for group in groups]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@dataclass(frozen=True)
+class TypeRow:
+    """One row of the summary: all modules of one name (``self_attn.q_proj``) taken together.
+
+    Attributes:
+        bits: stored bits per weight, scales included.
+        sqnr_db: of the worst of them, None where nothing was quantised or nothing was lost.
+    """
+
+    name: str
+    count: int
+    number_format: str
+    weights: int
+    nbytes: int
+    bits: float
+    sqnr_db: float | None
+    worst: str | None
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """What an export wrote, or would write (``out`` None: a dry run).
+
+    Attributes:
+        source_bytes, output_bytes: of the weights.
+        peak_rank_bytes: estimate of the largest rank's buffers, beyond what importing torch takes.
+        tensor_parallel_sizes: at which an engine can load the result.
+        seconds: wall time of the export, 0 for a dry run.
+    """
+
+    source: str
+    out: str | None
+    quant: str
+    tp: int
+    rows: list[TypeRow]
+    source_bytes: int
+    output_bytes: int
+    files: list[str]
+    peak_rank_bytes: int
+    tensor_parallel_sizes: list[int]
+    unquantised: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """JSON-able form, for ``--json``."""
+        return asdict(self)
+
+    @classmethod
+    def preview(cls, plan: ExportPlan, source: str, layout: Layout) -> ExportResult:
+        """The result of a dry run."""
+        return cls._build(plan, source, None, layout, {}, plan.left_out, 0.0)
+
+    @classmethod
+    def of(
+        cls, record: dict[str, Any], plan: ExportPlan, out: Path, layout: Layout, seconds: float
+    ) -> ExportResult:
+        """The result of an export that published ``record``."""
+        return cls._build(
+            plan, record["source"], str(out), layout, record["sqnr_db"], record["left_out"], seconds
+        )
+
+    @classmethod
+    def _build(
+        cls,
+        plan: ExportPlan,
+        source: str,
+        out: str | None,
+        layout: Layout,
+        sqnr: dict[str, float],
+        left_out: dict[str, str],
+        seconds: float,
+    ) -> ExportResult:
+        return cls(
+            source=source,
+            out=out,
+            quant=plan.number_format.name,
+            tp=plan.parallelism.tp,
+            rows=_rows(plan, sqnr),
+            source_bytes=sum(step.source_bytes for step in plan.steps),
+            output_bytes=sum(step.output_bytes for step in plan.steps),
+            files=[file.name for file in layout.files],
+            peak_rank_bytes=plan.peak_rank_bytes(),
+            tensor_parallel_sizes=plan.admissible_tp(),
+            unquantised=plan.unquantised,
+            left_out=left_out,
+            seconds=seconds,
+        )
+
+
+def _rows(plan: ExportPlan, sqnr: dict[str, float]) -> list[TypeRow]:
+    """Group the plan's tensors by the module's name within its layer, in the plan's order."""
+    sums: dict[str, dict[str, Any]] = {}
+    for step in plan.steps:
+        for task in step.tasks:
+            path = task.path or step.layer
+            row = sums.setdefault(
+                path, {"modules": set(), "weights": 0, "nbytes": 0, "format": "", "worst": (math.inf, None)}
+            )
+            full = f"{step.layer}.{task.path}".rstrip(".")
+            row["modules"].add(full)
+            share = (task.rows[1] - task.rows[0]) / max(1, task.info.shape[0])
+            row["nbytes"] += round(share * sum(out.nbytes for out in task.outputs))
+            if task.parameter == "weight":
+                row["weights"] += round(share * math.prod(task.info.shape))
+                row["format"] = plan.number_format.name if task.quantised else task.info.dtype.lower()
+            if full in sqnr:
+                row["worst"] = min(row["worst"], (sqnr[full], full))
+    return [
+        TypeRow(
+            path,
+            len(row["modules"]),
+            row["format"],
+            row["weights"],
+            row["nbytes"],
+            8 * row["nbytes"] / max(1, row["weights"]),
+            row["worst"][0] if row["worst"][1] else None,
+            row["worst"][1],
+        )
+        for path, row in sums.items()
+    ]

@@ -1,0 +1,69 @@
+"""Llama: pre-norm decoder, grouped-query attention, gated MLP.
+
+Cuts follow Megatron-LM (Shoeybi et al., 2019): q/k/v and gate/up by output features, o and down by input
+features, the vocabulary by rows. Checkpoints converted from the first Llama carry ``rotary_emb.inv_freq``
+buffers, which every reader recomputes.
+"""
+
+from modelexport.families.base import Family, Module
+
+FAMILY = Family(
+    name="llama",
+    architecture="LlamaForCausalLM",
+    before=(
+        Module(
+            path="model.embed_tokens", kind="embedding", role="embedding", partition="column", axis="vocab"
+        ),
+    ),
+    layer=(
+        Module(path="input_layernorm", kind="norm", role="attention.norm"),
+        Module(
+            path="self_attn.q_proj",
+            kind="linear",
+            role="attention.q",
+            partition="column",
+            axis="heads",
+            fused_into="self_attn.qkv_proj",
+        ),
+        Module(
+            path="self_attn.k_proj",
+            kind="linear",
+            role="attention.k",
+            partition="column",
+            axis="kv_heads",
+            fused_into="self_attn.qkv_proj",
+        ),
+        Module(
+            path="self_attn.v_proj",
+            kind="linear",
+            role="attention.v",
+            partition="column",
+            axis="kv_heads",
+            fused_into="self_attn.qkv_proj",
+        ),
+        Module(path="self_attn.o_proj", kind="linear", role="attention.o", partition="row", axis="heads"),
+        Module(path="post_attention_layernorm", kind="norm", role="mlp.norm"),
+        Module(
+            path="mlp.gate_proj",
+            kind="linear",
+            role="mlp.gate",
+            partition="column",
+            axis="intermediate",
+            fused_into="mlp.gate_up_proj",
+        ),
+        Module(
+            path="mlp.up_proj",
+            kind="linear",
+            role="mlp.up",
+            partition="column",
+            axis="intermediate",
+            fused_into="mlp.gate_up_proj",
+        ),
+        Module(path="mlp.down_proj", kind="linear", role="mlp.down", partition="row", axis="intermediate"),
+    ),
+    after=(
+        Module(path="model.norm", kind="norm", role="final_norm"),
+        Module(path="lm_head", kind="head", role="head", partition="column", axis="vocab"),
+    ),
+    ignored_tensors=("rotary_emb.inv_freq",),
+)

@@ -1,0 +1,249 @@
+"""LayerConfig: what a rank emits for one layer, and how the ranks' parts become one again.
+
+A tree of dataclasses whose leaves are numbers, strings and tensors. :func:`split` separates it into JSON and
+named tensors and :func:`restore` is its inverse; :func:`cut` takes one rank's part of a whole layer and
+:func:`merge` joins the parts, its inverse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from modelexport.distributed.tree import register_config, restore, split
+
+__all__ = [
+    "LayerConfig",
+    "ModuleConfig",
+    "TensorShard",
+    "cut",
+    "describe",
+    "from_json",
+    "merge",
+    "restore",
+    "split",
+    "to_json",
+]
+
+Box = tuple[tuple[int, int], ...]
+
+
+@register_config
+@dataclass
+class TensorShard:
+    """A rectangle of one tensor of the checkpoint.
+
+    Attributes:
+        dtype: safetensors name of the dtype, e.g. ``"F8_E4M3"``.
+        global_shape: shape of the whole tensor as the checkpoint stores it.
+        offset: where the rectangle begins in it.
+        shape: the rectangle's shape.
+        data: its elements, or None where only the description travels.
+    """
+
+    dtype: str
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    data: Tensor | None = None
+
+    @property
+    def box(self) -> Box:
+        """Half-open range along each dimension."""
+        return tuple((o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the rectangle is the whole tensor."""
+        return self.shape == self.global_shape
+
+
+@register_config
+@dataclass
+class ModuleConfig:
+    """One module of a layer (a linear, norm, embedding or head) as one rank holds it.
+
+    Attributes:
+        kind: ``linear``, ``norm``, ``embedding`` or ``head``.
+        role: what it does, e.g. ``"attention.q"``.
+        partition: ``column`` (cut along dim 0), ``row`` (dim 1) or ``replicated``.
+        global_shape, local_shape: of its weight in elements, ``[out_features, in_features]`` for a linear;
+            ``local_shape`` is what the rank holds, which may be more than it emits.
+        number_format: ``none`` or the name given to ``--quant``.
+        group_size: weights along ``in_features`` that share a scale, or None.
+        tensors: name within the module (``weight``, ``weight_scale``, ``bias``) -> the shard emitted;
+            empty where another rank emits what this one holds.
+    """
+
+    kind: Literal["linear", "norm", "embedding", "head"]
+    role: str
+    partition: Literal["column", "row", "replicated"]
+    global_shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    number_format: str = "none"
+    group_size: int | None = None
+    tensors: dict[str, TensorShard] = field(default_factory=dict)
+
+
+@register_config
+@dataclass
+class LayerConfig:
+    """A layer: a decoder layer, or what stands before and after them (embedding, final norm, head).
+
+    Attributes:
+        name: its name in the checkpoint, e.g. ``"model.layers.3"``.
+        index: number of a decoder layer, None for the others.
+        modules: module name relative to ``name`` (``""`` where the layer is one module) -> its config.
+    """
+
+    name: str
+    index: int | None
+    modules: dict[str, ModuleConfig] = field(default_factory=dict)
+
+    def tensor_name(self, module: str, tensor: str) -> str:
+        """Full name of a tensor in the checkpoint."""
+        return ".".join(part for part in (self.name, module, tensor) if part)
+
+
+def merge(parts: Sequence[LayerConfig]) -> LayerConfig:
+    """Join the parts of one layer that the ranks (or consecutive slabs of it) emitted.
+
+    For each tensor the shards are joined along the dimension in which they differ. The result covers their
+    bounding box, which is the whole tensor if the parts are all of them. Shards without data merge to a
+    description without data.
+
+    Raises:
+        ValueError: the parts disagree on what they describe, overlap, or leave a hole.
+    """
+    if not parts:
+        raise ValueError("nothing to merge")
+    first = parts[0]
+    merged = LayerConfig(first.name, first.index)
+    for part in parts:
+        if (part.name, part.index, list(part.modules)) != (first.name, first.index, list(first.modules)):
+            raise ValueError(f"parts of different layers: {first.name} and {part.name}")
+    for name in first.modules:
+        modules = [part.modules[name] for part in parts]
+        head = modules[0]
+        tensor_names = dict.fromkeys(tensor for module in modules for tensor in module.tensors)
+        tensors = {
+            tensor: _join(
+                [m.tensors[tensor] for m in modules if tensor in m.tensors], merged.tensor_name(name, tensor)
+            )
+            for tensor in tensor_names
+        }
+        merged.modules[name] = replace(head, local_shape=head.global_shape, tensors=tensors)
+    return merged
+
+
+def cut(layer: LayerConfig, boxes: Mapping[str, Mapping[str, Box | None]]) -> LayerConfig:
+    """One rank's part of a whole layer: the inverse of :func:`merge`.
+
+    Args:
+        layer: a layer whose tensors are whole.
+        boxes: module name -> tensor name -> the rectangle the rank emits, or None where it emits nothing.
+    """
+    part = LayerConfig(layer.name, layer.index)
+    for name, module in layer.modules.items():
+        tensors = {}
+        for tensor, shard in module.tensors.items():
+            box = boxes[name][tensor]
+            if box is None:
+                continue
+            index = tuple(slice(start, stop) for start, stop in box)
+            tensors[tensor] = TensorShard(
+                shard.dtype,
+                shard.global_shape,
+                tuple(start for start, _ in box),
+                tuple(stop - start for start, stop in box),
+                None if shard.data is None else shard.data[index],
+            )
+        part.modules[name] = replace(module, tensors=tensors)
+    return part
+
+
+def describe(layer: LayerConfig) -> LayerConfig:
+    """The same layer without its data."""
+    modules = {
+        name: replace(module, tensors={t: replace(s, data=None) for t, s in module.tensors.items()})
+        for name, module in layer.modules.items()
+    }
+    return replace(layer, modules=modules)
+
+
+def to_json(layer: LayerConfig) -> dict[str, Any]:
+    """The description of a whole layer as plain JSON, as modelexport.json keeps it.
+
+    Data, offsets and local shapes are left out: what is merged is whole.
+    """
+    modules = {}
+    for name, module in layer.modules.items():
+        fields = {key: getattr(module, key) for key in ("kind", "role", "partition", "number_format", "group_size")}
+        tensors = {t: {"dtype": s.dtype, "shape": list(s.global_shape)} for t, s in module.tensors.items()}
+        modules[name] = {**fields, "shape": list(module.global_shape), "tensors": tensors}
+    return {"name": layer.name, "index": layer.index, "modules": modules}
+
+
+def from_json(value: Mapping[str, Any]) -> LayerConfig:
+    """Inverse of :func:`to_json`."""
+    layer = LayerConfig(value["name"], value["index"])
+    for name, fields in value["modules"].items():
+        shape = tuple(fields["shape"])
+        tensors = {}
+        for tensor, entry in fields["tensors"].items():
+            size = tuple(entry["shape"])
+            tensors[tensor] = TensorShard(entry["dtype"], size, (0,) * len(size), size)
+        layer.modules[name] = ModuleConfig(
+            kind=fields["kind"],
+            role=fields["role"],
+            partition=fields["partition"],
+            global_shape=shape,
+            local_shape=shape,
+            number_format=fields["number_format"],
+            group_size=fields["group_size"],
+            tensors=tensors,
+        )
+    return layer
+
+
+def _join(shards: list[TensorShard], name: str) -> TensorShard:
+    """Join rectangles that differ along one dimension at most."""
+    first = shards[0]
+    if len(shards) == 1:
+        return first
+    for shard in shards:
+        if (shard.dtype, shard.global_shape) != (first.dtype, first.global_shape):
+            raise ValueError(
+                f"{name}: parts disagree: {first.dtype} {list(first.global_shape)} "
+                f"and {shard.dtype} {list(shard.global_shape)}"
+            )
+    varying = [d for d in range(len(first.shape)) if len({shard.box[d] for shard in shards}) > 1]
+    if len(varying) != 1:
+        raise ValueError(f"{name}: {len(shards)} parts do not tile it along one dimension")
+    dim = varying[0]
+    ordered = sorted(shards, key=lambda shard: shard.box[dim])
+    for left, right in zip(ordered, ordered[1:], strict=False):
+        if left.box[dim][1] != right.box[dim][0]:
+            raise ValueError(
+                f"{name}: a part ends at {left.box[dim][1]} and the next begins at {right.box[dim][0]} "
+                f"along dimension {dim}"
+            )
+    datas = [shard.data for shard in ordered]
+    present = [data for data in datas if data is not None]
+    if present and len(present) != len(datas):
+        raise ValueError(f"{name}: some parts have data and others have none")
+    shape = list(first.shape)
+    shape[dim] = ordered[-1].box[dim][1] - ordered[0].box[dim][0]
+    data = _concatenate(present, dim) if present else None
+    return TensorShard(first.dtype, first.global_shape, ordered[0].offset, tuple(shape), data)
+
+
+def _concatenate(pieces: list[Tensor], dim: int) -> Tensor:
+    """``torch.cat`` for every dtype: those without arithmetic (fp8, uint16, ...) are copied as integers."""
+    dtype = pieces[0].dtype
+    carrier = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(dtype.itemsize, dtype)
+    return torch.cat([piece.view(carrier) for piece in pieces], dim).view(dtype)

@@ -1,0 +1,132 @@
+"""How a dimension is cut over tensor-parallel ranks: pure arithmetic on sizes, no tensors and no models.
+
+A rank *holds* what its part of the model computes with, and *owns* what it hands over. The two differ where
+ranks hold the same elements (key/value heads when there are fewer of them than ranks): each element is owned
+by the first rank that holds it, so that the owned ranges tile the dimension and nothing is emitted twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from modelexport.errors import PlanError
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """Ranks along each axis of parallelism: tensor, pipeline, expert."""
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        for axis, size in (("tp", self.tp), ("pp", self.pp), ("ep", self.ep)):
+            if size < 1:
+                raise PlanError(f"{axis} is {size}; at least 1 rank is needed")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which part of a tensor each rank holds and owns.
+
+    Attributes:
+        dim: the dimension that is cut, or None where every rank holds the whole tensor.
+        held: per rank, the half-open range along ``dim`` it holds (``(0, size)`` for all where ``dim`` is None).
+        owned: per rank, the range it emits; disjoint, in rank order, together the whole dimension.
+    """
+
+    dim: int | None
+    held: tuple[Range, ...]
+    owned: tuple[Range, ...]
+
+    def owns(self, rank: int) -> bool:
+        """Whether ``rank`` emits any part of the tensor."""
+        start, stop = self.owned[rank]
+        return stop > start
+
+
+def even_cut(size: int, unit: int, parts: int) -> tuple[Range, ...]:
+    """Cut ``size`` into ``parts`` ranges on multiples of ``unit``, the first ones larger by one unit.
+
+    Ranges may be empty where there are fewer units than parts.
+
+    Raises:
+        PlanError: ``unit`` does not divide ``size``.
+    """
+    if size % unit:
+        raise PlanError(f"size {size} is not divisible by {unit}, the unit that a cut must keep whole")
+    base, extra = divmod(size // unit, parts)
+    ranges = []
+    start = 0
+    for part in range(parts):
+        stop = start + unit * (base + (part < extra))
+        ranges.append((start, stop))
+        start = stop
+    return tuple(ranges)
+
+
+def group_query_cut(heads: int, kv_heads: int, head_dim: int, parts: int) -> tuple[Range, ...]:
+    """The key/value features that each rank's query heads attend to, where queries are cut by ``even_cut``.
+
+    With fewer key/value heads than ranks, ranks hold the same head; where query heads do not divide evenly,
+    neighbours may share one.
+    """
+    per_group = heads // kv_heads
+    ranges = []
+    for start, stop in even_cut(heads, 1, parts):
+        first, last = start // per_group, -(-stop // per_group)
+        ranges.append((first * head_dim, max(first, last) * head_dim) if stop > start else (0, 0))
+    return tuple(ranges)
+
+
+def owned_ranges(held: Sequence[Range]) -> tuple[Range, ...]:
+    """Give each element to the first rank that holds it; ``held`` is in rank order with rising ends."""
+    owned = []
+    reached = 0
+    for start, stop in held:
+        begin = max(start, reached)
+        owned.append((begin, stop) if stop > begin else (reached, reached))
+        reached = max(reached, stop)
+    return tuple(owned)
+
+
+def replicated(size: int, parts: int) -> Cut:
+    """Every rank holds everything; the first owns it."""
+    return Cut(None, ((0, size),) * parts, ((0, size), *((size, size),) * (parts - 1)))
+
+
+def cut_along(dim: int, held: tuple[Range, ...]) -> Cut:
+    """A cut along ``dim`` into the ranges ``held``."""
+    return Cut(dim, held, owned_ranges(held))
+
+
+def scale_range(span: Range, unit: int | None, size: int) -> Range:
+    """The elements of a tensor that belong to weight elements ``span``, one per ``unit`` of them.
+
+    ``unit`` None: the tensor does not vary along this dimension, all ``size`` elements belong to any span.
+    """
+    if unit is None:
+        return (0, size)
+    start, stop = span
+    assert start % unit == 0, f"range {span} cuts through a unit of {unit}"
+    return start // unit, -(-stop // unit)
+
+
+def admissible_tp(limits: Sequence[tuple[int, int]], kv_heads: int, *, largest: int = 64) -> list[int]:
+    """Tensor-parallel sizes at which every rank of an engine gets equal, whole parts.
+
+    Args:
+        limits: for each dimension that an engine cuts, its size and the unit that must stay whole.
+        kv_heads: heads that an engine replicates where there are more ranks than heads.
+        largest: the largest size to try.
+    """
+    sizes = []
+    for tp in range(1, largest + 1):
+        whole = all(size % (tp * unit) == 0 for size, unit in limits)
+        if whole and (kv_heads % tp == 0 or tp % kv_heads == 0):
+            sizes.append(tp)
+    return sizes

@@ -1,0 +1,75 @@
+"""The text that a person reads at the end of an export, and of a dry run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from modelexport.export_record import ExportResult
+
+
+def size_text(nbytes: float) -> str:
+    """``nbytes`` in decimal units with three significant digits, e.g. ``"7.35 MB"``."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if nbytes < 999.5 or unit == "TB":
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    raise AssertionError("unreachable")
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Lines of a table: first column flush left, the others flush right."""
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    for row in (header, *rows):
+        cells = [
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()
+
+
+def summary(result: ExportResult) -> str:
+    """The whole report of an export or a dry run."""
+    lines = list(
+        table(
+            ("module", "count", "format", "bits/weight", "size", "worst SQNR"),
+            [
+                (
+                    row.name,
+                    str(row.count),
+                    row.number_format,
+                    f"{row.bits:.2f}",
+                    size_text(row.nbytes),
+                    "-" if row.sqnr_db is None else f"{row.sqnr_db:.2f} dB",
+                )
+                for row in result.rows
+            ],
+        )
+    )
+    ratio = result.source_bytes / max(1, result.output_bytes)
+    lines.append("")
+    lines.append(
+        f"weights: {size_text(result.source_bytes)} -> {size_text(result.output_bytes)} ({ratio:.2f} times "
+        f"smaller) in {len(result.files)} file{'s' if len(result.files) > 1 else ''}"
+    )
+    lines += _notes("not quantised", result.unquantised)
+    lines += _notes("not written", result.left_out)
+    sizes = ", ".join(map(str, result.tensor_parallel_sizes))
+    lines.append(f"loads at tensor-parallel sizes: {sizes}")
+    if result.out is None:
+        lines.append(
+            f"dry run, nothing written: {result.tp} rank{'s' if result.tp > 1 else ''}, buffers of at most "
+            f"{size_text(result.peak_rank_bytes)} each, beside what importing torch takes"
+        )
+    else:
+        lines.append(f"wrote {result.out} in {result.seconds:.1f} s")
+    return "\n".join(lines)
+
+
+def _notes(title: str, notes: dict[str, str]) -> Iterator[str]:
+    """One line per reason, with the names it holds for (the first three, then a count)."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in notes.items():
+        by_reason.setdefault(reason, []).append(name)
+    for reason, names in by_reason.items():
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        yield f"{title}: {', '.join(names[:3])}{more} ({reason})"
