@@ -130,12 +130,14 @@ class RankExport:
             ahead: Future[_Shards] | None = None
             behind: Future[None] | None = None
             for number, step in enumerate(self.steps):
+                phase(f"reading {step.id}")
                 shards = (ahead or reading.submit(self.read, step)).result()
                 if number + 1 < len(self.steps):
                     ahead = reading.submit(self.read, self.steps[number + 1])
                 phase(f"quantising {step.id}")
                 quantised = self.quantise(step, shards)
                 if behind is not None:
+                    phase(f"handing over the step before {step.id}", waiting=True)
                     behind.result()
                 behind = writing.submit(self.hand_over, step, quantised)
             if behind is not None:
@@ -151,7 +153,9 @@ class RankExport:
     def read(self, step: Step) -> _Shards:
         """Read the shards of ``step`` that this rank owns, and nothing else."""
         slot = self.sources.get()
-        boxes = {i: box for i, task in enumerate(step.tasks) if (box := task.owned_box(self.rank)) is not None}
+        boxes = {
+            i: box for i, task in enumerate(step.tasks) if (box := task.owned_box(self.rank)) is not None
+        }
         dtypes = {i: torch_dtype(step.tasks[i].info.dtype) for i in boxes}
         slot.reserve(sum(_padded(_extent(boxes[i]), dtypes[i]) for i in boxes))
         tensors = {}
@@ -321,7 +325,13 @@ class RankExport:
         records = self._share_records()
         phase("reading back what was written")
         checks = audit(
-            self.job.plan, self.job.layout, self.job.source, self.staging.directory, records, self.rank, self.world
+            self.job.plan,
+            self.job.layout,
+            self.job.source,
+            self.staging.directory,
+            records,
+            self.rank,
+            self.world,
         )
         with gather.get_configs_parallel({"checks": checks}, list(range(self.world)), self.group) as parts:
             if parts:

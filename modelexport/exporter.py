@@ -39,7 +39,13 @@ from modelexport.sharding.plan import Parallelism
 if TYPE_CHECKING:
     from modelexport.quantization.formats import NumberFormat
 
-PRELOAD = ("torch", "torch.distributed", "safetensors", "modelexport.export_rank", "modelexport.quantization.kernels.fused")
+PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "safetensors",
+    "modelexport.export_rank",
+    "modelexport.quantization.kernels.fused",
+)
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,9 @@ def to_json(layer: LayerConfig) -> dict[str, Any]:
     """
     modules = {}
     for name, module in layer.modules.items():
-        fields = {key: getattr(module, key) for key in ("kind", "role", "partition", "number_format", "group_size")}
+        fields = {
+            key: getattr(module, key) for key in ("kind", "role", "partition", "number_format", "group_size")
+        }
         tensors = {t: {"dtype": s.dtype, "shape": list(s.global_shape)} for t, s in module.tensors.items()}
         modules[name] = {**fields, "shape": list(module.global_shape), "tensors": tensors}
     return {"name": layer.name, "index": layer.index, "modules": modules}

@@ -7,6 +7,7 @@ A field here is a command-line flag (``--group-size``), a YAML key (``group_size
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,9 @@ GATHERS = ("shm", "nfs", "direct")
 FORMATS = ("hf",)
 
 
-def _setting(default: Any, help_text: str, *, choices: tuple[str, ...] | None = None, metavar: str = "") -> Any:
+def _setting(
+    default: Any, help_text: str, *, choices: tuple[str, ...] | None = None, metavar: str = ""
+) -> Any:
     return field(default=default, metadata={"help": help_text, "choices": choices, "metavar": metavar})
 
 
@@ -49,7 +52,9 @@ class ExportRecipe:
     evaluate: bool = _setting(
         True, "perplexity and a sentence, before and after (demo model only; --no-evaluate skips it)"
     )
-    timeout: float = _setting(1800.0, "seconds without progress after which a rank counts as hung", metavar="S")
+    timeout: float = _setting(
+        1800.0, "seconds without progress after which a rank counts as hung", metavar="S"
+    )
     dry_run: bool = _setting(False, "print the plan, sizes and memory; write nothing")
     quiet: bool = _setting(False, "no progress bar and no summary")
     json: bool = _setting(False, "print the result as JSON")
@@ -62,7 +67,7 @@ class ExportRecipe:
             raise UsageError(f"--tp {self.tp}: at least 1 rank is needed, e.g. --tp 4")
         if self.group_size is not None and self.group_size < 1:
             raise UsageError(f"--group-size {self.group_size}: choose 32, 64 or 128")
-        if self.timeout <= 0:
+        if not 0 < self.timeout < math.inf:
             raise UsageError(f"--timeout {self.timeout:g}: a positive number of seconds is needed")
         if self.max_shard_bytes < 1:
             raise UsageError(f"--max-shard-bytes {self.max_shard_bytes}: a positive number is needed")
@@ -86,7 +91,7 @@ class ExportRecipe:
         import yaml
 
         try:
-            keys = yaml.safe_load(path.read_text())
+            keys = yaml.safe_load(path.read_bytes())
         except OSError as error:
             raise UsageError(f"recipe {path} cannot be read: {error.strerror}") from error
         except yaml.YAMLError as error:
@@ -95,19 +100,12 @@ class ExportRecipe:
             keys = {}
         if not isinstance(keys, dict):
             raise UsageError(f"recipe {path}: expected 'key: value' lines, found {type(keys).__name__}")
-        return cls.from_mapping({**keys, **overrides}, where=f"recipe {path}")
+        return cls(**{**_checked(keys, f"recipe {path}"), **_checked(overrides, "command line")})
 
     @classmethod
     def from_mapping(cls, keys: Mapping[str, Any], *, where: str = "recipe") -> ExportRecipe:
         """Build a recipe from ``keys``; an unknown key or a value of the wrong type is a UsageError."""
-        known = {f.name: f for f in dataclasses.fields(cls)}
-        values = {}
-        for key, value in keys.items():
-            name = str(key).replace("-", "_")
-            if name not in known:
-                raise UsageError(f"{where}: unknown key '{key}'{nearest(name, known)}")
-            values[name] = _coerce(known[name], value, where)
-        return cls(**values)
+        return cls(**_checked(keys, where))
 
 
 def parse_assignments(items: Iterable[str]) -> dict[str, Any]:
@@ -117,13 +115,30 @@ def parse_assignments(items: Iterable[str]) -> dict[str, Any]:
     keys: dict[str, Any] = {}
     for item in items:
         key, equals, text = item.partition("=")
-        if not equals or not key:
+        if not equals or not key.strip():
             raise UsageError(f"--set {item}: expected KEY=VALUE, e.g. --set quant=int4")
         try:
-            keys[key.strip()] = yaml.safe_load(text)
+            keys[_field_name(key)] = yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise UsageError(f"--set {item}: the value is not YAML") from error
     return keys
+
+
+def _field_name(key: object) -> str:
+    """``group-size`` and ``group_size`` are one key, so that the later of the two wins."""
+    return str(key).strip().replace("-", "_")
+
+
+def _checked(keys: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """``keys`` by field name, each of its field's type."""
+    known = {f.name: f for f in dataclasses.fields(ExportRecipe)}
+    values = {}
+    for key, value in keys.items():
+        name = _field_name(key)
+        if name not in known:
+            raise UsageError(f"{where}: unknown key '{key}'{nearest(name, known)}")
+        values[name] = _coerce(known[name], value, where)
+    return values
 
 
 def _check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:

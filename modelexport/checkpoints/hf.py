@@ -20,7 +20,19 @@ if TYPE_CHECKING:
     from modelexport.quantization.formats import NumberFormat
 
 RECORD = "modelexport.json"
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".pkl", ".npz")
+_WEIGHTS = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".h5",
+    ".msgpack",
+    ".gguf",
+    ".onnx",
+    ".pkl",
+    ".npz",
+)
 _REWRITTEN = {"config.json", RECORD}
 _NOT_A_MODELS = {".git", ".cache", "__pycache__", ".gitattributes"}
 

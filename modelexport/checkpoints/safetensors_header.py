@@ -256,8 +256,7 @@ def _info(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
     begin, end = offsets
     if expected != end - begin:
         raise CheckpointError(
-            f"{where}: {dtype} {_clip(shape)} takes {expected:,} bytes, "
-            f"its data_offsets {offsets} hold {end - begin:,}"
+            f"{where}: {dtype} {_clip(shape)} takes {expected:,} bytes, its data_offsets {offsets} hold {end - begin:,}"
         )
     return TensorInfo(name, dtype, tuple(shape), path, data_start + begin, expected)
 

@@ -200,7 +200,7 @@ class Reader:
         Args:
             info: which tensor.
             rows: part of dim 0; all of it where None.
-            cols: part of dim 1 (in elements, even for ``F4``); all of it where None.
+            cols: part of dim 1 (in elements, for ``F4`` too); all of it where None.
             out: filled and returned; a CPU tensor of the slice's shape and dtype whose rows are contiguous (so
                 a slice of a larger tensor along dim 0 or 1 will do). Reuse it: memory touched for the first
                 time costs more than the copy.
@@ -223,7 +223,7 @@ class Reader:
                 f"tensor {info.name!r}: the slice is {dtype} {list(shape)} on the CPU, "
                 f"out is {out.dtype} {list(out.shape)} on {out.device}"
             )
-        memory = raw_io.row_bytes(out, min(1, len(shape)))
+        memory = raw_io.row_bytes(out, 1 if len(shape) > 1 else 0)
         if memory is None:
             raise ValueError(
                 f"tensor {info.name!r}: the rows of out must be contiguous, its strides are {out.stride()}"
@@ -249,7 +249,7 @@ class Reader:
             ValueError: rows outside the tensor.
         """
         shape, offset, pitch = _rectangle(info, rows, None)
-        length = pitch * shape[0] if shape else info.nbytes
+        length = pitch * shape[0] if len(shape) > 1 else info.nbytes
         if length:
             os.posix_fadvise(self._fd(info.path), offset, length, os.POSIX_FADV_WILLNEED)
 
@@ -294,12 +294,17 @@ def _rectangle(
                 f"tensor {info.name!r}: {part} of dim {dim} is outside its shape {list(info.shape)}"
             )
         starts[dim], shape[dim] = part[0], part[1] - part[0]
-    pitch = info.nbytes // info.shape[0] if info.shape and info.shape[0] else 0
-    column = pitch * 8 // info.shape[1] if len(info.shape) > 1 and info.shape[1] else 0
-    if starts[1] * column % 8 or (bits < 8 and shape and shape[-1] % 2):
+    row_bits = _share(8 * info.nbytes, info.shape, 0)
+    start_bits = starts[0] * row_bits + starts[1] * _share(row_bits, info.shape, 1)
+    if bits < 8 and shape and (shape[-1] % 2 or start_bits % 8):
         raise ValueError(
-            f"tensor {info.name!r}: {info.dtype} can only be read in pairs of columns, asked {cols}"
+            f"tensor {info.name!r}: {info.dtype} can only be cut between whole bytes, asked {rows}, {cols}"
         )
     if bits == 4 and shape:
         shape[-1] //= 2
-    return tuple(shape), info.offset + starts[0] * pitch + starts[1] * column // 8, pitch
+    return tuple(shape), info.offset + start_bits // 8, row_bits // 8
+
+
+def _share(bits: int, shape: tuple[int, ...], dim: int) -> int:
+    """Bits of one of the ``shape[dim]`` parts of something that takes ``bits``."""
+    return bits // shape[dim] if dim < len(shape) and shape[dim] else 0

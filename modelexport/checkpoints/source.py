@@ -10,7 +10,18 @@ from pathlib import Path
 from modelexport.errors import CheckpointError, UsageError
 
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
-_NOT_NEEDED = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.pkl", "original/*"]
+_NOT_NEEDED = [
+    "*.bin",
+    "*.pt",
+    "*.pth",
+    "*.ckpt",
+    "*.h5",
+    "*.msgpack",
+    "*.gguf",
+    "*.onnx",
+    "*.pkl",
+    "original/*",
+]
 
 
 @dataclass(frozen=True)
@@ -26,9 +37,13 @@ def resolve_source(model: str | None, revision: str | None = None) -> Source:
     """Find ``model``: None is the demo model, then a directory, then a hub id (downloaded to the hub's cache).
 
     Raises:
-        UsageError: neither a directory nor shaped like a hub id.
+        UsageError: neither a directory nor shaped like a hub id, or a revision of what has none.
         CheckpointError: the hub cannot be reached, or refuses the model.
     """
+    if revision is not None and (model is None or Path(model).expanduser().exists()):
+        raise UsageError(
+            f"--revision {revision} is for hub ids, and {model or 'the demo model'} is none: drop it"
+        )
     if model is None:
         from modelexport.assets import demo_model_path
 
@@ -37,16 +52,17 @@ def resolve_source(model: str | None, revision: str | None = None) -> Source:
     if path.is_dir():
         return Source(path.resolve(), path.resolve().name)
     if path.is_file():
-        raise UsageError(f"--model {model} is a file; give the directory that holds it: --model {path.parent}")
-    if not _HUB_ID.fullmatch(model) or model.startswith("."):
+        raise UsageError(
+            f"--model {model} is a file; give the directory that holds it: --model {path.parent}"
+        )
+    if not _HUB_ID.fullmatch(model):
         raise UsageError(f"--model {model}: no such directory (a hub id looks like ORGANISATION/NAME)")
     return Source(_download(model, revision), model)
 
 
 def _download(model: str, revision: str | None) -> Path:
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "0")
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(model, revision=revision, ignore_patterns=_NOT_NEEDED))

@@ -228,7 +228,9 @@ def _resolve(out: str | os.PathLike[str]) -> Path:
     except (OSError, ValueError, RuntimeError) as error:
         raise UsageError(f"--out {os.fspath(out)!r}: {error}") from error
     if not target.name:
-        raise UsageError(f"--out {os.fspath(out)!r}: the root directory cannot be a target; name one below it")
+        raise UsageError(
+            f"--out {os.fspath(out)!r}: the root directory cannot be a target; name one below it"
+        )
     return target
 
 
@@ -250,7 +252,9 @@ def _check_target(target: Path, overwrite: bool) -> None:
             "choose another --out, or remove it yourself"
         )
     if target.is_mount():
-        raise UsageError(f"{target} is a mount point, which no rename can replace; choose a directory below it")
+        raise UsageError(
+            f"{target} is a mount point, which no rename can replace; choose a directory below it"
+        )
 
 
 def _was_published(journal: Path, target: Path) -> bool:

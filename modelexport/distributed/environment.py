@@ -1,0 +1,116 @@
+"""What another launcher (torchrun, accelerate, srun, mpirun) says in the environment; how many cores there are."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from modelexport.distributed.config import MISSING, MultiprocessConfig
+from modelexport.errors import UsageError
+
+# rank, world size, local rank, local world size
+_NAMES = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # torchrun, accelerate
+    (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # Intel MPI, MPICH
+)
+
+
+def external_config(config: MultiprocessConfig | None = None) -> MultiprocessConfig | None:
+    """The config of this process as a rank of another launcher, or None where no other launcher started it.
+
+    Understands torchrun's variables (accelerate sets the same), Open MPI's, PMI's, and SLURM's where this
+    process is a task of ``srun`` with more than one task. A launcher of a single process counts as none.
+
+    Args:
+        config: gives all that the environment does not say (parallelism, back ends, time-out).
+
+    Raises:
+        UsageError: ``config`` asks for another world size than the launcher started, or the launcher says
+            neither address nor port (``MASTER_ADDR``, ``MASTER_PORT``).
+    """
+    sizes = _sizes_from(os.environ)
+    if sizes is None or sizes[1] <= 1:
+        return None
+    rank, world_size, local_rank, local_world_size = sizes
+    base = MultiprocessConfig() if config is None else config
+    if base.world_size not in (None, MISSING, world_size):
+        raise UsageError(
+            f"{base.world_size} ranks are asked for, but the launcher of this process started {world_size}; "
+            f"make both the same, or leave out the number of ranks"
+        )
+    address, port = _meeting_point(os.environ, one_machine=local_world_size == world_size)
+    found = base.for_rank(rank, local_rank)
+    found.on_event = base.on_event
+    found.world_size, found.local_world_size = world_size, local_world_size
+    found.master_addr, found.master_port = address, port
+    found.init_method = os.environ.get("INIT_METHOD", base.init_method)
+    MultiprocessConfig.resolve(found)
+    return found
+
+
+def _sizes_from(environ: os._Environ[str]) -> tuple[int, int, int, int] | None:
+    for rank, world, local_rank, local_world in _NAMES:
+        if all(name in environ for name in (rank, world, local_rank)):
+            size = int(environ[world])
+            return int(environ[rank]), size, int(environ[local_rank]), int(environ.get(local_world, size))
+    # SLURM_PROCID is also set in a batch script, which is one process; the step's task count is srun's own.
+    if all(name in environ for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")):
+        size = int(environ["SLURM_STEP_NUM_TASKS"])
+        node = int(environ.get("SLURM_NODEID", "0"))
+        counts = slurm_tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", str(size)))
+        return int(environ["SLURM_PROCID"]), size, int(environ["SLURM_LOCALID"]), counts[node]
+    return None
+
+
+def _meeting_point(environ: os._Environ[str], *, one_machine: bool) -> tuple[str, int]:
+    address = environ.get("MASTER_ADDR", "127.0.0.1" if one_machine else "")
+    port = environ.get("MASTER_PORT", "")
+    if not address and "SLURM_STEP_NODELIST" in environ:
+        address = first_slurm_host(environ["SLURM_STEP_NODELIST"])
+    if not port and "SLURM_JOB_ID" in environ:
+        # The same on every node, different for jobs and steps that share one; below the ephemeral ports.
+        job, step = int(environ["SLURM_JOB_ID"]), int(environ.get("SLURM_STEP_ID", "0"))
+        port = str(12000 + (job * 31 + step) % 20000)
+    if not address or not port:
+        raise UsageError(
+            "the ranks cannot meet: set MASTER_ADDR and MASTER_PORT to the same on every machine"
+        )
+    return address, int(port)
+
+
+def slurm_tasks_per_node(text: str) -> list[int]:
+    """``"4(x2),3"`` -> ``[4, 4, 3]``."""
+    counts: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if found is None:
+            raise UsageError(f"cannot read SLURM_STEP_TASKS_PER_NODE={text!r}")
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts
+
+
+def first_slurm_host(text: str) -> str:
+    """``"node[03-05,9],other"`` -> ``"node03"``."""
+    found = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", text)
+    if found is None:
+        raise UsageError(f"cannot read SLURM_STEP_NODELIST={text!r}")
+    return found[1] + (found[2] or "") + (found[3] or "")
+
+
+def cores() -> int:
+    """Processor cores that this process may use: its affinity, cut by the control group's quota."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        with open("/sys/fs/cgroup/cpu.max") as file:
+            quota, period = file.read().split()
+        if quota != "max":
+            count = min(count, -(-int(quota) // int(period)))
+    except (OSError, ValueError):
+        pass
+    return max(1, count)

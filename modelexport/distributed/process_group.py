@@ -1,0 +1,251 @@
+"""Brings this process into the group of ranks and out again (torch.distributed: gloo on CPU, NCCL on GPU)."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from modelexport.distributed.config import DEFAULT_TIMEOUT, MultiprocessConfig, is_loopback
+from modelexport.distributed.environment import external_config
+from modelexport.distributed.grid import forget_grid, init_grid
+from modelexport.distributed.status import phase_scope
+from modelexport.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch.distributed import Backend, TCPStore  # type: ignore[attr-defined]
+
+_BACKEND_VARIABLE = "TORCH_DISTRIBUTED_BACKEND"
+_GROUP_VARIABLES = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "INIT_METHOD",
+    "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME",
+)  # fmt: skip
+_own_store: TCPStore | None = None
+
+
+def default_backend() -> str:
+    """``nccl`` where every rank of this machine can have a CUDA device to itself, else ``gloo``."""
+    import torch
+    import torch.distributed as dist
+
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if torch.cuda.is_available() and dist.is_nccl_available() and torch.cuda.device_count() >= local_ranks:
+        return "nccl"
+    return "gloo"
+
+
+def get_distributed_backend() -> Backend:
+    """The back end set by :func:`set_distributed_backend` or ``TORCH_DISTRIBUTED_BACKEND``, else the default."""
+    import torch.distributed as dist
+
+    return dist.Backend(os.environ.get(_BACKEND_VARIABLE) or default_backend())
+
+
+def set_distributed_backend(backend: str) -> None:
+    """Chooses the back end for process groups to come, in this process and in the ranks it starts.
+
+    Args:
+        backend: a name, or one per device as in ``"cpu:gloo,cuda:nccl"``.
+
+    Raises:
+        UsageError: this build of torch does not know the name.
+    """
+    import torch.distributed as dist
+
+    known = [name for name in dist.Backend.backend_list if name != "undefined"]
+    for part in backend.lower().split(","):
+        if part.rpartition(":")[2] not in known:
+            raise UsageError(f"unknown back end {backend!r}; known here: {', '.join(known)}")
+    os.environ[_BACKEND_VARIABLE] = backend.lower()
+
+
+def init_process_group_from_backend(
+    backend: str | Backend | None = None, *, timeout: float | None = None
+) -> None:
+    """Joins the group that the environment describes; in a plain process, makes a group of this one alone.
+
+    Args:
+        backend: None for :func:`get_distributed_backend`'s.
+        timeout: seconds after which a collective gives up; None for ``MODELEXPORT_TIMEOUT`` or 1800.
+
+    Raises:
+        UsageError: the environment is incomplete (see :func:`external_config`).
+    """
+    config = external_config() or MultiprocessConfig(rank=0, local_rank=0, world_size=1)
+    MultiprocessConfig.resolve(config)
+    _join(config, backend, timeout, None)
+
+
+def init_dist(
+    rank: int,
+    local_rank: int,
+    world_size: int,
+    local_world_size: int,
+    master_addr: str,
+    master_port: int,
+    init_method: str,
+    backend: str | Backend | None = None,
+    *,
+    timeout: float | None = None,
+    listener: socket.socket | None = None,
+) -> None:
+    """Sets the environment that torchrun would set, and joins the group.
+
+    Args:
+        rank, local_rank, world_size, local_world_size: this process's place.
+        master_addr, master_port: of the store on rank 0.
+        init_method: ``env://`` for that store, or ``tcp://host:port``, ``file:///path`` as in torch.distributed.
+        backend: None for :func:`get_distributed_backend`'s.
+        timeout: seconds after which a collective gives up; None for ``MODELEXPORT_TIMEOUT`` or 1800.
+        listener: rank 0 only: a socket already listening on ``master_port``, which the store takes over.
+
+    Raises:
+        UsageError: rank or sizes contradict each other.
+    """
+    if not 0 <= rank < world_size or not 0 <= local_rank < local_world_size <= world_size:
+        raise UsageError(
+            f"rank {rank} of {world_size} (local rank {local_rank} of {local_world_size}) does not exist"
+        )
+    config = MultiprocessConfig(
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        master_addr=master_addr,
+        master_port=master_port,
+        init_method=init_method,
+    )
+    _join(config, backend, timeout, listener)
+
+
+def _join(
+    config: MultiprocessConfig,
+    backend: str | Backend | None,
+    timeout: float | None,
+    listener: socket.socket | None,
+) -> None:
+    import torch.distributed as dist
+    from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+
+    global _own_store
+    _set_environment(config)
+    if timeout is None:
+        timeout = float(os.environ.get("MODELEXPORT_TIMEOUT", DEFAULT_TIMEOUT))
+    limit = timedelta(seconds=timeout)
+    common: dict[str, Any] = {"backend": _backend_per_device(backend, config), "timeout": limit}
+    place: dict[str, Any] = {"rank": config.rank, "world_size": config.world_size}
+    if config.init_method != "env://":
+        dist.init_process_group(init_method=config.init_method, **place, **common)
+    elif config.world_size == 1:
+        dist.init_process_group(store=HashStore(), **place, **common)
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        dist.init_process_group(init_method="env://", **common)
+    else:
+        extra: dict[str, Any] = {} if listener is None else {"master_listen_fd": listener.detach()}
+        _own_store = TCPStore(
+            config.master_addr,
+            int(config.master_port),
+            config.world_size,
+            config.rank == 0,
+            timeout=limit,
+            wait_for_workers=False,
+            **extra,
+        )
+        dist.init_process_group(store=_own_store, **place, **common)
+
+
+def _set_environment(config: MultiprocessConfig) -> None:
+    values = (
+        config.rank, config.local_rank, config.world_size, config.local_world_size,
+        config.master_addr, config.master_port, config.init_method,
+    )  # fmt: skip
+    for name, value in zip(_GROUP_VARIABLES, values, strict=False):
+        os.environ[name] = str(value)
+    if config.local_world_size == config.world_size or is_loopback(config.master_addr):
+        # Otherwise gloo looks this machine's name up, which fails or stalls where there is no name service.
+        names = {name for _, name in socket.if_nameindex()}
+        for loopback in ("lo", "lo0"):
+            if loopback in names:
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+                os.environ.setdefault("TP_SOCKET_IFNAME", loopback)
+
+
+def _backend_per_device(backend: str | Backend | None, config: MultiprocessConfig) -> str:
+    import torch
+
+    chosen = str(backend or get_distributed_backend())
+    if "nccl" in chosen:
+        torch.cuda.set_device(config.local_rank % torch.cuda.device_count())
+    # Sizes, headers and shards on their way to a file live on the CPU, which NCCL does not serve.
+    return "cpu:gloo,cuda:nccl" if chosen == "nccl" and backend is None else chosen
+
+
+@contextmanager
+def process_group(config: MultiprocessConfig, listener: socket.socket | None = None) -> Iterator[None]:
+    """This process as a rank of ``config``'s group, with its grid; leaves the group after.
+
+    A group of one that exists already is used and left as it is. The environment is restored.
+    """
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        if dist.get_world_size() != config.world_size:
+            raise UsageError(
+                f"this process already belongs to a group of {dist.get_world_size()} ranks, "
+                f"and cannot also be one of {config.world_size}"
+            )
+        init_grid(config)
+        try:
+            yield
+        finally:
+            forget_grid()
+        return
+    before = {name: os.environ.get(name) for name in _GROUP_VARIABLES}
+    try:
+        with phase_scope("joining the process group", waiting=True):
+            _join(config, config.backend, config.timeout, listener)
+            init_grid(config)
+        yield
+        if config.local_world_size < config.world_size:
+            with phase_scope("waiting for the ranks of other machines to finish", waiting=True):
+                _leave_together(config)
+    except BaseException:
+        # NCCL waits here for peers that may never come; the end of the process does as well.
+        if dist.is_initialized() and "nccl" not in str(dist.get_backend()):
+            _leave()
+        raise
+    else:
+        _leave()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _leave_together(config: MultiprocessConfig) -> None:
+    """Rank 0 hosts the store, and everybody's connections serve everybody: nobody goes before all are done."""
+    if _own_store is None:
+        return
+    limit = timedelta(seconds=config.timeout)
+    if _own_store.add("modelexport/finished", 1) == config.world_size:
+        _own_store.set("modelexport/all_finished", "")
+    _own_store.wait(["modelexport/all_finished"], limit)
+    if _own_store.add("modelexport/gone", 1) == config.world_size:
+        _own_store.set("modelexport/all_gone", "")
+    if config.rank == 0:
+        _own_store.wait(["modelexport/all_gone"], limit)
+
+
+def _leave() -> None:
+    import torch.distributed as dist
+
+    global _own_store
+    forget_grid()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _own_store = None

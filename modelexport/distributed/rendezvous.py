@@ -1,0 +1,200 @@
+"""How ranks find each other before their first gather: through the process group's store, without a collective.
+
+The first rank listens on an abstract Unix socket (no file; its name is random) and puts the name and a secret into
+the store. The others connect, and each side checks that the other runs as the same user. From then on the gather
+needs only its own sockets, so it may run in a background thread while collectives run on the same group.
+"""
+
+from __future__ import annotations
+
+import hmac
+import itertools
+import json
+import os
+import secrets
+import select
+import socket
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from modelexport.distributed.link import Link, peer_pid
+from modelexport.distributed.receiving import ReceivingLink
+from modelexport.distributed.sending import SendingLink
+from modelexport.errors import GatherError
+
+__all__ = ["agree", "collect_links", "connect_to_first", "default_store", "group_key", "run_id"]
+
+_generations: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+_run_ids: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+_process_run_id = secrets.token_hex(8)
+
+
+def default_store() -> Any:
+    """The key-value store that the process group was initialised with."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def group_key(ranks: Sequence[int], group: dist.ProcessGroup | None) -> str:
+    """A fresh store key for a meeting of ``ranks``: the same on each of them, another for each meeting."""
+    name = group.group_name if group is not None else "world"
+    key = f"modelexport/gather/{name}/{'-'.join(map(str, ranks))}"
+    counters = _generations.setdefault(default_store(), {})
+    return f"{key}/{next(counters.setdefault(key, itertools.count()))}"
+
+
+def _wait_for_key(store: Any, key: str, deadline: float, what: str) -> bytes:
+    # Polled, not store.wait(): that would hold the store's lock against other threads of this process.
+    pause = 0.0005
+    while True:
+        try:
+            if store.check([key]):
+                return bytes(store.get(key))
+        except RuntimeError as error:
+            raise GatherError(f"the process group's store is gone: {error}") from error
+        if time.monotonic() > deadline:
+            raise GatherError(f"{what} in time; is that rank in the same gather, with the same ranks?")
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.05)
+
+
+def agree(key: str, ranks: Sequence[int], me: int, make: Callable[[], str], seconds: float) -> str:
+    """A value that the first of ``ranks`` makes and all of them get."""
+    store = default_store()
+    if me == ranks[0]:
+        value = make()
+        store.set(key, value)
+        return value
+    deadline = time.monotonic() + seconds
+    value = _wait_for_key(
+        store, key, deadline, f"rank {ranks[0]} did not start its gather of ranks {ranks}"
+    ).decode()
+    _forget(store, key, len(ranks) - 1)
+    return value
+
+
+def run_id(seconds: float) -> str:
+    """One id for all ranks of this run, another for another run; without a group, one for this process."""
+    if not dist.is_initialized():
+        return os.environ.get("MODELEXPORT_RUN_ID") or _process_run_id
+    store = default_store()
+    if store not in _run_ids:
+        key = "modelexport/run"
+        if store.add(f"{key}/first", 1) == 1:
+            store.set(key, secrets.token_hex(8))
+        deadline = time.monotonic() + seconds
+        _run_ids[store] = _wait_for_key(store, key, deadline, "no rank made a run id").decode()
+        _forget(store, key, dist.get_world_size())
+    return _run_ids[store]
+
+
+def _forget(store: Any, key: str, readers: int) -> None:
+    # The last reader clears up: a store that outlives the group must not answer the next group with old values.
+    if store.add(f"{key}/seen", 1) == readers:
+        for name in (key, f"{key}/first", f"{key}/seen"):
+            store.delete_key(name)
+
+
+def _host() -> str:
+    return f"{socket.gethostname()} (network namespace {os.stat('/proc/self/ns/net').st_ino})"
+
+
+def collect_links(key: str, ranks: Sequence[int], seconds: float) -> list[ReceivingLink]:
+    """On the first rank: wait until all the others have connected."""
+    store = default_store()
+    deadline = time.monotonic() + seconds
+    token = secrets.token_hex(16)
+    links: dict[int, ReceivingLink] = {}
+    strangers: dict[int, Link] = {}  # connected, not yet known which rank they are
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        name = f"modelexport-{secrets.token_hex(16)}"
+        listener.bind(f"\0{name}")
+        listener.listen(len(ranks))
+        listener.setblocking(False)
+        store.set(key, json.dumps({"name": name, "token": token, "host": _host()}))
+        poller = select.poll()
+        poller.register(listener, select.POLLIN)
+        try:
+            while len(links) < len(ranks) - 1:
+                missing = [rank for rank in ranks[1:] if rank not in links]
+                if time.monotonic() > deadline:
+                    raise GatherError(
+                        f"waited {seconds:g} s for ranks {list(ranks[1:])} to connect; connected: {sorted(links)}; "
+                        f"missing: {missing}, which did not start the same gather on this host"
+                    )
+                for fd, _ in poller.poll(100):
+                    if fd == listener.fileno():
+                        stranger = _accept(listener)
+                        strangers[stranger.sock.fileno()] = stranger
+                        poller.register(stranger.sock, select.POLLIN)
+                    else:
+                        poller.unregister(fd)
+                        _greet(strangers.pop(fd), token, missing, links)
+                for rank in missing:
+                    if store.check([f"{key}/failed/{rank}"]):
+                        raise GatherError(store.get(f"{key}/failed/{rank}").decode())
+            store.delete_key(key)
+        except BaseException as error:
+            store.set(key, json.dumps({"error": str(error)}))  # for those who have not come yet
+            for link in links.values():
+                link.close()
+            raise
+        finally:
+            for stranger in strangers.values():
+                stranger.close()
+    return [links[rank] for rank in ranks[1:]]
+
+
+def _accept(listener: socket.socket) -> Link:
+    sock, _ = listener.accept()
+    return Link(sock, -1)
+
+
+def _greet(stranger: Link, token: str, missing: list[int], links: dict[int, ReceivingLink]) -> None:
+    """Read who it is; whoever cannot say the secret is hung up on."""
+    received = stranger.read()
+    hello = received[0] if received is not None else {}
+    same_user = peer_pid(stranger.sock)[1] == os.geteuid()
+    rank = hello.get("rank")
+    if not (same_user and hmac.compare_digest(str(hello.get("token")), token) and rank in missing):
+        stranger.close()
+        return
+    missing.remove(rank)
+    links[rank] = ReceivingLink(stranger.sock, rank)
+    links[rank].post({"kind": "welcome"})
+
+
+def connect_to_first(key: str, ranks: Sequence[int], me: int, limit: int, seconds: float) -> SendingLink:
+    """On any other rank: connect to the first one."""
+    store = default_store()
+    first, deadline = ranks[0], time.monotonic() + seconds
+    info = json.loads(
+        _wait_for_key(store, key, deadline, f"rank {first} did not start its gather of ranks {list(ranks)}")
+    )
+    if "error" in info:
+        raise GatherError(f"rank {first} gave up meeting ranks {list(ranks)}: {info['error']}")
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock.settimeout(max(0.001, deadline - time.monotonic()))
+        sock.connect(f"\0{info['name']}")
+        uid = peer_pid(sock)[1]
+        if uid != os.geteuid():
+            raise PermissionError(f"it runs as user {uid}, this rank as {os.geteuid()}")
+        link = SendingLink(sock, first, limit)
+        link.post({"kind": "hello", "token": info["token"], "rank": me})
+        link.wait(deadline - time.monotonic())
+        if link.read() is None:
+            link.close()
+            raise ConnectionError("it did not answer")
+    except OSError as error:
+        sock.close()
+        text = (
+            f"rank {me} on {_host()} cannot reach rank {first} on {info['host']}: {error}; ranks that do not share a "
+            "host gather through a directory that all can see (workspace_path, --gather nfs --workspace DIR)"
+        )
+        store.set(f"{key}/failed/{me}", text)
+        raise GatherError(text) from error
+    return link

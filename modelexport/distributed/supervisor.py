@@ -1,0 +1,292 @@
+"""The launcher's side of a running group: hears every rank, finds who failed first, ends the others."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from modelexport.distributed.failures import ECHO, OWN, Failure, describe_exit, root_cause
+from modelexport.distributed.phase_board import BoardState, PhaseBoard
+from modelexport.distributed.rank_main import KILL_AFTER
+from modelexport.distributed.status import BEAT_SECONDS
+
+STOPPED_AFTER = 30.0  # seconds without a heartbeat after which a stopped process counts as failed
+_SETTLE_OWN = 0.1  # seconds to wait for an earlier failure, once one is known that stands for itself
+_SETTLE_ECHO = 0.5  # the same while only echoes are known
+_SIGTERM_WAIT = 0.3  # seconds the caller waits for ranks to obey SIGTERM; then a thread sees to it
+
+
+class RankHandle:
+    """A rank process as the launcher sees it."""
+
+    def __init__(self, rank: int, process: BaseProcess, channel: socket.socket, board: PhaseBoard) -> None:
+        self.rank = rank
+        self.process = process
+        self.channel = channel
+        self.board = board
+        self.up = self.finished = self.done = self.exited = False
+        self.hung_up = False  # its end of the channel is closed
+        self.failure: Failure | None = None
+        self.state: BoardState = board.read()
+        self.progress_at = self.beat_at = 0.0  # on the supervisor's clock
+        self._buffer = b""
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The complete messages that have arrived; never blocks."""
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            while data := self.channel.recv(1 << 16):
+                self._buffer += data
+            self.hung_up = True
+        *lines, self._buffer = self._buffer.split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def release(self) -> None:
+        """Lets a finished rank leave."""
+        with contextlib.suppress(OSError):
+            self.channel.send(b"release\n")
+
+    def signal(self, number: int) -> None:
+        """Sends a signal, if the process still exists."""
+        pid = self.process.pid
+        if pid is not None and self.process.exitcode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def close(self) -> None:
+        """Frees what belongs to a process that has ended."""
+        self.channel.close()
+        self.board.close()
+        self.process.join()
+        self.process.close()
+
+
+class Supervisor:
+    """Watches ranks until all are done or one has failed."""
+
+    def __init__(
+        self, ranks: Sequence[RankHandle], timeout: float, on_event: Callable[[int, dict], None] | None
+    ) -> None:
+        self._ranks = ranks
+        self._timeout = timeout
+        self._on_event = on_event
+        self._tick = min(0.25, timeout / 8)
+        self._released = False
+        self._selector = selectors.DefaultSelector()
+        # A clock that stands still while this process is suspended (Ctrl-Z, a laptop's lid): the ranks were too.
+        self._clock = 0.0
+        self._seen = time.monotonic()
+
+    def run(self) -> Failure | None:
+        """Returns None when every rank is done and gone, else the root cause of the failure."""
+        with self._selector:
+            for rank in self._ranks:
+                self._selector.register(rank.channel, selectors.EVENT_READ, (self._hear, rank))
+                self._selector.register(rank.process.sentinel, selectors.EVENT_READ, (self._exited, rank))
+            while not all(rank.exited for rank in self._ranks):
+                for key, _ in self._selector.select(self._tick):
+                    handle, rank = key.data
+                    handle(rank)
+                self._advance_clock()
+                self._release()
+                if self._settled():
+                    break
+                self._find_hung()
+        failures = self._failures()
+        return self._blame(root_cause(failures)) if failures else None
+
+    def _failures(self) -> list[Failure]:
+        return [rank.failure for rank in self._ranks if rank.failure is not None]
+
+    def _advance_clock(self) -> None:
+        now = time.monotonic()
+        self._clock += min(now - self._seen, 4 * self._tick)
+        self._seen = now
+        for rank in self._ranks:
+            if rank.exited:
+                continue
+            state = rank.board.read()
+            if state.count != rank.state.count:
+                rank.progress_at = self._clock
+            if state.beat_ns != rank.state.beat_ns:
+                rank.beat_at = self._clock
+            rank.state = state
+
+    def _hear(self, rank: RankHandle) -> None:
+        if rank.hung_up:
+            return
+        messages = rank.messages()
+        if rank.hung_up:
+            # The process is ending, and its sentinel says how.
+            self._selector.unregister(rank.channel)
+        for message in messages:
+            kind = message["type"]
+            if kind == "event":
+                if self._on_event is not None:
+                    self._on_event(rank.rank, message["event"])
+            elif kind == "failed":
+                rank.failure = Failure(rank=rank.rank, **{k: v for k, v in message.items() if k != "type"})
+            else:
+                assert kind in ("up", "finished", "done"), kind
+                setattr(rank, kind, True)
+
+    def _exited(self, rank: RankHandle) -> None:
+        self._hear(rank)
+        exitcode = rank.process.exitcode
+        if exitcode is None:
+            return
+        rank.exited = True
+        self._selector.unregister(rank.process.sentinel)
+        if rank.failure is not None or (rank.done and exitcode == 0):
+            return
+        state = rank.board.read()
+        rank.failure = Failure(
+            rank=rank.rank,
+            # Noticed later than it happened, and never the consequence of a peer's end.
+            time=time.monotonic() - 0.05,
+            level=OWN,
+            phase=state.text or "starting",
+            summary=describe_exit(exitcode, state.resident_bytes, was_up=rank.up, was_done=rank.done),
+            rank_traceback=rank.board.stacks(),
+        )
+
+    def _release(self) -> None:
+        if not self._released and all(rank.finished for rank in self._ranks):
+            self._released = True
+            for rank in self._ranks:
+                rank.release()
+
+    def _settled(self) -> bool:
+        """Whether to stop listening: the root cause is known, or nothing better comes soon."""
+        failures = self._failures()
+        if not failures:
+            return False
+        if all(rank.exited or rank.failure for rank in self._ranks):
+            return True
+        level = min(failure.level for failure in failures)
+        patience = _SETTLE_OWN if level == OWN else _SETTLE_ECHO
+        return time.monotonic() - min(failure.time for failure in failures) > patience
+
+    def _find_hung(self) -> None:
+        """Turns a stopped or hung rank into a failure; asks it for its stacks."""
+        if self._failures():
+            return
+        running = [rank for rank in self._ranks if not rank.exited]
+        stopped = [rank for rank in running if self._is_stopped(rank, min(self._timeout, STOPPED_AFTER))]
+        idle = [rank for rank in running if self._clock - rank.progress_at >= self._timeout]
+        working = [rank for rank in idle if not rank.state.waiting]
+        if stopped:
+            rank = stopped[0]
+            missed = self._clock - rank.beat_at
+            text = f"its process is stopped (SIGSTOP or a debugger): no sign of life for {missed:.3g} s"
+        elif working:
+            rank = min(working, key=lambda rank: rank.state.progress_ns)
+            text = self._no_progress(rank)
+        elif running and len(idle) == len(running):
+            unfinished = [rank for rank in idle if not rank.finished] or idle
+            rank = min(unfinished, key=lambda rank: rank.state.progress_ns)
+            text = f"every rank waits for others, this one the longest: {self._no_progress(rank)}"
+        else:
+            return
+        self._accuse(rank, text)
+
+    def _is_stopped(self, rank: RankHandle, silence: float) -> bool:
+        """Whether the process is stopped and has given no sign of life for ``silence`` seconds."""
+        if not rank.up or self._clock - rank.beat_at < silence:
+            return False
+        try:
+            with open(f"/proc/{rank.process.pid}/stat", "rb") as file:
+                return file.read().rpartition(b") ")[2][:1] in (b"T", b"t")
+        except OSError:
+            return False
+
+    def _no_progress(self, rank: RankHandle) -> str:
+        text = f"no progress for {self._clock - rank.progress_at:.3g} s (time-out {self._timeout:g} s)"
+        waiting = [r for r in self._ranks if r is not rank and not r.exited and r.state.waiting]
+        if waiting:
+            text += "; waiting meanwhile: " + ", ".join(
+                f"rank {r.rank} ({r.state.text})" for r in waiting[:8]
+            )
+        return text
+
+    def _accuse(self, rank: RankHandle, text: str) -> None:
+        stacks = ""
+        if rank.up and not self._is_stopped(rank, 0.0):
+            rank.signal(signal.SIGUSR1)  # its faulthandler answers, even inside native code
+            deadline = time.monotonic() + 0.2
+            while not stacks and time.monotonic() < deadline:
+                time.sleep(0.02)
+                stacks = rank.board.stacks()
+        phase = rank.state.text or "starting"
+        rank.failure = Failure(rank.rank, time.monotonic(), OWN, phase, text, stacks)
+
+    def _blame(self, cause: Failure) -> Failure:
+        """For an echo: the rank that the others waited for, if it is one of ours and still runs."""
+        if cause.level == OWN:
+            return cause
+        running = [rank for rank in self._ranks if not rank.exited and rank.failure is None]
+        stopped = [rank for rank in running if self._is_stopped(rank, 2 * BEAT_SECONDS)]
+        idle = [
+            rank
+            for rank in running
+            if not rank.state.waiting and self._clock - rank.progress_at >= self._timeout / 2
+        ]
+        if stopped or idle:
+            rank = stopped[0] if stopped else min(idle, key=lambda rank: rank.state.progress_ns)
+            what = "its process is stopped (SIGSTOP or a debugger)" if stopped else self._no_progress(rank)
+            self._accuse(rank, f"{what}; rank {cause.rank} gave up waiting: {cause.summary}")
+            assert rank.failure is not None
+            return rank.failure
+        if cause.level == ECHO and not running:
+            return cause
+        others = ", ".join(f"rank {rank.rank}: {rank.state.text}" for rank in running[:8])
+        note = f" (meanwhile {others})" if others else ""
+        return Failure(**{**cause.__dict__, "summary": cause.summary + note})
+
+
+def end_ranks(ranks: Sequence[RankHandle]) -> None:
+    """Ends what still runs: SIGTERM now, SIGKILL after five seconds. Returns soon; always reaps.
+
+    Ranks obey SIGTERM at once unless the caller's function handles it. Those that do not are left to a thread
+    that the interpreter waits for when it exits.
+    """
+    for rank in ranks:
+        rank.signal(signal.SIGTERM)
+        rank.signal(signal.SIGCONT)  # a stopped process takes SIGTERM only once it continues
+    now = time.monotonic()
+    left = list(ranks)
+    try:
+        _close_ended(left, now + _SIGTERM_WAIT)
+    finally:
+        if left:
+            args = (left, now + KILL_AFTER)
+            threading.Thread(target=_kill_later, args=args, name="modelexport-reaper").start()
+
+
+def _close_ended(left: list[RankHandle], deadline: float) -> None:
+    """Closes those that end before the deadline and takes them out of ``left``."""
+    while left:
+        for rank in [rank for rank in left if rank.process.exitcode is not None]:
+            rank.close()
+            left.remove(rank)
+        remaining = deadline - time.monotonic()
+        if not left or remaining <= 0:
+            break
+        wait([rank.process.sentinel for rank in left], remaining)
+
+
+def _kill_later(left: list[RankHandle], kill_at: float) -> None:
+    _close_ended(left, kill_at)
+    for rank in left:
+        rank.signal(signal.SIGKILL)
+    for rank in left:
+        rank.close()

@@ -1,0 +1,148 @@
+"""The gathers of one set of ranks through a workspace: numbering, room, waiting, clearing up.
+
+The first rank removes each payload as soon as it has read it; that is also how its sender learns that it was
+consumed. So the directory never holds more than a few payloads of each rank.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from modelexport.distributed import rendezvous as _rendezvous
+from modelexport.distributed.heartbeat import sweep_dead_runs
+from modelexport.distributed.workspace import CORRUPT_READS, CorruptError, NFSWorkspace, NotYetError
+from modelexport.errors import GatherError
+
+__all__ = ["WorkspaceChannel"]
+
+
+class WorkspaceChannel:
+    """Sends to, or receives at, the first of ``ranks`` through ``path``; see ``gather``.
+
+    Args:
+        limit: payloads of this rank that may lie unconsumed when it writes another.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        ranks: Sequence[int],
+        group: dist.ProcessGroup | None,
+        me: int,
+        limit: int,
+        seconds: float,
+    ) -> None:
+        self._ranks, self._me, self._limit = tuple(ranks), me, limit
+        self._next = 1
+        self._outstanding: set[int] = set()
+        self._workspace: NFSWorkspace | None = None
+        key = _rendezvous.group_key(ranks, group) + "/run"
+
+        def open_first() -> str:
+            # Before the others know the run's id, so that they find the first rank's heartbeat.
+            run = secrets.token_hex(8)
+            self._workspace = NFSWorkspace(path, run_id=run)
+            return run
+
+        run = _rendezvous.agree(key, ranks, me, open_first, seconds)
+        if self._workspace is None:
+            self._workspace = NFSWorkspace(path, run_id=run)
+        else:
+            sweep_dead_runs(Path(path), self._workspace.directory)
+
+    def send(self, config: Any, seconds: float) -> None:
+        workspace = self._open()
+        sequence, self._next = self._next, self._next + 1
+        try:
+            self._wait_for_room(self._limit - 1, seconds)
+            workspace.publish(sequence, config)
+        except Exception as error:
+            try:
+                workspace.publish_failure(sequence, f"{type(error).__name__}: {error}")
+            except GatherError as second:
+                raise second from error  # the workspace itself is unwell
+            raise
+        self._outstanding.add(sequence)
+
+    def receive(self, seconds: float) -> tuple[list[Any], None]:
+        workspace = self._open()
+        sequence, self._next = self._next, self._next + 1
+        configs: dict[int, Any] = {}
+        corrupt: dict[int, int] = {}
+        deadline, pause = time.monotonic() + seconds, 0.001
+        while True:
+            missing = [rank for rank in self._ranks[1:] if rank not in configs]
+            if not missing:
+                return [configs[rank] for rank in self._ranks[1:]], None
+            for rank in missing:
+                try:
+                    configs[rank] = workspace.fetch(rank, sequence)[1]
+                    workspace.remove(rank, sequence)
+                    pause = 0.001
+                except CorruptError as error:
+                    corrupt[rank] = corrupt.get(rank, 0) + 1
+                    if corrupt[rank] == CORRUPT_READS:
+                        raise GatherError(f"rank {rank}'s payload {sequence} is corrupt: {error}") from error
+                except NotYetError:
+                    pass
+            if time.monotonic() > deadline:
+                states = "; ".join(
+                    workspace.describe_missing(rank, sequence) for rank in missing if rank not in configs
+                )
+                raise GatherError(
+                    f"waited {seconds:g} s in {workspace.directory} for payload {sequence} of ranks "
+                    f"{list(self._ranks[1:])}; arrived: {sorted(configs)}; {states}"
+                )
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.1)
+
+    def finish(self, ticket: None) -> None:
+        """Nothing: a payload is consumed as soon as it is read."""
+
+    def drain(self, seconds: float) -> None:
+        self._wait_for_room(0, seconds)
+
+    def close(self) -> None:
+        workspace, self._workspace = self._workspace, None
+        if workspace is None:
+            return
+        if self._me == self._ranks[0]:
+            # Nobody else reads here: what lies unconsumed now never will be.
+            for rank, sequence in workspace.published():
+                workspace.remove(rank, sequence)
+            workspace.close()
+        else:
+            # With payloads on their way the heartbeat stays too, so that a later run can tell whose they were.
+            workspace.close(keep_heartbeat=bool(self._still_there()))
+
+    def _open(self) -> NFSWorkspace:
+        if self._workspace is None:
+            raise GatherError("this gather's workspace is closed")
+        return self._workspace
+
+    def _still_there(self) -> set[int]:
+        if self._outstanding and self._workspace is not None:
+            published = set(self._workspace.published())
+            self._outstanding = {
+                sequence for sequence in self._outstanding if (self._me, sequence) in published
+            }
+        return self._outstanding
+
+    def _wait_for_room(self, allowed: int, seconds: float) -> None:
+        deadline, pause = time.monotonic() + seconds, 0.001
+        while len(self._still_there()) > allowed:
+            if time.monotonic() > deadline:
+                workspace = self._open()
+                raise GatherError(
+                    f"rank {self._ranks[0]}, which collects, has not read the payloads {sorted(self._outstanding)} "
+                    f"of rank {self._me} in {workspace.directory} after {seconds:g} s; "
+                    f"{workspace.heartbeat_of(self._ranks[0])}"
+                )
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.1)

@@ -1,0 +1,381 @@
+"""``modelexport inspect``: what lies in a checkpoint, told from its headers and config.json.
+
+Any safetensors checkpoint, whoever wrote it. No tensor is read and torch is not imported, so that the answer
+takes a fraction of a second whatever the size.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from modelexport.checkpoints.hf import RECORD
+from modelexport.checkpoints.safetensors_file import INDEX_NAME, Checkpoint, open_checkpoint
+from modelexport.errors import CheckpointError
+from modelexport.inspection.modules import Architecture, StoredModule, read_architecture, read_modules
+from modelexport.inspection.schemes import QuantizationConfig, read_quantization_config
+from modelexport.inspection.structure import check_structure
+from modelexport.sharding.plan import admissible_tp
+from modelexport.summary import size_text, table
+
+MAX_RECORD_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class TypeRow:
+    """All modules of one path within a layer that are stored alike.
+
+    Attributes:
+        name: ``self_attn.q_proj``, or the full name outside the layers.
+        shapes: the weights' shapes in elements, each once.
+        scales: dtypes and shapes of their scales as stored, each once; empty where there are none.
+        parameters: weights (packed ones counted one by one) and biases.
+        bits: stored bits per parameter, everything of the module included.
+    """
+
+    name: str
+    kind: str
+    count: int
+    number_format: str
+    shapes: list[list[int]]
+    scales: list[str]
+    parameters: int
+    nbytes: int
+    bits: float
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a checkpoint holds.
+
+    Attributes:
+        layers: decoder layers (or the longest stack of numbered ones), counted in the tensors.
+        quantization: quant_method, format, status, config groups in words, ignore, kv_cache_scheme; or None.
+        quantised, kept: names of modules stored with scales, and names of linears and heads stored without.
+        tensor_parallel_sizes: at which an engine can load it; None with ``tensor_parallel_note`` saying why not.
+        ratio: bytes of all parameters in 16 bits each, divided by the bytes stored.
+        record: from modelexport.json, if it is there: source, recipe, producer, versions, worst_sqnr.
+        warnings: what looks wrong; ``modelexport verify`` says the rest.
+    """
+
+    directory: str
+    model_type: str | None
+    architectures: list[str]
+    layers: int
+    tied_embeddings: bool | None
+    rows: list[TypeRow]
+    parameters: int
+    nbytes: int
+    ratio: float
+    files: list[dict[str, Any]]
+    quantization: dict[str, Any] | None
+    quantised: list[str]
+    kept: list[str]
+    tensor_parallel_sizes: list[int] | None
+    tensor_parallel_note: str
+    record: dict[str, Any] | None
+    warnings: list[str]
+
+    @property
+    def bits(self) -> float:
+        """Stored bits per parameter of the whole checkpoint."""
+        return 8 * self.nbytes / self.parameters if self.parameters else 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """JSON-able form, for ``--json``."""
+        return {**asdict(self), "bits": self.bits}
+
+
+def inspect_checkpoint(directory: Path | str) -> Inspection:
+    """Describe a checkpoint from its headers and its config.json.
+
+    Raises:
+        CheckpointError: no safetensors there, a damaged header or index, or a config.json that is no JSON.
+    """
+    checkpoint = open_checkpoint(directory)
+    config = checkpoint.config or {}
+    architecture = read_architecture(checkpoint.config)
+    quantization = read_quantization_config(config)
+    modules = read_modules(checkpoint, architecture, quantization)
+    sizes, note = tensor_parallel_sizes(architecture, modules)
+    warnings = check_structure(checkpoint, architecture, quantization, modules)
+    warnings += _index_warnings(checkpoint)
+    record = None
+    try:
+        record = _record_summary(read_record(checkpoint.directory))
+    except CheckpointError as error:
+        warnings.append(str(error))
+    nbytes = sum(info.nbytes for info in checkpoint.infos.values())
+    parameters = sum(module.parameters for module in modules)
+    tied = config.get("tie_word_embeddings")
+    return Inspection(
+        directory=str(directory),
+        model_type=_text(config.get("model_type")),
+        architectures=[str(name) for name in config.get("architectures") or []],
+        layers=_layers(modules),
+        tied_embeddings=tied if isinstance(tied, bool) else None,
+        rows=_rows(modules, architecture),
+        parameters=parameters,
+        nbytes=nbytes,
+        ratio=2 * parameters / nbytes if nbytes else 1.0,
+        files=[
+            {"name": path.name, "bytes": path.stat().st_size, "tensors": len(header.infos)}
+            for path, header in checkpoint.headers.items()
+        ],
+        quantization=None if quantization is None else _quantization_summary(quantization),
+        quantised=[m.name for m in modules if m.stored.quantised],
+        kept=[m.name for m in modules if m.kind in ("linear", "head") and not m.stored.quantised],
+        tensor_parallel_sizes=sizes,
+        tensor_parallel_note=note,
+        record=record,
+        warnings=warnings,
+    )
+
+
+def tensor_parallel_sizes(
+    architecture: Architecture, modules: Sequence[StoredModule]
+) -> tuple[list[int] | None, str]:
+    """Tensor-parallel sizes at which an engine can load the checkpoint; or None, and why that is not known."""
+    family, dims = architecture.family, architecture.dimensions
+    if family is None or dims is None:
+        return None, architecture.reason
+    declared = {module.path: module for module in family.layer}
+    limits, kv_units = set(), {1}
+    for module in modules:
+        rule = declared.get(module.path)
+        if rule is None or rule.kind != "linear" or rule.axis is None or module.stored.shape is None:
+            continue
+        dim = 0 if rule.partition == "column" else 1
+        if rule.axis == "kv_heads":
+            kv_units.add(module.stored.unit[0])
+        else:
+            unit = math.lcm(dims.axis_unit(rule.axis), module.stored.unit[dim])
+            limits.add((module.stored.shape[dim], unit))
+    sizes = admissible_tp(sorted(limits), dims.kv_heads)
+    # A rank holds at least one whole key/value head; blocks of rows may not be cut by its end.
+    whole = [
+        tp for tp in sizes if all(max(1, dims.kv_heads // tp) * dims.head_dim % u == 0 for u in kv_units)
+    ]
+    return whole, "" if whole else "no number of ranks divides every cut dimension on a whole head and group"
+
+
+def read_record(directory: Path) -> dict[str, Any] | None:
+    """The content of modelexport.json; None where there is none.
+
+    Raises:
+        CheckpointError: it cannot be read, or is not what an export writes.
+    """
+    path = directory / RECORD
+    try:
+        if path.stat().st_size > MAX_RECORD_BYTES:
+            raise CheckpointError(f"{path}: {path.stat().st_size:,} bytes are no plausible record")
+        record = json.loads(path.read_bytes().decode())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path}: is not valid JSON: {error}") from error
+    kinds = {
+        "recipe": dict,
+        "sha256": dict,
+        "sqnr_db": dict,
+        "layers": list,
+        "producer": dict,
+        "versions": dict,
+    }
+    for key, kind in kinds.items():
+        if not isinstance(record, dict) or not isinstance(record.get(key), kind):
+            raise CheckpointError(
+                f"{path}: has no '{key}'; it is damaged, or of another version of modelexport"
+            )
+    return record
+
+
+def print_inspection(directory: Path, *, as_json: bool) -> int:
+    """Print what a checkpoint holds; returns the exit status, 0."""
+    inspection = inspect_checkpoint(directory)
+    if as_json:
+        print(json.dumps(inspection.as_json(), indent=1))
+    else:
+        print("\n".join(_report(inspection)))
+    return 0
+
+
+def _rows(modules: Sequence[StoredModule], architecture: Architecture) -> list[TypeRow]:
+    """One row per path and format, in the family's order where it is known, else in the file's."""
+    groups: dict[tuple[str, str, str], list[StoredModule]] = {}
+    for module in modules:
+        groups.setdefault((module.stack, module.path, module.stored.number_format), []).append(module)
+    stacks = {stack for stack, _, _ in groups if stack}
+    family = architecture.family
+    order: dict[str, int] = {}
+    if family is not None:
+        order = {m.path: i for i, m in enumerate((*family.before, *family.layer, *family.after))}
+    rows = []
+    for (stack, path, number_format), group in sorted(
+        groups.items(), key=lambda entry: order.get(entry[0][1], len(order))
+    ):
+        parameters, nbytes = sum(m.parameters for m in group), sum(m.nbytes for m in group)
+        scales = {_scale_text(m) for m in group} - {""}
+        rows.append(
+            TypeRow(
+                f"{stack}.*.{path}" if stack and len(stacks) > 1 else path,
+                group[0].kind,
+                len(group),
+                number_format,
+                [
+                    list(shape)
+                    for shape in sorted({m.stored.shape for m in group if m.stored.shape is not None})
+                ],
+                sorted(scales),
+                parameters,
+                nbytes,
+                8 * nbytes / parameters if parameters else 0.0,
+            )
+        )
+    return rows
+
+
+def _scale_text(module: StoredModule) -> str:
+    info = module.tensors.get(module.stored.scale)
+    return f"{info.dtype.lower()} {_shape_text(info.shape)}" if info is not None else ""
+
+
+def _shape_text(shape: Sequence[int]) -> str:
+    return "[" + ", ".join(map(str, shape)) + "]"
+
+
+def _layers(modules: Sequence[StoredModule]) -> int:
+    stacks: dict[str, set[int]] = {}
+    for module in modules:
+        if module.index is not None:
+            stacks.setdefault(module.stack, set()).add(module.index)
+    return max(map(len, stacks.values()), default=0)
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)
+
+
+def _quantization_summary(quantization: QuantizationConfig) -> dict[str, Any]:
+    return {
+        "quant_method": quantization.method,
+        "format": quantization.format,
+        "quantization_status": quantization.status,
+        "config_groups": {
+            s.name: {"targets": list(s.targets), "format": s.format, "scheme": s.describe()}
+            for s in quantization.schemes
+        },
+        "ignore": list(quantization.ignore),
+        "kv_cache_scheme": None
+        if quantization.kv_cache_scheme is None
+        else dict(quantization.kv_cache_scheme),
+    }
+
+
+def _record_summary(record: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if record is None:
+        return None
+    worst = min(((value, name) for name, value in record["sqnr_db"].items()), default=None)
+    return {
+        "source": record.get("source"),
+        "recipe": record["recipe"],
+        "producer": record["producer"],
+        "versions": record["versions"],
+        "worst_sqnr": None if worst is None else {"module": worst[1], "db": worst[0]},
+    }
+
+
+def _index_warnings(checkpoint: Checkpoint) -> Iterator[str]:
+    """What the index says beyond the places of tensors, which ``open_checkpoint`` has compared."""
+    path = checkpoint.directory / INDEX_NAME
+    if not path.is_file():
+        return
+    metadata = json.loads(path.read_bytes()).get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    found = sum(info.nbytes for info in checkpoint.infos.values())
+    if total is not None and total != found:
+        yield f"{INDEX_NAME}: total_size is {total:,}, the tensors take {found:,} bytes"
+
+
+def _report(inspection: Inspection) -> Iterator[str]:
+    names = ", ".join(inspection.architectures) or "no architecture named"
+    tied = {True: ", tied embeddings", False: "", None: ""}[inspection.tied_embeddings]
+    yield f"{inspection.directory}: {names} ({inspection.model_type or 'no model_type'}), {inspection.layers} layers{tied}"
+    yield ""
+    cells = [
+        (
+            row.name,
+            str(row.count),
+            row.number_format,
+            _first(map(_shape_text, row.shapes), len(row.shapes)),
+            _first(row.scales, len(row.scales)),
+            f"{row.bits:.2f}" if row.parameters else "-",
+            size_text(row.nbytes),
+        )
+        for row in inspection.rows
+    ]
+    yield from table(("module", "count", "format", "shape", "scales", "bits/weight", "size"), cells)
+    yield ""
+    files = f"{len(inspection.files)} file{'s' if len(inspection.files) > 1 else ''}"
+    tensors = sum(file["tensors"] for file in inspection.files)
+    yield (
+        f"total: {inspection.parameters:,} parameters, {size_text(inspection.nbytes)} in {tensors} tensors, {files}; "
+        f"{inspection.bits:.2f} bits a parameter, {inspection.ratio:.2f} times smaller than in 16 bits"
+    )
+    yield from _quantization_lines(inspection)
+    if inspection.tensor_parallel_sizes:
+        yield f"loads at tensor-parallel sizes: {', '.join(map(str, inspection.tensor_parallel_sizes))}"
+    else:
+        yield f"tensor-parallel sizes: not known ({inspection.tensor_parallel_note})"
+    yield from _record_lines(inspection.record)
+    shown = inspection.warnings[:10]
+    yield from (f"warning: {text}" for text in shown)
+    if len(inspection.warnings) > len(shown):
+        yield f"warning: and {len(inspection.warnings) - len(shown)} more (--json lists all)"
+
+
+def _first(texts: Any, count: int) -> str:
+    texts = list(texts)
+    return (texts[0] if count == 1 else f"{texts[0]} and {count - 1} more") if texts else "-"
+
+
+def _quantization_lines(inspection: Inspection) -> Iterator[str]:
+    quantization = inspection.quantization
+    if quantization is None:
+        yield "quantization_config: none"
+        return
+    status = quantization["quantization_status"]
+    yield (
+        f"quantization_config: {quantization['quant_method']}"
+        + (f", {quantization['format']}" if quantization["format"] else "")
+        + (f", {status}" if status else "")
+    )
+    for name, group in quantization["config_groups"].items():
+        yield f"  {name}: {', '.join(group['targets'])}: {group['scheme']}"
+    yield f"  ignore: {', '.join(quantization['ignore']) or 'nothing'}"
+    scheme = quantization["kv_cache_scheme"]
+    yield f"  KV cache: {'in the dtype of the model' if scheme is None else json.dumps(scheme)}"
+    kept = Counter(name.rpartition(".")[2] for name in inspection.kept)
+    if kept:
+        yield f"  linears kept as they are: {', '.join(f'{count} {name}' for name, count in kept.items())}"
+
+
+def _record_lines(record: Mapping[str, Any] | None) -> Iterator[str]:
+    if record is None:
+        return
+    recipe = ", ".join(f"{key} {value}" for key, value in record["recipe"].items() if value is not None)
+    versions = ", ".join(f"{key} {value}" for key, value in record["versions"].items() if value is not None)
+    yield f"made from {record['source']} by {' '.join(map(str, record['producer'].values()))} ({versions})"
+    yield f"  recipe: {recipe}"
+    worst = record["worst_sqnr"]
+    if worst is not None:
+        yield f"  worst SQNR: {worst['db']:.2f} dB, {worst['module']}"

@@ -1,0 +1,179 @@
+"""Whether a checkpoint's tensors are those that its config.json promises, from headers alone.
+
+Engines do not look: with one ``weight_scale`` missing, one serves wrong probabilities and another NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from modelexport.checkpoints.safetensors_file import Checkpoint, TensorInfo
+from modelexport.errors import CheckpointError
+from modelexport.families import Dimensions, Family, Module
+from modelexport.inspection.modules import Architecture, StoredModule
+from modelexport.inspection.schemes import FLOATS, QuantizationConfig, Scheme, promised
+
+_PLAIN = ("weight", "bias")
+_KV_SCALES = ("k_scale", "v_scale", "q_scale")
+
+
+def check_structure(
+    checkpoint: Checkpoint,
+    architecture: Architecture,
+    quantization: QuantizationConfig | None,
+    modules: Sequence[StoredModule],
+) -> list[str]:
+    """Everything that is wrong, one line each; empty where all is as config.json says."""
+    problems = list(_config_problems(architecture, quantization))
+    shapes: dict[str, tuple[int, ...]] = {}
+    if architecture.family is not None and architecture.dimensions is not None:
+        shapes = family_shapes(architecture.family, architecture.dimensions)
+        problems += _family_problems(architecture, quantization, modules, shapes)
+    for module in modules:
+        problems += module_problems(module, quantization, shapes.get(module.name))
+    return list(dict.fromkeys(problems))
+
+
+def family_shapes(family: Family, dims: Dimensions) -> dict[str, tuple[int, ...]]:
+    """Every module of the model -> its weight's shape by config.json."""
+    shapes = {}
+    for module in family.before:
+        shapes[module.path] = _expected_shape(module, dims)
+    for i in range(dims.layers):
+        prefix = family.layer_prefix.format(i=i)
+        for module in family.layer:
+            shapes[f"{prefix}.{module.path}"] = _expected_shape(module, dims)
+    for module in family.after:
+        if not (module.kind == "head" and dims.tied_embeddings):
+            shapes[module.path] = _expected_shape(module, dims)
+    return shapes
+
+
+def _expected_shape(module: Module, dims: Dimensions) -> tuple[int, ...]:
+    along = dims.axis_size(module.axis) if module.axis else dims.hidden
+    if module.partition == "replicated":
+        return (dims.hidden,)
+    return (along, dims.hidden) if module.partition == "column" else (dims.hidden, along)
+
+
+def _config_problems(architecture: Architecture, quantization: QuantizationConfig | None) -> Iterator[str]:
+    if quantization is None or not quantization.is_compressed_tensors:
+        return
+    if quantization.status != "compressed":
+        found = "missing" if quantization.status is None else f"'{quantization.status}'"
+        yield (
+            f"config.json: quantization_status is {found}, not 'compressed': "
+            "transformers loads random weights without a word"
+        )
+    if not quantization.schemes:
+        yield "config.json: quantization_config has no config_groups with weights"
+    if quantization.scheme_of("lm_head") is not None and architecture.kinds.get("lm_head", "head") == "head":
+        yield "config.json: lm_head is not in quantization_config.ignore: transformers gives NaN"
+
+
+def _family_problems(
+    architecture: Architecture,
+    quantization: QuantizationConfig | None,
+    modules: Sequence[StoredModule],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> Iterator[str]:
+    """Modules that the family has and the checkpoint lacks, and the other way round."""
+    family, dims = architecture.family, architecture.dimensions
+    assert family is not None
+    assert dims is not None
+    present = {module.name for module in modules}
+    missing = [name for name in shapes if name not in present]
+    for name in missing[:5]:
+        yield f"{name} is missing: config.json makes this a {family.name} model of {dims.layers} layers"
+    if len(missing) > 5:
+        yield f"{len(missing) - 5} more modules are missing"
+    kv_scales = quantization is not None and quantization.kv_cache_scheme is not None
+    for module in modules:
+        if module.name in shapes:
+            continue
+        if all(f"{module.name}.{s}".endswith(family.ignored_tensors or ("\0",)) for s in module.tensors):
+            continue
+        if kv_scales and module.name.endswith(".self_attn") and set(module.tensors) <= set(_KV_SCALES):
+            continue
+        if dims.tied_embeddings and module.kind == "head":
+            continue  # a second copy of tied embeddings: wasteful, but every engine takes it
+        yield f"{module.name}: a {family.name} model of {dims.layers} layers has no such module ({_listed(module)})"
+
+
+def module_problems(
+    module: StoredModule, quantization: QuantizationConfig | None, expected: tuple[int, ...] | None
+) -> Iterator[str]:
+    """What is wrong with one module; ``expected``: its weight's shape by config.json, None if not known."""
+    shape, stored = expected or module.stored.shape, module.stored
+    if expected is not None and stored.shape is not None and stored.shape != expected:
+        yield f"{module.name}: its weight is {list(stored.shape)}, config.json makes it {list(expected)}"
+        shape = stored.shape
+    if quantization is not None and not quantization.is_compressed_tensors:
+        if stored.quantised and not stored.scale:
+            yield f"{module.name}: {stored.number_format} weights without scales"
+        return
+    scheme = None
+    if module.kind in ("linear", "head") and quantization is not None:
+        scheme = quantization.scheme_of(module.name)
+    if scheme is not None and shape is not None and len(shape) == 2:
+        yield from _promise_problems(module, scheme, (shape[0], shape[1]))
+    elif expected is not None or module.kind != "other":
+        yield from _plain_problems(module, quantization, shape)
+
+
+def _promise_problems(module: StoredModule, scheme: Scheme, shape: tuple[int, int]) -> Iterator[str]:
+    try:
+        wanted = promised(scheme, shape)
+    except CheckpointError as error:
+        yield str(error)
+        return
+    for suffix, promise in wanted.items():
+        info = module.tensors.get(suffix)
+        if info is None:
+            yield f"{module.name}.{suffix} is missing: {scheme.name} ({scheme.describe()}) promises {promise}"
+        elif info.dtype not in promise.dtypes or info.shape not in promise.shapes:
+            yield (
+                f"{info.name} is {info.dtype} {list(info.shape)}, "
+                f"{scheme.name} ({scheme.describe()}) promises {promise}"
+            )
+    yield from _extra_problems(
+        module, {*wanted, "bias"}, f"{scheme.name} ({scheme.format}) does not promise it"
+    )
+    yield from _bias_problems(module, shape)
+
+
+def _plain_problems(
+    module: StoredModule, quantization: QuantizationConfig | None, shape: tuple[int, ...] | None
+) -> Iterator[str]:
+    """A module that is not quantised: a floating-point weight, perhaps a bias, and nothing else."""
+    why = (
+        "config.json has no quantization_config"
+        if quantization is None
+        else "config.json does not quantise it"
+    )
+    weight = module.tensors.get("weight")
+    if weight is None:
+        yield f"{module.name}.weight is missing, and {why} ({_listed(module)})"
+    elif weight.dtype not in (*FLOATS, "F64"):
+        yield f"{weight.name} is {weight.dtype}, but {why}"
+    yield from _extra_problems(module, set(_PLAIN), why)
+    yield from _bias_problems(module, shape)
+
+
+def _extra_problems(module: StoredModule, allowed: set[str], why: str) -> Iterator[str]:
+    for suffix, info in module.tensors.items():
+        if suffix not in allowed:
+            yield f"{info.name} ({info.dtype} {list(info.shape)}) is not expected: {why}"
+
+
+def _bias_problems(module: StoredModule, shape: tuple[int, ...] | None) -> Iterator[str]:
+    bias = module.tensors.get("bias")
+    if bias is not None and shape is not None and bias.shape != shape[:1]:
+        yield f"{bias.name} is {list(bias.shape)}, its weight has {shape[0]} rows"
+
+
+def _listed(module: StoredModule) -> str:
+    def text(suffix: str, info: TensorInfo) -> str:
+        return f"{suffix} {info.dtype} {list(info.shape)}"
+
+    return ", ".join(text(suffix, info) for suffix, info in sorted(module.tensors.items()))

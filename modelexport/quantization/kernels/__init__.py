@@ -1,0 +1,199 @@
+"""Which kernels run: the fused ones on CPU where numba imports, else the plain torch ones; same bits either way.
+
+``MODELEXPORT_KERNELS=reference|fused`` forces one. Tensors on other devices always take the reference. Nothing
+is imported until a kernel or :func:`backend` is first asked for; a launcher that forks its ranks imports
+``modelexport.quantization.kernels.fused`` beforehand, so that the ranks inherit compiled kernels.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from modelexport.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "Backend",
+    "backend",
+    "copy_finite",
+    "dequantise",
+    "quantise_groups",
+    "quantise_rows",
+    "row_amax",
+    "set_threads",
+    "squared_error",
+]
+
+_MIN_BYTES_PER_THREAD = 1 << 18
+"""Below this much input per thread, handing work over costs more than it saves."""
+
+
+class Backend(NamedTuple):
+    """The kernels that CPU tensors take. ``name`` is "fused" or "reference"; ``reason`` is one line."""
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name} kernels ({self.reason})"
+
+
+def backend() -> Backend:
+    """Which kernels CPU tensors take, and why.
+
+    Raises:
+        UsageError: ``MODELEXPORT_KERNELS`` is neither "reference" nor "fused", or asks for what cannot run.
+    """
+    return _load(os.environ.get("MODELEXPORT_KERNELS", ""))[0]
+
+
+@cache
+def _load(forced: str) -> tuple[Backend, Any]:
+    from modelexport.quantization.kernels import reference
+
+    if forced not in ("", "reference", "fused"):
+        raise UsageError(
+            f"MODELEXPORT_KERNELS is {forced!r}; known kernels are 'reference' and 'fused': set one of these or unset it"
+        )
+    if forced == "reference":
+        return Backend("reference", "MODELEXPORT_KERNELS=reference"), reference
+    try:
+        import numba
+    except ImportError as error:
+        if forced:
+            raise UsageError(
+                f"MODELEXPORT_KERNELS=fused, but numba cannot be imported ({error}): pip install numba, or unset it"
+            ) from error
+        return Backend("reference", f"numba cannot be imported: {error}"), reference
+    from modelexport.quantization.kernels import fused
+
+    why = "MODELEXPORT_KERNELS=fused" if forced else "CPU tensors"
+    return Backend("fused", f"{why}, numba {numba.__version__}"), fused
+
+
+_threads = 1
+_pool: tuple[int, int, ThreadPoolExecutor] | None = None
+_pool_lock = threading.Lock()
+
+
+def set_threads(count: int) -> None:
+    """From now on, split the rows of large CPU tensors over ``count`` threads (1, the start value: none).
+
+    Raises:
+        ValueError: ``count`` is less than 1.
+    """
+    global _threads
+    if count < 1:
+        raise ValueError(f"the number of kernel threads is {count}; it must be at least 1")
+    _threads = count
+
+
+def _executor(workers: int) -> ThreadPoolExecutor:
+    """The pool of this process and size. A pool of another size ends by itself once nobody holds it."""
+    global _pool
+    with _pool_lock:
+        if _pool is None or _pool[:2] != (os.getpid(), workers):
+            _pool = (os.getpid(), workers, ThreadPoolExecutor(workers, "modelexport-kernel"))
+        return _pool[2]
+
+
+def _forget_pool() -> None:
+    """In a forked child: the pool's threads are gone, and the lock may have been held by one of them."""
+    global _pool, _pool_lock
+    _pool, _pool_lock = None, threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_pool)
+
+
+def _split_rows(weight: Tensor, work: Callable[[slice], int | None]) -> int:
+    """Runs ``work`` on ranges of rows that cover the weight; the first bad row of all, or -1."""
+    rows = weight.shape[0]
+    threads = _threads
+    parts = min(threads, rows, weight.numel() * weight.element_size() // _MIN_BYTES_PER_THREAD)
+    if parts < 2 or weight.device.type != "cpu":
+        found = work(slice(0, rows))
+        return -1 if found is None else found
+    cuts = [rows * part // parts for part in range(parts + 1)]
+    ranges = [slice(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False)]
+    pool = _executor(threads - 1)
+    futures = [pool.submit(work, part) for part in ranges[1:]]
+    results = [work(ranges[0]), *(future.result() for future in futures)]
+    bad = [
+        part.start + row for part, row in zip(ranges, results, strict=True) if row is not None and row >= 0
+    ]
+    return min(bad, default=-1)
+
+
+def _kernels(tensor: Tensor) -> Any:
+    if tensor.device.type != "cpu" or tensor.numel() == 0:
+        from modelexport.quantization.kernels import reference
+
+        return reference
+    return _load(os.environ.get("MODELEXPORT_KERNELS", ""))[1]
+
+
+def row_amax(weight: Tensor) -> Tensor:
+    """Largest magnitude of each row: float32 ``[rows]``, non-finite where the row holds NaN or Inf."""
+    module = _kernels(weight)
+    if _threads == 1:
+        return module.row_amax(weight)
+    import torch
+
+    out = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
+
+    def work(part: slice) -> None:
+        out[part] = module.row_amax(weight[part])
+
+    _split_rows(weight, work)
+    return out
+
+
+def quantise_rows(weight: Tensor, amax: Tensor | None, q: Tensor, scale: Tensor, limit: float) -> int:
+    """See :func:`.reference.quantise_rows`."""
+    module = _kernels(weight)
+    return _split_rows(
+        weight,
+        lambda part: module.quantise_rows(
+            weight[part], None if amax is None else amax[part], q[part], scale[part], limit
+        ),
+    )
+
+
+def quantise_groups(weight: Tensor, group: int, q: Tensor, scale: Tensor, limit: float) -> int:
+    """See :func:`.reference.quantise_groups`."""
+    module = _kernels(weight)
+    return _split_rows(
+        weight, lambda part: module.quantise_groups(weight[part], group, q[part], scale[part], limit)
+    )
+
+
+def copy_finite(weight: Tensor, out: Tensor) -> int:
+    """See :func:`.reference.copy_finite`."""
+    module = _kernels(weight)
+    return _split_rows(weight, lambda part: module.copy_finite(weight[part], out[part]))
+
+
+def dequantise(q: Tensor, scale: Tensor, out: Tensor) -> None:
+    """See :func:`.reference.dequantise`."""
+    module = _kernels(out)
+    _split_rows(out, lambda part: module.dequantise(q[part], scale[part], out[part]))
+
+
+def squared_error(weight: Tensor, q: Tensor, scale: Tensor | None, out: Tensor) -> None:
+    """See :func:`.reference.squared_error`."""
+    module = _kernels(weight)
+    _split_rows(
+        weight,
+        lambda part: module.squared_error(
+            weight[part], q[part], None if scale is None else scale[part], out[part]
+        ),
+    )

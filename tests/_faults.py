@@ -1,0 +1,38 @@
+"""Rank entry points that misbehave on purpose. Named by ``FAULT``: ``kind rank step``, e.g. ``kill 1 2``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from modelexport.export_plan import Step
+from modelexport.export_rank import RankExport, RankJob, _Quantised, _Shards, run_rank
+
+
+def misbehave(job: RankJob) -> None:
+    """:func:`run_rank`, but one rank fails while it quantises one step."""
+    kind, rank, number = os.environ["FAULT"].split()
+    original = RankExport.quantise
+
+    def quantise(self: RankExport, step: Step, shards: _Shards) -> _Quantised:
+        if self.rank == int(rank) and self.steps[int(number)] is step:
+            _fail(kind)
+        return original(self, step, shards)
+
+    RankExport.quantise = quantise  # type: ignore[method-assign]
+    run_rank(job)
+
+
+def _fail(kind: str) -> None:
+    if kind == "raise":
+        raise RuntimeError("a fault injected by the test")
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "exit":
+        os._exit(0)
+    if kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if kind == "hang":
+        time.sleep(3600)
+    raise AssertionError(kind)

@@ -1,0 +1,19 @@
+"""What every test shares: quiet threads, no network, no deadline. Tiny checkpoints: ``tests/_models.py``."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch, numba or huggingface_hub is imported anywhere.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from hypothesis import HealthCheck, settings  # noqa: E402
+
+# No deadline: how long an example takes depends on who else uses the machine.
+settings.register_profile(
+    "modelexport", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.load_profile("modelexport")

@@ -1,0 +1,232 @@
+"""What happens when things go wrong: the error's words, the exit status, and what is left behind (nothing)."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from modelexport import export_rank
+from modelexport.errors import CheckpointError, PlanError, RankFailedError
+from modelexport.exporter import export
+from tests import _faults
+from tests._models import make_llama
+from tests.test_export import digests
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def cli(*arguments: object, **kwargs: object) -> subprocess.CompletedProcess[str]:
+    """Run the command line as a user would."""
+    return subprocess.run(
+        [sys.executable, "-m", "modelexport", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        **kwargs,  # type: ignore[call-overload]
+    )
+
+
+def ours_in_dev_shm() -> list[str]:
+    """Names in /dev/shm that are not there before and after every export."""
+    return sorted(os.listdir("/dev/shm"))
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A private copy of a small Llama, to be damaged."""
+    return Path(shutil.copytree(make_llama(), tmp_path / "source"))
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("kind", ["raise", "kill", "exit"])
+def test_a_failing_rank_is_named_within_a_second_and_the_rerun_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, tp: int
+) -> None:
+    before = ours_in_dev_shm()
+    victim = tp - 1
+    monkeypatch.setenv("FAULT", f"{kind} {victim} 3")
+    with monkeypatch.context() as patch:
+        patch.setattr(export_rank, "run_rank", _faults.misbehave)
+        with pytest.raises(RankFailedError, match=f"rank {victim} failed") as caught:
+            export(out=str(tmp_path / "out"), tp=tp, quiet=True, evaluate=False, gather="shm")
+    assert caught.value.rank == victim
+    assert "model.layers.2" in str(caught.value), "what the rank was doing"
+    assert not (tmp_path / "out").exists()
+    assert (tmp_path / ".out.modelexport" / "journal.jsonl").exists()
+    assert ours_in_dev_shm() == before
+    export(out=str(tmp_path / "out"), tp=tp, quiet=True, evaluate=False, gather="shm")
+    export(out=str(tmp_path / "fresh"), quiet=True, evaluate=False)
+    assert digests(tmp_path / "out") == digests(tmp_path / "fresh")
+    assert not (tmp_path / ".out.modelexport").exists()
+
+
+@pytest.mark.parametrize("kind", ["hang", "stop"])
+def test_a_hung_rank_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setenv("FAULT", f"{kind} 1 2")
+    monkeypatch.setattr(export_rank, "run_rank", _faults.misbehave)
+    began = time.monotonic()
+    with pytest.raises(RankFailedError, match="rank 1 failed"):
+        export(out=str(tmp_path / "out"), tp=4, quiet=True, evaluate=False, timeout=4.0)
+    assert time.monotonic() - began < 60, "well before any default time-out"
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight"])
+def test_nan_and_inf_are_refused_by_name(
+    tmp_path: Path, source: Path, name: str, value: float, tp: int
+) -> None:
+    tensors = load_file(source / "model.safetensors")
+    tensors[name][3, -1] = value
+    save_file(tensors, source / "model.safetensors")
+    result = cli("--model", source, "--tp", tp, "--out", tmp_path / "out")
+    assert result.returncode == 1
+    assert name in result.stderr
+    assert ("1 NaN" if value != value else "1 Inf") in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_target_that_exists(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    result = cli("--out", tmp_path / "out")
+    assert result.returncode == 2
+    assert "--overwrite" in result.stderr
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_truncated_shard(tmp_path: Path, source: Path) -> None:
+    weights = source / "model.safetensors"
+    size = weights.stat().st_size
+    os.truncate(weights, size - 1000)
+    result = cli("--model", source, "--tp", 2, "--out", tmp_path / "out")
+    assert result.returncode == 1
+    assert "model.safetensors" in result.stderr
+    assert f"{size:,}" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_damaged_header(tmp_path: Path, source: Path) -> None:
+    with open(source / "model.safetensors", "r+b") as file:
+        file.write(struct.pack("<Q", 1 << 40))
+    result = cli("--model", source, "--out", tmp_path / "out")
+    assert result.returncode == 1
+    assert "model.safetensors" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_missing_shard_and_index_that_points_outside(tmp_path: Path, source: Path) -> None:
+    names = list(load_file(source / "model.safetensors"))
+    index = source / "model.safetensors.index.json"
+    for target, words in [
+        ("model-00002-of-00002.safetensors", "missing"),
+        ("../secret.safetensors", "outside"),
+    ]:
+        index.write_text(json.dumps({"weight_map": dict.fromkeys(names, target)}))
+        result = cli("--model", source, "--out", tmp_path / "out")
+        assert result.returncode == 1
+        assert target in result.stderr
+        assert words in result.stderr
+        assert "Traceback" not in result.stderr
+
+
+def test_unknown_architecture_lists_those_that_are_known(source: Path, tmp_path: Path) -> None:
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "model_type": "lama"}))
+    with pytest.raises(PlanError, match="did you mean 'llama'"):
+        export(model=str(source), out=str(tmp_path / "out"))
+
+
+def test_a_dimension_that_groups_do_not_divide_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+    source = make_llama(hidden=192, heads=4, kv_heads=4, intermediate=192)
+    with pytest.raises(PlanError, match="192") as caught:
+        export(model=str(source), out=str(tmp_path / "out"), quant="int4")
+    assert "--group-size" in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_hub_id_offline_says_so(tmp_path: Path) -> None:
+    result = cli(
+        "--model", "nobody/nothing", "--out", tmp_path / "out", env={**os.environ, "HF_HUB_OFFLINE": "1"}
+    )
+    assert result.returncode == 1
+    assert "offline" in result.stderr
+    assert "--model DIR" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_disk_full(tmp_path: Path) -> None:
+    """A file-size limit stands in for a full disk: the same call fails, with the same clean-up."""
+    source = make_llama()
+    script = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000));"
+        "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        "from modelexport.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script, "--model", str(source), "--out", str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    assert "bytes" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_recipe_refuses_the_staging_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAULT", "raise 0 3")
+    with monkeypatch.context() as patch:
+        patch.setattr(export_rank, "run_rank", _faults.misbehave)
+        with pytest.raises((RankFailedError, RuntimeError)):
+            export(out=str(tmp_path / "out"), quiet=True, evaluate=False)
+    result = cli("--quant", "int4", "--out", tmp_path / "out")
+    assert result.returncode == 2
+    assert "fp8" in result.stderr
+    assert "int4" in result.stderr
+    assert "rm -r" in result.stderr
+
+
+def test_a_byte_that_changes_on_disk_is_found_before_publishing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = export_rank.RankExport.finish
+
+    def flip_then_finish(self: export_rank.RankExport) -> None:
+        path = tmp_path / ".out.modelexport" / "ckpt" / "model.safetensors"
+        with open(path, "r+b") as file:
+            file.seek(path.stat().st_size - 5000)
+            byte = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte[0] ^ 1]))
+        finish(self)
+
+    monkeypatch.setattr(export_rank.RankExport, "finish", flip_then_finish)
+    with pytest.raises(CheckpointError, match="differ"):
+        export(out=str(tmp_path / "out"), quiet=True, evaluate=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_torch_is_not_asked_to_unpickle(tmp_path: Path, source: Path) -> None:
+    tensors = load_file(source / "model.safetensors")
+    (source / "model.safetensors").unlink()
+    torch.save(tensors, source / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="pickle"):
+        export(model=str(source), out=str(tmp_path / "out"))
