@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from modelexport import __version__
-from modelexport.errors import ModelExportError, RankFailedError, UsageError, nearest
+from modelexport.errors import ModelExportError, UsageError, nearest
 from modelexport.recipe import ExportRecipe, parse_assignments
 
 COMMANDS = ("inspect", "verify")
@@ -29,30 +31,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status: 0 done, 1 failed, 2 usage."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        if arguments and arguments[0] in COMMANDS:
-            return _subcommand(arguments[0], arguments[1:])
-        if arguments and not arguments[0].startswith("-"):
-            raise UsageError(f"unknown command '{arguments[0]}'{nearest(arguments[0], COMMANDS)}")
-        return _export(arguments)
+        status = _run(arguments)
+        sys.stdout.flush()  # a reader that has gone is noticed here, not by the interpreter as it ends
+        return status
     except ModelExportError as error:
         print(f"modelexport: {error}", file=sys.stderr)
-        user_error = isinstance(error, RankFailedError) and error.user_error
-        return 1 if user_error else error.exit_status
+        return error.exit_status
     except KeyboardInterrupt:
         print("modelexport: interrupted; the same command resumes", file=sys.stderr)
         return 130
-    except BrokenPipeError:
+    except BrokenPipeError:  # "| head": nobody reads on; what is still buffered must not raise again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _run(arguments: list[str]) -> int:
+    if arguments and arguments[0] in COMMANDS:
+        return _subcommand(arguments[0], arguments[1:])
+    if arguments and not arguments[0].startswith("-"):
+        raise UsageError(f"unknown command '{arguments[0]}'{nearest(arguments[0], COMMANDS)}")
+    return _export(arguments)
 
 
 class _Parser(argparse.ArgumentParser):
     """argparse, with its errors as ours: one line that says what to type next."""
 
+    def parse_strictly(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """As ``parse_args``, but an unknown flag is answered with the nearest one that there is."""
+        given, unknown = self.parse_known_args(arguments)
+        for word in unknown:
+            flag = word.partition("=")[0]
+            if flag.startswith("--"):
+                close = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+                self.error(f"unknown flag {flag}{f'; did you mean {close[0]}?' if close else ''}")
+        if unknown:
+            self.error(f"unexpected argument '{unknown[0]}'")
+        return given
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see: modelexport --help)")
 
 
-def export_parser() -> argparse.ArgumentParser:
+def export_parser() -> _Parser:
     """The parser of the export command: one flag for every field of ExportRecipe, and --recipe, --set."""
     from modelexport.quantization.formats import names
 
@@ -86,7 +106,7 @@ def export_parser() -> argparse.ArgumentParser:
 
 
 def _export(arguments: list[str]) -> int:
-    given = vars(export_parser().parse_args(arguments))
+    given = vars(export_parser().parse_strictly(arguments))
     path = given.pop("recipe", None)
     overrides = {**parse_assignments(given.pop("set", [])), **given}
     if path is not None:
@@ -114,11 +134,11 @@ def _subcommand(command: str, arguments: list[str]) -> int:
         parser.add_argument(
             "--against", type=Path, metavar="SOURCE", help="the checkpoint it was made from: error per layer"
         )
-        given = parser.parse_args(arguments)
+        given = parser.parse_strictly(arguments)
         from modelexport.inspection.verify import print_verification
 
         return print_verification(given.checkpoint, given.against, as_json=given.json)
-    given = parser.parse_args(arguments)
+    given = parser.parse_strictly(arguments)
     from modelexport.inspection.inspect import print_inspection
 
     return print_inspection(given.checkpoint, as_json=given.json)

@@ -9,15 +9,18 @@ from __future__ import annotations
 import importlib.metadata
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from modelexport import __version__
 from modelexport.checkpoints.hf import SideFiles
 from modelexport.checkpoints.safetensors_file import Layout
 from modelexport.export_plan import ExportPlan
 from modelexport.recipe import ExportRecipe
+
+if TYPE_CHECKING:
+    from modelexport.inspection.evaluate import Evaluation
 
 RECORD_VERSION = 1
 _NUMERICAL_PACKAGES = ("torch", "numpy", "numba", "safetensors")
@@ -105,6 +108,7 @@ class ExportResult:
         peak_rank_bytes: estimate of the largest rank's buffers, beyond what importing torch takes.
         tensor_parallel_sizes: at which an engine can load the result.
         seconds: wall time of the export, 0 for a dry run.
+        evaluation: perplexity and a sentence before and after; of the demo model only.
     """
 
     source: str
@@ -120,10 +124,12 @@ class ExportResult:
     unquantised: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
+    evaluation: Evaluation | None = None
 
     def as_json(self) -> dict[str, Any]:
         """JSON-able form, for ``--json``."""
-        return asdict(self)
+        fields = asdict(replace(self, evaluation=None))
+        return {**fields, "evaluation": self.evaluation.as_json() if self.evaluation else None}
 
     @classmethod
     def preview(cls, plan: ExportPlan, source: str, layout: Layout) -> ExportResult:

@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,9 +95,18 @@ def export(recipe: ExportRecipe | None = None, **settings: Any) -> ExportResult:
         record = make_record(prepared.plan, recipe, source.label, side, outcome)
         (staging.directory / RECORD).write_text(json.dumps(record, indent=1) + "\n")
         staging.publish()
-    return ExportResult.of(
-        record, prepared.plan, Path(recipe.out), prepared.layout, time.perf_counter() - began
-    )
+    seconds = time.perf_counter() - began
+    result = ExportResult.of(record, prepared.plan, Path(recipe.out), prepared.layout, seconds)
+    return _evaluated(result, source) if recipe.evaluate and source.is_demo else result
+
+
+def _evaluated(result: ExportResult, source: Source) -> ExportResult:
+    """Add perplexity and a sentence, before and after: the demo model comes with text that it has not seen."""
+    from modelexport.assets import demo_text
+    from modelexport.inspection.evaluate import evaluate
+
+    assert result.out is not None
+    return replace(result, evaluation=evaluate(result.out, source.directory, demo_text("heldout")))
 
 
 def prepare(recipe: ExportRecipe, source: Source) -> Prepared:

@@ -124,11 +124,16 @@ def merge(parts: Sequence[LayerConfig]) -> LayerConfig:
     first = parts[0]
     merged = LayerConfig(first.name, first.index)
     for part in parts:
-        if (part.name, part.index, list(part.modules)) != (first.name, first.index, list(first.modules)):
+        if (part.name, part.index) != (first.name, first.index):
             raise ValueError(f"parts of different layers: {first.name} and {part.name}")
+        if list(part.modules) != list(first.modules):
+            raise ValueError(f"{first.name}: parts have modules {list(first.modules)} and {list(part.modules)}")
     for name in first.modules:
         modules = [part.modules[name] for part in parts]
         head = modules[0]
+        for module in modules:
+            if _nature(module) != _nature(head):
+                raise ValueError(f"{first.name} {name}: parts disagree: {_nature(head)} and {_nature(module)}")
         tensor_names = dict.fromkeys(tensor for module in modules for tensor in module.tensors)
         tensors = {
             tensor: _join(
@@ -210,6 +215,18 @@ def from_json(value: Mapping[str, Any]) -> LayerConfig:
             tensors=tensors,
         )
     return layer
+
+
+def _nature(module: ModuleConfig) -> tuple[object, ...]:
+    """What all parts of a module must agree on."""
+    return (
+        module.kind,
+        module.role,
+        module.partition,
+        module.global_shape,
+        module.number_format,
+        module.group_size,
+    )
 
 
 def _join(shards: list[TensorShard], name: str) -> TensorShard:

@@ -61,6 +61,8 @@ def summary(result: ExportResult) -> str:
             f"{size_text(result.peak_rank_bytes)} each, beside what importing torch takes"
         )
     else:
+        if result.evaluation is not None:
+            lines += result.evaluation.lines()
         lines.append(f"wrote {result.out} in {result.seconds:.1f} s")
     return "\n".join(lines)
 

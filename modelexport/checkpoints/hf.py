@@ -8,11 +8,12 @@ there that the config does not announce. See https://github.com/vllm-project/com
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from modelexport.errors import CheckpointError
 
@@ -34,7 +35,7 @@ _WEIGHTS = (
     ".npz",
 )
 _REWRITTEN = {"config.json", RECORD}
-_NOT_A_MODELS = {".git", ".cache", "__pycache__", ".gitattributes"}
+_NOT_A_MODELS = {"__pycache__", ".gitattributes"}
 
 
 @dataclass
@@ -62,26 +63,27 @@ def quantization_config(number_format: NumberFormat, ignore: Sequence[str]) -> d
 
 def write_config(source: Path, target: Path, quantization: dict[str, Any] | None) -> None:
     """Write config.json: the source's own bytes, or its content with ``quantization_config`` added."""
-    text = (source / "config.json").read_text()
+    content = (source / "config.json").read_bytes()
     if quantization is not None:
-        config = json.loads(text)
+        config = json.loads(content)
         config["quantization_config"] = quantization
-        text = json.dumps(config, indent=2) + "\n"
-    (target / "config.json").write_text(text)
+        content = (json.dumps(config, indent=2) + "\n").encode()
+    (target / "config.json").write_bytes(content)
 
 
 def copy_side_files(source: Path, target: Path) -> SideFiles:
     """Copy everything of the checkpoint that is neither weights nor rewritten: tokenizer, templates, licence.
 
-    Links are followed (a hub cache is made of them); a link to a directory is not.
+    Links to files are followed (a hub cache is made of them). Hidden directories stay behind, the staging directory
+    of a target inside ``source`` among them.
 
     Raises:
-        CheckpointError: a file cannot be read.
+        CheckpointError: a file or a directory cannot be read.
     """
     side = SideFiles()
-    for path in sorted(source.rglob("*")):
+    for path in sorted(_files_below(source, side)):
         name = path.relative_to(source)
-        if _NOT_A_MODELS.intersection(name.parts) or str(name) in _REWRITTEN or path.is_dir():
+        if path.name in _NOT_A_MODELS or str(name) in _REWRITTEN:
             continue
         if path.name.endswith(".index.json") or path.suffix == ".safetensors":
             continue  # the weights themselves
@@ -96,3 +98,22 @@ def copy_side_files(source: Path, target: Path) -> SideFiles:
             raise CheckpointError(f"{path} cannot be copied: {error.strerror or error}") from error
         side.copied.append(str(name))
     return side
+
+
+def _files_below(source: Path, side: SideFiles) -> Iterator[Path]:
+    """Every file of a checkpoint; what is not entered is noted in ``side``."""
+
+    def refuse(error: OSError) -> NoReturn:
+        raise CheckpointError(f"{error.filename} cannot be read: {error.strerror or error}") from error
+
+    for directory, below, files in os.walk(source, onerror=refuse):
+        entered = []
+        for path in (Path(directory, name) for name in below):
+            if path.is_symlink():
+                side.left_out[str(path.relative_to(source))] = "a link to a directory"
+            elif (path / RECORD).exists():
+                side.left_out[str(path.relative_to(source))] = "a checkpoint of its own"
+            elif not path.name.startswith(".") and path.name not in _NOT_A_MODELS:
+                entered.append(path.name)
+        below[:] = entered
+        yield from (Path(directory, name) for name in files)

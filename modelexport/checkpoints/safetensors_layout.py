@@ -123,7 +123,10 @@ def plan_layout(
             why = "appears twice" if name in seen else "is reserved"
             raise CheckpointError(f"tensor name {name!r} {why}")
         seen.add(name)
-        nbytes = tensor_nbytes(dtype, shape)
+        try:
+            nbytes = tensor_nbytes(dtype, shape)
+        except CheckpointError as error:
+            raise CheckpointError(f"tensor {name!r}: {error}") from error
         if shards[-1] and filled + nbytes > max_shard_bytes:
             shards.append([])
             filled = 0

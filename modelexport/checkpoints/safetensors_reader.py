@@ -290,9 +290,7 @@ def _rectangle(
         if part is None:
             continue
         if dim >= len(shape) or not 0 <= part[0] <= part[1] <= shape[dim]:
-            raise ValueError(
-                f"tensor {info.name!r}: {part} of dim {dim} is outside its shape {list(info.shape)}"
-            )
+            raise ValueError(f"tensor {info.name!r}: {part} of dim {dim} is outside its shape {list(info.shape)}")
         starts[dim], shape[dim] = part[0], part[1] - part[0]
     row_bits = _share(8 * info.nbytes, info.shape, 0)
     start_bits = starts[0] * row_bits + starts[1] * _share(row_bits, info.shape, 1)

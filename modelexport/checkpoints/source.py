@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,16 +63,28 @@ def _download(model: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    transport_error = HfHubHTTPError.__mro__[1]  # of the HTTP library that this version of the hub's client uses
     try:
         return Path(snapshot_download(model, revision=revision, ignore_patterns=_NOT_NEEDED))
+    except HFValidationError as error:
+        raise UsageError(f"--model {model}: no such directory, and no hub id either: {error}") from error
+    except (LocalEntryNotFoundError, ConnectionError) as error:  # the former may be an HfHubHTTPError too
+        raise CheckpointError(_unreachable(model)) from error
     except HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else "no answer"
+        at = f" at revision '{revision}'" if revision is not None else ""
         raise CheckpointError(
-            f"the hub refused '{model}' (HTTP {status}); check the name, and for a gated model log in first: "
-            "hf auth login"
+            f"the hub refused '{model}'{at} (HTTP {status}); check the name{' and the revision' if at else ''}, and "
+            "for a gated model log in first: hf auth login"
         ) from error
-    except (LocalEntryNotFoundError, OSError) as error:
-        raise CheckpointError(
-            f"--model {model} is no directory here, and the hub cannot be reached to download it (offline?). "
-            "Download it where there is a network and give the directory: --model DIR"
-        ) from error
+    except transport_error as error:
+        raise CheckpointError(_unreachable(model)) from error
+    except OSError as error:
+        raise CheckpointError(f"--model {model} could not be downloaded: {error.strerror or error}") from error
+
+
+def _unreachable(model: str) -> str:
+    return (
+        f"--model {model} is no directory here, and the hub cannot be reached to download it (offline?). "
+        "Download it where there is a network and give the directory: --model DIR"
+    )

@@ -172,6 +172,10 @@ def _channel(
         else:
             channel = WorkspaceChannel(path, ranks, group, me, _buffers(), _seconds())
         with _lock:
+            if not _channels:
+                # multiprocessing's children leave without running atexit, but run its finalizers, which also run at
+                # any other exit. Registered only now: a child forgets those that a forkserver registered.
+                _mp_util.Finalize(None, close, exitpriority=10)
             _channels[key] = channel
     return channel
 
@@ -310,5 +314,3 @@ def _forget_after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_after_fork)
-# multiprocessing's children leave without running atexit; its finalizers run in them and at a normal exit.
-_mp_util.Finalize(None, close, exitpriority=10)

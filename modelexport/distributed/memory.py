@@ -285,7 +285,11 @@ def shared_view(nbytes: int) -> memoryview:
     owner = arena()
     region = owner.allocate(nbytes)
     view = region.view()
-    region.guard = weakref.ref(view, lambda _, release=owner.release, region=region: release(region))
+
+    def let_go(_: object) -> None:
+        owner.release(region)
+
+    region.guard = weakref.ref(view, let_go)
     return view
 
 

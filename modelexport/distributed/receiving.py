@@ -7,7 +7,7 @@ import socket
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from modelexport.distributed import payload as _payload
@@ -79,11 +79,14 @@ class ReceivingLink(Link):
         for index, (number, offset, nbytes) in enumerate(places):
             view = self._view(number, offset, nbytes) if nbytes else None
             if view is not None:
-                gone = self._let_go.append
-                delivery.guards[index] = weakref.ref(view, lambda _, gone=gone, key=(seq, index): gone(key))
+                delivery.guards[index] = weakref.ref(view, self._when_let_go(seq, index))
                 delivery.read[number] = delivery.read.get(number, 0) + nbytes
             views.append(view)
         return delivery, _payload.unpack(text, entries, views)
+
+    def _when_let_go(self, seq: int, entry: int) -> Callable[[object], None]:
+        let_go = self._let_go  # not self: a view that is kept must not keep the connection
+        return lambda _: let_go.append((seq, entry))
 
     def _view(self, number: int, offset: int, nbytes: int) -> memoryview:
         if number not in self._mappings:

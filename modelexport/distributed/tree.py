@@ -244,7 +244,7 @@ def _decode_config(value: dict[str, Any], tensors: Mapping[str, torch.Tensor], p
             f"the config's {value['class']!r} at {_where(path)} has the fields {sorted(sent)}, here the class has "
             f"{sorted(known)}: run the same version of the code on every rank"
         )
-    config = object.__new__(cls)
+    config: Any = object.__new__(cls)
     for name, item in value["fields"].items():
         # Around frozen dataclasses' own __setattr__; works with slots too.
         object.__setattr__(config, name, _decode(item, tensors, (*path, name)))

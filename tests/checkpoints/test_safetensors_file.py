@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -130,7 +131,7 @@ def test_what_is_no_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to("loop")
     for name in ("absent", "pipe", "loop", ".", "nul\0"):
-        with pytest.raises(CheckpointError, match="cannot be opened|not a regular file|cannot be read"):
+        with pytest.raises(CheckpointError, match=r"cannot be opened|not a regular file|cannot be read"):
             read_header(tmp_path / name)
 
 
@@ -177,7 +178,7 @@ def edit_index(directory: Path, change: Callable[[dict[str, str]], object]) -> N
 def test_an_index_that_points_elsewhere(file: str, tmp_path: Path) -> None:
     sharded(tmp_path)
     edit_index(tmp_path, lambda weight_map: weight_map.update(a=file))
-    with pytest.raises(CheckpointError, match="tensor 'a' is in .* not the name of a file in that directory"):
+    with pytest.raises(CheckpointError, match=r"tensor 'a' is in .* not the name of a file in that directory"):
         open_checkpoint(tmp_path)
 
 
@@ -200,9 +201,9 @@ def test_index_and_files_that_disagree(tmp_path: Path) -> None:
 
 
 def test_a_tensor_that_the_index_lacks(tmp_path: Path) -> None:
-    save(tmp_path, TWO | {"c": torch.zeros(1)}, max_shard_bytes=28)
+    save(tmp_path, TWO | {"c": torch.zeros(1)}, max_shard_bytes=40)
     edit_index(tmp_path, lambda weight_map: weight_map.pop("c"))
-    with pytest.raises(CheckpointError, match="tensor 'c' is not in model.safetensors.index.json"):
+    with pytest.raises(CheckpointError, match=r"tensor 'c' is not in model.safetensors.index.json"):
         open_checkpoint(tmp_path)
 
 
@@ -234,7 +235,7 @@ def test_directories_without_safetensors(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds no safetensors file; found nothing"):
         open_checkpoint(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="only as pickles .*save_pretrained"):
+    with pytest.raises(CheckpointError, match=r"only as pickles .*save_pretrained"):
         open_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="does not exist"):
         open_checkpoint(tmp_path / "absent")
@@ -245,7 +246,7 @@ def test_directories_without_safetensors(tmp_path: Path) -> None:
 def test_a_stale_single_file_beside_an_index(tmp_path: Path) -> None:
     sharded(tmp_path)
     save(tmp_path, TWO)
-    with pytest.raises(CheckpointError, match="has both .* remove the one that is stale"):
+    with pytest.raises(CheckpointError, match=r"has both .* remove the one that is stale"):
         open_checkpoint(tmp_path)
 
 
@@ -342,9 +343,7 @@ def cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], list[list[int]]]:
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    cut=cuts(), dtype=st.sampled_from([torch.bfloat16, torch.uint8, torch.float64]), transposed=st.booleans()
-)
+@given(cut=cuts(), dtype=st.sampled_from([torch.bfloat16, torch.uint8, torch.float64]), transposed=st.booleans())
 def test_pieces_make_the_whole(
     cut: tuple[tuple[int, ...], list[list[int]]],
     dtype: torch.dtype,
@@ -354,7 +353,7 @@ def test_pieces_make_the_whole(
 ) -> None:
     """Any grid of pieces, from any memory layout, gives the file that one write of the whole gives."""
     shape, edges = cut
-    whole = torch.arange(int(torch.Size(shape).numel())).reshape(shape).to(dtype)
+    whole = torch.arange(math.prod(shape)).reshape(shape).to(dtype)
     directory = tmp_path_factory.mktemp("pieces")
     layout = plan_layout([("before", "U8", (5,)), ("t", dtype_name(dtype), shape), ("after", "U8", (3,))])
     layout.create(directory)
@@ -363,11 +362,8 @@ def test_pieces_make_the_whole(
             box = tuple(slice(edges[d][i], edges[d][i + 1]) for d, i in enumerate(corner))
             piece = whole[box]
             if transposed:
-                piece = (
-                    piece.permute(*reversed(range(piece.ndim)))
-                    .contiguous()
-                    .permute(*reversed(range(piece.ndim)))
-                )
+                backwards = list(reversed(range(piece.ndim)))
+                piece = piece.permute(backwards).contiguous().permute(backwards)
             written = writer.write("t", piece, offset=[s.start for s in box])
             assert written == piece.numel() * piece.element_size()
     checkpoint = open_checkpoint(directory)
@@ -429,9 +425,7 @@ def test_layouts() -> None:
     assert single.total_bytes == 25
     assert single.files[0].size == len(single.files[0].header) + 25
     assert json.loads(single.files[0].header[8:])["__metadata__"] == {"format": "pt"}
-    many = plan_layout(
-        [(str(i), "U8", (8 * size,)) for i, size in enumerate([3, 1, 9, 4])], max_shard_bytes=32
-    )
+    many = plan_layout([(str(i), "U8", (8 * size,)) for i, size in enumerate([3, 1, 9, 4])], max_shard_bytes=32)
     assert [[info.name for info in file.infos] for file in many.files] == [["0", "1"], ["2"], ["3"]]
     assert json.loads(many.index_json()) == {
         "metadata": {"total_size": 136},
@@ -442,14 +436,14 @@ def test_layouts() -> None:
             "3": "model-00003-of-00003.safetensors",
         },
     }
-    assert plan_layout([]).files[0].size == plan_layout([], metadata={}).files[0].size + 32
+    assert plan_layout([], metadata={}).files[0].header == b"\x08\0\0\0\0\0\0\0{}      "
     for specs in (
         [("a", "U8", (1,))] * 2,
         [("__metadata__", "U8", (1,))],
         [("a", "U7", (1,))],
         [("a", "U8", (-1,))],
     ):
-        with pytest.raises(CheckpointError, match="'a'|'__metadata__'"):
+        with pytest.raises(CheckpointError, match=r"'a'|'__metadata__'"):
             plan_layout(specs)
 
 
@@ -562,8 +556,7 @@ def test_a_full_disk(reserve: str, pieces: str, small_disk: Path) -> None:
     script = FULL_DISK
     if reserve == "sparse":  # and statvfs says that there is room, as it does when another process takes it
         script = (
-            "import shutil; shutil.disk_usage = lambda path: shutil._ntuple_diskusage(1 << 40, 0, 1 << 40)\n"
-            + script
+            "import shutil; shutil.disk_usage = lambda path: shutil._ntuple_diskusage(1 << 40, 0, 1 << 40)\n" + script
         )
     done = subprocess.run(
         [sys.executable, "-c", script, str(small_disk), reserve, pieces],
@@ -602,7 +595,5 @@ def test_importing_needs_neither_torch_nor_numpy() -> None:
         "import sys, modelexport.checkpoints.safetensors_file, modelexport.checkpoints.staging; "
         "print([m for m in ('torch', 'numpy') if m in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -125,10 +126,7 @@ def test_slices_equal_get_slice(dtype: str, shape: tuple[int, ...], tmp_path: Pa
 
 
 def test_shards_metadata_and_a_big_header(tmp_path: Path) -> None:
-    tensors = {
-        f"model.layers.{i}.some.rather.long.name.weight": random_tensor("BF16", (2, 3), i)
-        for i in range(3000)
-    }
+    tensors = {f"model.layers.{i}.some.rather.long.name.weight": random_tensor("BF16", (2, 3), i) for i in range(3000)}
     write_ours(tensors, tmp_path, max_shard_bytes=12_000)
     checkpoint = open_checkpoint(tmp_path)
     assert [path.name for path in checkpoint.headers] == [
@@ -191,9 +189,14 @@ def test_a_damaged_header_is_refused_where_the_library_refuses_it(
             theirs = {name: tuple(stream.get_slice(name).get_shape()) for name in stream.keys()}  # noqa: SIM118
     except (SafetensorError, UnicodeDecodeError):
         pass
+    if theirs is None:
+        with pytest.raises(CheckpointError, match=re.escape(f"{path}: ")):
+            read_header(path)
+        return
     try:
         ours = {name: info.shape for name, info in read_header(path).infos.items()}
-    except CheckpointError as error:
-        assert str(path) in str(error)
+    except CheckpointError as error:  # it lets the last of two equal names win
+        if "appears twice" not in str(error):
+            raise
     else:
         assert ours == theirs

@@ -1,0 +1,155 @@
+"""The hf checkpoint format: what is said in config.json, and which files come along."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from modelexport.checkpoints.hf import copy_side_files, quantization_config, write_config
+from modelexport.errors import CheckpointError
+from modelexport.quantization import formats
+
+
+def fill(directory: Path, *names: str) -> Path:
+    """Files with their own names as content."""
+    for name in names:
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    return directory
+
+
+def copied(directory: Path) -> dict[str, str]:
+    """Content of every file below ``directory`` by name."""
+    return {str(p.relative_to(directory)): p.read_text() for p in directory.rglob("*") if p.is_file()}
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    path = tmp_path / "target"
+    path.mkdir()
+    return path
+
+
+# --------------------------------------------------------------- config.json
+
+
+@pytest.mark.parametrize("quant", ["int8", "fp8", "int4"])
+def test_quantization_config_has_what_engines_insist_on(quant: str) -> None:
+    number_format = formats.get(quant)
+    config = quantization_config(number_format, ignore=["lm_head"])
+    assert config is not None
+    assert config["quant_method"] == "compressed-tensors"
+    assert config["quantization_status"] == "compressed", "transformers loads random weights without it"
+    assert config["ignore"] == ["lm_head"], "transformers gives NaN without it"
+    group = config["config_groups"]["group_0"]
+    assert group["targets"] == ["Linear"]
+    assert config["format"] == group["format"] == number_format.checkpoint_format
+    assert json.loads(json.dumps(config)) == config
+
+
+@pytest.mark.parametrize("quant", ["int8", "fp8", "int4"])
+def test_quantization_config_is_understood_by_compressed_tensors(quant: str) -> None:
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    config = quantization_config(formats.get(quant), ignore=["lm_head"])
+    parsed = quantization.QuantizationConfig.model_validate(config).model_dump(mode="json")
+    group = parsed["config_groups"]["group_0"]
+    expected = {"int8": (8, "int", "channel"), "fp8": (8, "float", "channel"), "int4": (4, "int", "group")}[quant]
+    assert tuple(group["weights"][key] for key in ("num_bits", "type", "strategy")) == expected
+    assert group["weights"]["symmetric"] is True
+    activations = group["input_activations"]
+    assert activations is None if quant == "int4" else activations["dynamic"] is True
+
+
+def test_none_has_no_quantization_config() -> None:
+    assert quantization_config(formats.get("none"), ignore=[]) is None
+
+
+def test_config_without_quantisation_keeps_its_bytes(tmp_path: Path, target: Path) -> None:
+    content = '{"model_type":"llama",\r\n  "name": "\u00e9"}'.encode()  # another writer's habits
+    (tmp_path / "config.json").write_bytes(content)
+    write_config(tmp_path, target, None)
+    assert (target / "config.json").read_bytes() == content
+
+
+def test_config_gains_quantisation_and_keeps_the_rest(tmp_path: Path, target: Path) -> None:
+    keys = {"model_type": "llama", "rope_parameters": {"rope_theta": 1e4}, "name": "\u00e9", "pad_token_id": None}
+    (tmp_path / "config.json").write_text(json.dumps(keys), encoding="utf-8")
+    write_config(tmp_path, target, {"quant_method": "x"})
+    written = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    assert written == {**keys, "quantization_config": {"quant_method": "x"}}
+    assert list(written)[:4] == list(keys), "in the source's order"
+
+
+# ---------------------------------------------------------------- side files
+
+
+def test_everything_but_weights_comes_along(tmp_path: Path, target: Path) -> None:
+    kept = ["tokenizer.json", "generation_config.json", "LICENSE", "chat_template.jinja", "figures/a.png", "a/b/c"]
+    rewritten = ["config.json", "modelexport.json"]
+    weights = ["model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+    others = ["pytorch_model.bin", "original/consolidated.00.pth", "model.gguf", "onnx/model.onnx"]
+    source = fill(tmp_path / "source", *kept, *rewritten, *weights, *others)
+    side = copy_side_files(source, target)
+    assert copied(target) == {name: name for name in kept}
+    assert side.copied == sorted(kept)
+    assert side.left_out == dict.fromkeys(others, "weights in another format")
+
+
+def test_links_to_files_are_followed_as_a_hub_cache_has_them(tmp_path: Path, target: Path) -> None:
+    fill(tmp_path / "blobs", "0123abcd")
+    source = fill(tmp_path / "snapshots" / "main", "LICENSE")
+    (source / "tokenizer.json").symlink_to("../../blobs/0123abcd")
+    assert copy_side_files(source, target).copied == ["LICENSE", "tokenizer.json"]
+    assert copied(target)["tokenizer.json"] == "0123abcd"
+    assert not (target / "tokenizer.json").is_symlink()
+
+
+def test_a_link_to_a_directory_is_left_out_and_said(tmp_path: Path, target: Path) -> None:
+    source = fill(tmp_path / "source", "LICENSE")
+    (source / "loop").symlink_to(source, target_is_directory=True)
+    side = copy_side_files(source, target)
+    assert side.copied == ["LICENSE"]
+    assert side.left_out == {"loop": "a link to a directory"}
+
+
+def test_a_target_inside_the_source_does_not_copy_itself(tmp_path: Path) -> None:
+    source = fill(tmp_path / "source", "LICENSE", "config.json")
+    fill(source, "older/modelexport.json", "older/config.json", "older/tokenizer.json")  # an earlier export
+    fill(source, ".git/HEAD", ".cache/huggingface/x", ".gitattributes", "__pycache__/a.pyc", ".out.modelexport/lock")
+    staging = source / ".out.modelexport" / "ckpt"
+    staging.mkdir()
+    side = copy_side_files(source, staging)
+    assert copied(staging) == {"LICENSE": "LICENSE"}
+    assert side.left_out == {"older": "a checkpoint of its own"}
+
+
+def test_a_dangling_link_is_an_error_that_names_it(tmp_path: Path, target: Path) -> None:
+    source = fill(tmp_path / "source", "LICENSE")
+    (source / "tokenizer.json").symlink_to("nowhere")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be copied: No such file"):
+        copy_side_files(source, target)
+
+
+def test_what_is_no_file_is_refused_without_waiting_for_it(tmp_path: Path, target: Path) -> None:
+    source = fill(tmp_path / "source", "LICENSE")
+    os.mkfifo(source / "pipe")
+    with pytest.raises(CheckpointError, match=r"pipe cannot be copied: .*named pipe"):
+        copy_side_files(source, target)
+
+
+def test_an_unreadable_directory_is_an_error(tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = fill(tmp_path / "source", "LICENSE", "closed/a")
+    scandir = os.scandir
+
+    def refuse(path: str) -> object:  # root, who often runs tests, may read everything
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(CheckpointError, match="closed cannot be read: Permission denied"):
+        copy_side_files(source, target)

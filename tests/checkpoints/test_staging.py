@@ -1,0 +1,465 @@
+"""The staging directory: all or nothing, one export at a time, and nothing lost to a kill."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelexport.checkpoints import journal, locks, raw_io, staging
+from modelexport.checkpoints.staging import Staging, staging_directory
+from modelexport.errors import CheckpointError, UsageError
+
+RECIPE: dict[str, Any] = {"quant": "fp8", "model": {"sha256": "ab", "layers": 4}, "shards": [1, 2]}
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "ckpt"
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "LOCK_WAIT", 0.2)
+
+
+def fill(stage: Staging, text: str = "new") -> None:
+    (stage.directory / "config.json").write_text(text)
+    (stage.directory / "deeper").mkdir(exist_ok=True)
+    (stage.directory / "deeper" / "notes.txt").write_text(text)
+
+
+def export(out: Path, text: str = "new", recipe: dict[str, Any] = RECIPE, *, overwrite: bool = False) -> None:
+    with Staging.open(out, recipe, overwrite=overwrite) as stage:
+        fill(stage, text)
+        stage.publish()
+
+
+def interrupt(out: Path, *steps: str, recipe: dict[str, Any] = RECIPE) -> None:
+    """Leave what a killed export leaves."""
+    with Staging.open(out, recipe) as stage:
+        (stage.directory / "config.json").write_text("half")
+        for step in steps:
+            stage.record(step, {"bytes": len(step)})
+
+
+def listing(directory: Path) -> list[str]:
+    return sorted(os.listdir(directory))
+
+
+def test_the_target_appears_whole_and_nothing_else_stays(out: Path) -> None:
+    with Staging.open(out, RECIPE) as stage:
+        assert (stage.done, stage.resumed, stage.restarted) == ({}, False, False)
+        assert stage.directory.parent == staging_directory(out)
+        fill(stage)
+        assert not out.exists()
+        stage.publish()
+    assert listing(out) == ["config.json", "deeper"]
+    assert listing(out.parent) == ["ckpt"]
+
+
+def test_parents_are_made_and_links_followed(tmp_path: Path) -> None:
+    export(tmp_path / "a" / "b" / "ckpt")
+    assert (tmp_path / "a" / "b" / "ckpt" / "config.json").read_text() == "new"
+    (tmp_path / "link").symlink_to(tmp_path / "a" / "b")
+    export(tmp_path / "link" / "other")
+    assert listing(tmp_path / "a" / "b") == ["ckpt", "other"]
+    (tmp_path / "target").symlink_to(tmp_path / "a" / "b" / "ckpt")
+    export(tmp_path / "target", "newer", overwrite=True)
+    assert (tmp_path / "target").is_symlink()
+    assert (tmp_path / "a" / "b" / "ckpt" / "config.json").read_text() == "newer"
+
+
+def test_an_existing_target_is_refused_before_anything_is_made(out: Path) -> None:
+    export(out, "old")
+    with pytest.raises(UsageError, match="exists already; .*--overwrite"):
+        Staging.open(out, RECIPE)
+    assert listing(out.parent) == ["ckpt"]
+
+
+@pytest.mark.parametrize("swap", ["exchange", "two renames"])
+def test_overwriting_swaps_the_directories(swap: str, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if swap == "two renames":
+        monkeypatch.setattr(raw_io, "rename_exchange", lambda a, b: False)
+        monkeypatch.setattr(raw_io, "rename_no_replace", lambda a, b: False)
+    export(out, "old")
+    (out / "only in the old one").touch()
+    with Staging.open(out, RECIPE, overwrite=True) as stage:
+        fill(stage)
+        assert (out / "config.json").read_text() == "old"
+        stage.publish()
+    assert (out / "config.json").read_text() == "new"
+    assert listing(out) == ["config.json", "deeper"]
+    assert listing(out.parent) == ["ckpt"]
+
+
+def test_overwrite_deletes_only_checkpoints(out: Path) -> None:
+    out.mkdir()
+    (out / "thesis.tex").touch()
+    with pytest.raises(UsageError, match=r"holds no checkpoint but thesis\.tex"):
+        Staging.open(out, RECIPE, overwrite=True)
+    (out / "thesis.tex").unlink()
+    export(out, overwrite=True)
+    file = out.parent / "file"
+    file.touch()
+    with pytest.raises(UsageError, match="is not a directory"):
+        Staging.open(file, RECIPE, overwrite=True)
+    assert listing(out.parent) == ["ckpt", "file"]
+
+
+@pytest.mark.parametrize("name", ["", "/", "x\0y", "n" * 300, "file/below"])
+def test_targets_that_cannot_be(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="--out"):
+        Staging.open(name, RECIPE)
+    assert listing(tmp_path) == ["file"]
+
+
+def test_an_unwritable_place(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path, *args: object, **kwargs: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(UsageError, match="cannot be made: Permission denied; choose another --out"):
+        Staging.open(out, RECIPE)
+
+
+def test_a_target_that_appears_meanwhile(out: Path) -> None:
+    with Staging.open(out, RECIPE) as stage:
+        fill(stage)
+        stage.record("layer 0", {})
+        out.mkdir()
+        (out / "config.json").write_text("somebody else's")
+        with pytest.raises(UsageError, match="exists already"):
+            stage.publish()
+    assert (out / "config.json").read_text() == "somebody else's"
+    assert listing(out.parent) == [".ckpt.modelexport", "ckpt"]
+
+
+def test_the_same_export_resumes(out: Path) -> None:
+    interrupt(out, "layer 0", "layer 1")
+    with Staging.open(out, dict(reversed(RECIPE.items()))) as stage:
+        assert stage.resumed
+        assert stage.done == {"layer 0": {"bytes": 7}, "layer 1": {"bytes": 7}}
+        assert (stage.directory / "config.json").read_text() == "half"
+        stage.record("layer 2", {"bytes": 3})
+    with Staging.open(out, RECIPE) as stage:
+        assert list(stage.done) == ["layer 0", "layer 1", "layer 2"]
+        fill(stage)
+        stage.publish()
+    assert listing(out.parent) == ["ckpt"]
+
+
+def test_another_export_is_told_what_differs(out: Path) -> None:
+    interrupt(out, "layer 0")
+    other = {"quant": "int4", "model": {"sha256": "ab", "layers": 5}, "shards": [1, 2], "group_size": 128}
+    for overwrite in (False, True):
+        with pytest.raises(UsageError) as caught:
+            Staging.open(out, other, overwrite=overwrite)
+        lines = str(caught.value).splitlines()
+        assert lines[1:4] == [
+            "  group_size: (not given) then, 128 now",
+            "  model.layers: 4 then, 5 now",
+            '  quant: "fp8" then, "int4" now',
+        ]
+        assert lines[-1].endswith(f"rm -r {staging_directory(out)}")
+    with Staging.open(out, RECIPE) as stage:
+        assert list(stage.done) == ["layer 0"]
+
+
+def test_an_export_that_did_nothing_leaves_nothing(out: Path) -> None:
+    interrupt(out)
+    assert listing(out.parent) == []
+
+
+@pytest.mark.parametrize("damage", [b'{"step": "layer 1", "rec', b'{"step": 1', b"\0\0\0\0", b"[]\n", b"null"])
+def test_a_torn_line_is_dropped(damage: bytes, out: Path) -> None:
+    interrupt(out, "layer 0")
+    path = staging_directory(out) / "journal.jsonl"
+    with path.open("ab") as stream:
+        stream.write(damage)
+    with Staging.open(out, RECIPE) as stage:
+        assert list(stage.done) == ["layer 0"]
+        stage.record("layer 1", {"again": True})
+    with Staging.open(out, RECIPE) as stage:
+        assert stage.done == {"layer 0": {"bytes": 7}, "layer 1": {"again": True}}
+    assert [json.loads(line).get("step") for line in path.read_text().splitlines()] == [None, "layer 0", "layer 1"]
+
+
+def test_a_journal_cut_anywhere(out: Path) -> None:
+    """Whatever prefix of the journal survives, the steps in it are whole and the export can go on."""
+    interrupt(out, "layer 0", "layer 1", "layer 2")
+    path = staging_directory(out) / "journal.jsonl"
+    whole = path.read_bytes()
+    for length in range(len(whole)):
+        (staging_directory(out) / "ckpt").mkdir(exist_ok=True)
+        path.write_bytes(whole[:length])
+        with Staging.open(out, RECIPE) as stage:
+            assert list(stage.done) == ["layer 0", "layer 1", "layer 2"][: whole[:length].count(b"\n") - 1]
+            stage.record("layer 9", {})
+            assert path.read_bytes().endswith(b'"layer 9","record":{}}\n')
+
+
+def test_after_another_boot_the_steps_do_not_count(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupt(out, "layer 0")
+    monkeypatch.setattr(journal, "_boot", lambda: "another")
+    with Staging.open(out, RECIPE) as stage:
+        assert (stage.done, stage.resumed, stage.restarted) == ({}, False, True)
+        assert listing(stage.directory) == []
+
+
+def test_steps_without_their_files_do_not_count(out: Path) -> None:
+    interrupt(out, "layer 0")
+    (staging_directory(out) / "ckpt" / "config.json").unlink()
+    (staging_directory(out) / "ckpt").rmdir()
+    with Staging.open(out, RECIPE) as stage:
+        assert stage.done == {}
+        assert not stage.resumed
+
+
+def test_no_room_for_the_journal(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    with Staging.open(out, RECIPE) as stage:
+        stage.record("layer 0", {})
+        monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:5]))
+        with pytest.raises(CheckpointError, match=r"journal\.jsonl: no room for .* are free"):
+            stage.record("layer 1", {})
+        monkeypatch.undo()
+        stage.record("layer 2", {})
+    with Staging.open(out, RECIPE) as stage:
+        assert list(stage.done) == ["layer 0", "layer 2"]
+
+
+def test_ranks_join_record_and_hold_the_export(out: Path, impatient: None) -> None:
+    with pytest.raises(CheckpointError, match="no export to join: No such file"):
+        Staging.join(out)
+    stage = Staging.open(out, RECIPE)
+    first, second = Staging.join(out), Staging.join(out)
+    assert first.directory == stage.directory
+    first.record("layer 0", {"k": 1})
+    stage.close()
+    for rank in (first, second):
+        with pytest.raises(UsageError, match=rf"another export to .* is running \(pid {os.getpid()}\)"):
+            Staging.open(out, RECIPE)
+        rank.close()
+    with Staging.open(out, RECIPE) as again:
+        assert again.done == {"layer 0": {"k": 1}}
+        assert Staging.join(out).done == {"layer 0": {"k": 1}}
+
+
+def test_two_exports_at_once(out: Path, impatient: None) -> None:
+    with Staging.open(out, RECIPE) as stage:
+        with pytest.raises(UsageError, match=rf"is running \(pid {os.getpid()}\); wait for it"):
+            Staging.open(out, RECIPE)
+        fill(stage)
+        stage.publish()
+    assert listing(out.parent) == ["ckpt"]
+
+
+PROCESS = """
+import os, signal, sys, time
+from pathlib import Path
+from modelexport.checkpoints import raw_io, staging
+from modelexport.checkpoints.staging import Staging
+out, role = Path(sys.argv[1]), sys.argv[2]
+recipe = {"quant": "fp8"}
+def die(*args):
+    os.kill(os.getpid(), signal.SIGKILL)
+def ready():
+    print("ready", flush=True)
+if role == "launcher":
+    stage = Staging.open(out, recipe)
+    stage.record("layer 0", {})
+    ready()
+    time.sleep(60)
+elif role == "rank":
+    rank = Staging.join(out)
+    ready()
+    sys.stdin.read()
+    time.sleep(0.5)
+else:
+    stage = Staging.open(out, recipe, overwrite=True)
+    (stage.directory / "config.json").write_text("new")
+    stage.record("layer 0", {})
+    if role == "killed before the rename":
+        raw_io.rename_no_replace = die
+    elif role == "killed after the rename":
+        staging._empty = die
+    elif role == "killed while cleaning up":
+        staging.locks.remove = die
+    elif role == "killed between two renames":
+        raw_io.rename_exchange = raw_io.rename_no_replace = lambda a, b: False
+        rename, calls = os.rename, []
+        def once(*args):
+            if calls:
+                die()
+            calls.append(args)
+            rename(*args)
+        os.rename = once
+    stage.publish()
+"""
+
+
+@pytest.fixture
+def start() -> Iterator[Any]:
+    running: list[subprocess.Popen[str]] = []
+
+    def begin(out: Path, role: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", PROCESS, str(out), role]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        running.append(process)
+        return process
+
+    yield begin
+    for process in running:
+        process.kill()
+        process.communicate(timeout=20)
+
+
+@pytest.mark.timeout(60)
+def test_an_export_waits_for_the_ranks_of_a_killed_one(out: Path, start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = start(out, "launcher")
+    assert launcher.stdout.readline() == "ready\n"
+    rank = start(out, "rank")
+    assert rank.stdout.readline() == "ready\n"
+    monkeypatch.setattr(staging, "LOCK_WAIT", 0.2)
+    with pytest.raises(UsageError, match=rf"is running \(pid {launcher.pid}\)"):
+        Staging.open(out, {"quant": "fp8"})
+    launcher.kill()
+    launcher.wait(timeout=20)
+    with pytest.raises(UsageError, match=rf"is running \(pid {rank.pid}\)"):
+        Staging.open(out, {"quant": "fp8"})
+    monkeypatch.setattr(staging, "LOCK_WAIT", 30.0)
+    rank.stdin.close()  # it dies half a second later
+    rank.stdin = None
+    with Staging.open(out, {"quant": "fp8"}) as stage:
+        assert list(stage.done) == ["layer 0"]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("existing", ["nothing there", "overwriting"])
+@pytest.mark.parametrize(
+    "role",
+    [
+        "killed before the rename",
+        "killed after the rename",
+        "killed while cleaning up",
+        "killed between two renames",
+    ],
+)
+def test_a_kill_while_publishing(role: str, existing: str, out: Path, start: Any) -> None:
+    """At every moment the target is the old one or the new one, whole, and the next export sorts out the rest."""
+    if role == "killed between two renames" and existing == "nothing there":
+        pytest.skip("there is only one rename then")
+    if existing == "overwriting":
+        export(out, "old")
+    killed = start(out, role)
+    assert killed.wait(timeout=50) == -signal.SIGKILL
+    renamed = role in ("killed after the rename", "killed while cleaning up")
+    if renamed:
+        assert (out / "config.json").read_text() == "new"
+        with pytest.raises(UsageError, match="exists already"):
+            Staging.open(out, {"quant": "fp8"})
+        assert listing(out.parent) == ["ckpt"]
+        with Staging.open(out, {"quant": "another"}, overwrite=True) as stage:
+            assert stage.done == {}
+        assert (out / "config.json").read_text() == "new"
+    else:
+        if role == "killed before the rename" and existing == "overwriting":
+            assert (out / "config.json").read_text() == "old"
+        with Staging.open(out, {"quant": "fp8"}, overwrite=True) as stage:
+            assert list(stage.done) == ["layer 0"]
+            assert out.exists() == (existing == "overwriting")
+            if existing == "overwriting":
+                assert (out / "config.json").read_text() == "old"
+            stage.publish()
+        assert (out / "config.json").read_text() == "new"
+    assert listing(out.parent) == ["ckpt"]
+
+
+@pytest.mark.timeout(120)
+def test_many_exports_begin_and_end_in_one_place(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock files come and go with their directory; no two exports are ever inside at once."""
+    monkeypatch.setattr(staging, "LOCK_WAIT", 60.0)
+    inside: list[int] = []
+    overlaps: list[int] = []
+    failures: list[BaseException] = []
+
+    def run(number: int) -> None:
+        try:
+            for _ in range(8):
+                with Staging.open(out, RECIPE, overwrite=True) as stage:
+                    inside.append(number)
+                    if len(inside) > 1:
+                        overlaps.append(number)
+                    fill(stage, str(number))
+                    inside.remove(number)
+                    if number % 2:
+                        stage.publish()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=100)
+    assert failures == []
+    assert overlaps == []
+    assert listing(out.parent) == ["ckpt"]
+
+
+def test_everything_reaches_the_disk_before_the_rename(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    fsync, rename = os.fsync, raw_io.rename_no_replace
+
+    def note_fsync(fd: int) -> None:
+        events.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+        fsync(fd)
+
+    def note_rename(a: Path, b: Path) -> bool:
+        events.append("RENAME")
+        return rename(a, b)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(raw_io, "rename_no_replace", note_rename)
+    export(out)
+    before, after = events[: events.index("RENAME")], events[events.index("RENAME") + 1 :]
+    assert sorted(before) == ["ckpt", "config.json", "deeper", "journal.jsonl", "notes.txt"]
+    assert before[-1] == "journal.jsonl"
+    assert before.index("notes.txt") < before.index("deeper") < before.index("ckpt")
+    assert after == [out.parent.name]
+
+
+def test_a_disk_that_refuses_keeps_the_target_away(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(fd: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with Staging.open(out, RECIPE) as stage:
+        fill(stage)
+        stage.record("layer 0", {})
+        monkeypatch.setattr(os, "fsync", refuse)
+        with pytest.raises(CheckpointError, match="cannot be published: Input/output error"):
+            stage.publish()
+    assert not out.exists()
+    monkeypatch.undo()
+    with Staging.open(out, RECIPE) as stage:
+        assert list(stage.done) == ["layer 0"]
+
+
+def test_the_locks_are_not_inherited(out: Path) -> None:
+    with Staging.open(out, RECIPE), subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        home = staging_directory(out)
+        held = [os.path.realpath(f"/proc/{child.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{child.pid}/fd")]
+        assert str(home / locks.LOCK) not in held
+        child.communicate(b"\n", timeout=20)
