@@ -8,185 +8,28 @@ result will weigh. Every violation found is listed at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from modelexport.checkpoints.safetensors_file import Checkpoint, TensorInfo
 from modelexport.errors import CheckpointError, PlanError, nearest
+from modelexport.export_steps import ExportPlan, OutputTensor, Step, TensorTask, full_name
 from modelexport.families import Dimensions, Family, Module, family_of, read_dimensions
-
 from modelexport.sharding.plan import (
     Cut,
     Parallelism,
-    Range,
-    admissible_tp,
     cut_along,
     even_cut,
     group_query_cut,
     replicated,
-    scale_range,
 )
 
 if TYPE_CHECKING:
-    from modelexport.layers import Box
-    from modelexport.quantization.formats import NumberFormat
+    from modelexport.quantization.formats.base import NumberFormat
+
+__all__ = ["ExportPlan", "OutputTensor", "Step", "TensorTask", "build_plan", "full_name"]
 
 SLAB_BYTES = 64 << 20  # an embedding larger than this is exported in slabs of rows, to bound memory
 QUANTISABLE = ("BF16", "F16", "F32")
-
-
-@dataclass(frozen=True)
-class OutputTensor:
-    """A tensor that a task writes. ``units`` as in :class:`modelexport.quantization.formats.TensorSpec`."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    units: tuple[int | None, ...]
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class TensorTask:
-    """One source tensor (or a slab of its rows) and what becomes of it.
-
-    Attributes:
-        info: the source tensor.
-        module: the family's declaration of the module it belongs to.
-        path: the module's name within its layer, ``""`` where the layer is the module.
-        parameter: ``weight`` or ``bias``.
-        rows: the slab of rows that this task covers.
-        cut: which part each rank holds and owns, in the whole tensor's coordinates.
-        quantised: whether the number format is applied.
-        outputs: the tensors written for it.
-    """
-
-    info: TensorInfo
-    module: Module
-    path: str
-    parameter: str
-    rows: Range
-    cut: Cut
-    quantised: bool
-    outputs: tuple[OutputTensor, ...]
-
-    def owned_box(self, rank: int) -> Box | None:
-        """The rectangle of the source that ``rank`` reads and emits, or None."""
-        if not self.cut.owns(rank):
-            return None
-        return _box(self.info.shape, self.cut.dim, self.cut.owned[rank], self.rows)
-
-    def held_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of what ``rank`` holds (at least what it emits)."""
-        box = _box(self.info.shape, self.cut.dim, self.cut.held[rank], self.rows)
-        return tuple(stop - start for start, stop in box)
-
-    def output_box(self, output: OutputTensor, rank: int) -> Box | None:
-        """The rectangle of ``output`` that ``rank`` emits, or None where it emits none of it."""
-        if not self.cut.owns(rank):
-            return None
-        dim = self.cut.dim
-        varies = dim is not None and dim < len(output.shape) and output.units[dim] is not None
-        if not varies and any(self.cut.owns(r) for r in range(rank)):
-            return None  # the same on every rank: the first owner emits it
-        span = self.cut.owned[rank]
-        spans = {0: self.rows} if dim is None else {0: self.rows, dim: span}
-        return tuple(
-            scale_range(spans[d], unit, size) if d in spans else (0, size)
-            for d, (size, unit) in enumerate(zip(output.shape, output.units, strict=True))
-        )
-
-
-@dataclass(frozen=True)
-class Step:
-    """What is read, quantised, gathered and written together: a layer, or a slab of an embedding."""
-
-    id: str
-    layer: str
-    index: int | None
-    tasks: tuple[TensorTask, ...]
-
-    @property
-    def source_bytes(self) -> int:
-        """Bytes read for the step, over all ranks."""
-        return sum(_slab_bytes(task, task.info.shape, task.info.nbytes) for task in self.tasks)
-
-    @property
-    def output_bytes(self) -> int:
-        """Bytes written for the step, over all ranks."""
-        return sum(_slab_bytes(task, out.shape, out.nbytes) for task in self.tasks for out in task.outputs)
-
-
-@dataclass(frozen=True)
-class ExportPlan:
-    """The whole export; see the module's docstring.
-
-    Attributes:
-        left_out: tensors of the source that are not written -> why.
-        unquantised: modules kept in the source's dtype -> why.
-    """
-
-    family: Family
-    dimensions: Dimensions
-    parallelism: Parallelism
-    number_format: NumberFormat
-    steps: tuple[Step, ...]
-    left_out: dict[str, str] = field(default_factory=dict)
-    unquantised: dict[str, str] = field(default_factory=dict)
-
-    def outputs(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-        """(name, dtype, shape) of every tensor written, in the order of the file."""
-        seen = set()
-        for step in self.steps:
-            for task in step.tasks:
-                for out in task.outputs:
-                    name = full_name(step.layer, task.path, out.name)
-                    if name not in seen:
-                        seen.add(name)
-                        yield name, out.dtype, out.shape
-
-    def admissible_tp(self) -> list[int]:
-        """Tensor-parallel sizes at which an engine can load the result (vocabulary padded by the engine)."""
-        limits = []
-        for task in self._weights():
-            if task.module.kind == "linear" and task.cut.dim is not None and task.module.axis != "kv_heads":
-                unit = self.dimensions.axis_unit(task.module.axis or "")
-                if task.quantised:
-                    unit = math.lcm(unit, self.number_format.alignment[task.cut.dim])
-                limits.append((task.info.shape[task.cut.dim], unit))
-        return admissible_tp(sorted(set(limits)), self.dimensions.kv_heads)
-
-    def peak_rank_bytes(self) -> int:
-        """Upper estimate of a rank's buffers: two steps' shards of the source and two of the output."""
-        tp = self.parallelism.tp
-        reads = [max(self._rank_bytes(step, rank, True) for rank in range(tp)) for step in self.steps]
-        writes = [max(self._rank_bytes(step, rank, False) for rank in range(tp)) for step in self.steps]
-        return 2 * max(reads, default=0) + 2 * max(writes, default=0)
-
-    def _rank_bytes(self, step: Step, rank: int, source: bool) -> int:
-        total = 0
-        for task in step.tasks:
-            box = task.owned_box(rank)
-            if box is None:
-                continue
-            if source:
-                total += task.info.nbytes * _volume(box) // max(1, math.prod(task.info.shape))
-            else:
-                for out in task.outputs:
-                    out_box = task.output_box(out, rank)
-                    if out_box is not None:
-                        total += out.nbytes * _volume(out_box) // max(1, math.prod(out.shape))
-        return total
-
-    def _weights(self) -> Iterator[TensorTask]:
-        for step in self.steps:
-            yield from (task for task in step.tasks if task.parameter == "weight")
-
-
-def full_name(*parts: str) -> str:
-    """Join the parts of a tensor's name, skipping empty ones."""
-    return ".".join(part for part in parts if part)
 
 
 def build_plan(checkpoint: Checkpoint, number_format: NumberFormat, parallelism: Parallelism) -> ExportPlan:
@@ -201,8 +44,9 @@ def build_plan(checkpoint: Checkpoint, number_format: NumberFormat, parallelism:
         raise CheckpointError(
             f"{checkpoint.directory} has no config.json; copy the model's config.json beside its weights"
         )
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
+    quantization = config.get("quantization_config") or config.get("compression_config")
+    if quantization:
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
         raise PlanError(
             f"{checkpoint.directory} is already quantised (quant_method '{method}'); "
             "give the unquantised checkpoint that it was made from"
@@ -222,6 +66,7 @@ class _Planner:
         parallelism: Parallelism,
     ) -> None:
         self.infos = dict(checkpoint.infos)
+        self.config = checkpoint.config or {}
         self.directory = checkpoint.directory
         self.family = family
         self.dims = dimensions
@@ -235,7 +80,7 @@ class _Planner:
 
     def plan(self) -> ExportPlan:
         self._drop_buffers()
-        self._drop_tied_head()
+        tied = self._drop_tied_head()
         steps: list[Step] = []
         for module in self.family.before:
             steps += self._single(module)
@@ -255,6 +100,11 @@ class _Planner:
             raise CheckpointError(f"{self.directory}: " + "; ".join(self.problems[:8]))
         if self.format_problems:
             raise PlanError("; ".join(dict.fromkeys(self.format_problems)))
+        if tied is not None and not _same_bytes(*tied):  # last: the one check that reads weights
+            raise CheckpointError(
+                f"{self.directory}: config.json ties the embeddings, but {tied[0].name} differs from "
+                f"{tied[1].name}; set tie_word_embeddings to false to export both"
+            )
         return ExportPlan(
             self.family,
             self.dims,
@@ -270,18 +120,18 @@ class _Planner:
             del self.infos[name]
             self.left_out[name] = "a buffer that every engine computes itself"
 
-    def _drop_tied_head(self) -> None:
-        """Tied embeddings are written once; a second copy may only go if it is one."""
-        head, embedding = self.infos.get("lm_head.weight"), self.infos.get("model.embed_tokens.weight")
-        if not (self.dims.tied_embeddings and head and embedding):
-            return
-        if not _same_bytes(head, embedding):
-            raise CheckpointError(
-                f"{self.directory}: config.json ties the embeddings, but lm_head.weight differs from "
-                "model.embed_tokens.weight; set tie_word_embeddings to false to export both"
-            )
-        del self.infos["lm_head.weight"]
-        self.left_out["lm_head.weight"] = "tied to model.embed_tokens.weight, written once"
+    def _drop_tied_head(self) -> tuple[TensorInfo, TensorInfo] | None:
+        """Tied embeddings are written once; returns the head dropped and the embedding that it must equal."""
+        if not self.dims.tied_embeddings:
+            return None
+        head, embedding = (
+            next((f"{m.path}.weight" for m in modules if m.kind == kind), "")
+            for modules, kind in ((self.family.after, "head"), (self.family.before, "embedding"))
+        )
+        if head not in self.infos or embedding not in self.infos:
+            return None
+        self.left_out[head] = f"tied to {embedding}, written once"
+        return self.infos.pop(head), self.infos[embedding]
 
     def _single(self, module: Module) -> list[Step]:
         """Steps of a module outside the decoder layers, in slabs of rows if it is large."""
@@ -323,7 +173,7 @@ class _Planner:
             return []
         quantised = module.kind == "linear" and self.format.quantised
         self._note_unquantised(name, module, quantised)
-        cut = self._cut(module, weight.shape, quantised)
+        cut = self._cut(module, weight.shape)
         tasks = [
             TensorTask(
                 weight,
@@ -337,6 +187,8 @@ class _Planner:
             )
         ]
         bias = self.infos.pop(f"{name}.bias", None)
+        if bias is None and module.bias is not None and self.config.get(module.bias):
+            self.problems.append(f"{name}.bias is missing, though config.json says {module.bias}")
         if bias is not None:
             tasks.append(self._bias(bias, module, path, cut, weight.shape[0]))
         return tasks
@@ -382,21 +234,28 @@ class _Planner:
         else:
             self.unquantised[name] = "head: its error goes straight into the logits"
 
-    def _cut(self, module: Module, shape: tuple[int, ...], quantised: bool) -> Cut:
+    def _cut(self, module: Module, shape: tuple[int, ...]) -> Cut:
         if module.partition == "replicated" or module.axis is None:
             return replicated(shape[0], self.tp)
         dim = 0 if module.partition == "column" else 1
-        unit = self.dims.axis_unit(module.axis)
-        if quantised:
-            unit = math.lcm(unit, self.format.alignment[dim])
-        if shape[dim] % unit:  # reported by check_shape already; any cut will do to go on looking
-            unit = 1
+        unit = self._cut_unit("heads" if module.axis == "kv_heads" else module.axis)
         if module.axis == "kv_heads":
-            return cut_along(
-                dim,
-                group_query_cut(self.dims.heads, self.dims.kv_heads, self.dims.head_dim, self.tp),
-            )
+            heads, size = self.dims.heads, self.dims.head_dim
+            return cut_along(dim, group_query_cut(heads, self.dims.kv_heads, size, self.tp, unit=unit // size))
         return cut_along(dim, even_cut(shape[dim], unit, self.tp))
+
+    def _cut_unit(self, axis: str) -> int:
+        """Features along ``axis`` that stay together in every module, so that a rank's modules fit each other.
+
+        What one module must keep whole (a group of o_proj's inputs) is kept whole in those that feed it.
+        """
+        unit = self.dims.axis_unit(axis)
+        for module in self.family.layer:
+            if module.axis == axis and module.kind == "linear" and self.format.quantised:
+                unit = math.lcm(unit, self.format.alignment[0 if module.partition == "column" else 1])
+        if self.dims.axis_size(axis) % unit:  # reported by check_shape; any cut will do to go on looking
+            return self.dims.axis_unit(axis)
+        return unit
 
     def _outputs(self, info: TensorInfo, quantised: bool) -> tuple[OutputTensor, ...]:
         if not quantised:
@@ -432,16 +291,3 @@ def _same_bytes(a: TensorInfo, b: TensorInfo) -> bool:
             if left.read(size) != right.read(size):
                 return False
     return True
-
-
-def _box(shape: tuple[int, ...], dim: int | None, span: Range, rows: Range) -> Box:
-    return tuple(span if d == dim else rows if d == 0 else (0, size) for d, size in enumerate(shape))
-
-
-def _slab_bytes(task: TensorTask, shape: tuple[int, ...], nbytes: int) -> int:
-    whole = task.info.shape[0]
-    return nbytes * (task.rows[1] - task.rows[0]) // max(1, whole) if shape else nbytes
-
-
-def _volume(box: Box) -> int:
-    return math.prod(stop - start for start, stop in box)

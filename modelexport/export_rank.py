@@ -373,4 +373,4 @@ def _padded(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 def _crc32(tensor: Tensor) -> int:
     flat = tensor.contiguous().view(-1)
-    return zlib.crc32(flat.view(torch.uint8).numpy()) if flat.numel() else 0
+    return zlib.crc32(memoryview(flat.view(torch.uint8).numpy())) if flat.numel() else 0

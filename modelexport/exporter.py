@@ -37,7 +37,7 @@ from modelexport.recipe import ExportRecipe
 from modelexport.sharding.plan import Parallelism
 
 if TYPE_CHECKING:
-    from modelexport.quantization.formats import NumberFormat
+    from modelexport.quantization.formats.base import NumberFormat
 
 PRELOAD = (
     "torch",

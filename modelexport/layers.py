@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -245,7 +246,7 @@ def _join(shards: list[TensorShard], name: str) -> TensorShard:
         raise ValueError(f"{name}: {len(shards)} parts do not tile it along one dimension")
     dim = varying[0]
     ordered = sorted(shards, key=lambda shard: shard.box[dim])
-    for left, right in zip(ordered, ordered[1:], strict=False):
+    for left, right in pairwise(ordered):
         if left.box[dim][1] != right.box[dim][0]:
             raise ValueError(
                 f"{name}: a part ends at {left.box[dim][1]} and the next begins at {right.box[dim][0]} "

@@ -86,7 +86,7 @@ class ExportRecipe:
         return "nfs" if self.workspace is not None else "direct"
 
     @classmethod
-    def load(cls, path: Path, overrides: Mapping[str, Any] = {}) -> ExportRecipe:  # noqa: B006 (read only)
+    def load(cls, path: Path, overrides: Mapping[str, Any] = {}) -> ExportRecipe:
         """Read a YAML recipe, then apply ``overrides`` (flags given on the command line win)."""
         import yaml
 

@@ -370,9 +370,7 @@ def make(documents: Sequence[str], out: Path, settings: Settings) -> list[float]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="target; must not exist")
     parser.add_argument("--steps", type=int, default=Settings.steps, metavar="N", help="steps (1670)")
     parser.add_argument("--text", type=Path, metavar="DIR", help="train on the *.txt of DIR instead")

@@ -21,7 +21,10 @@ def misbehave(job: RankJob) -> None:
         return original(self, step, shards)
 
     RankExport.quantise = quantise  # type: ignore[method-assign]
-    run_rank(job)
+    try:
+        run_rank(job)
+    finally:  # a single rank runs in the test's own process
+        RankExport.quantise = original  # type: ignore[method-assign]
 
 
 def _fail(kind: str) -> None:

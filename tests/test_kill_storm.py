@@ -66,23 +66,24 @@ def storm(tmp_path: Path, kills: int, seed: int) -> None:
     """Kill a random rank or the whole group ``kills`` times, each at a random moment of an export."""
     source = make_llama(**SIZE)
     shm_before = sorted(os.listdir("/dev/shm"))
-    whole = start(source, tmp_path / "reference", "shm")
-    began = time.monotonic()
-    assert whole.wait(120) == 0
-    duration = time.monotonic() - began
+    for name in ("warm-up", "reference"):
+        began = time.monotonic()
+        assert start(source, tmp_path / name, "shm").wait(120) == 0
+        duration = time.monotonic() - began
     reference = digests(tmp_path / "reference")
     dice = random.Random(seed)
     interrupted = 0
     for number in range(kills):
         out = tmp_path / f"out-{number}"
         process = start(source, out, dice.choice(["shm", "direct"]))
-        time.sleep(dice.uniform(0.2, duration))
+        time.sleep(dice.uniform(0.1, 0.95) * duration)
         members = family(process)
         try:
-            if dice.random() < 0.5 or len(members) < 3:
+            ranks = [p for p in members if p.ppid() in {q.pid for q in members[1:]}]
+            if dice.random() < 0.5 or not ranks:
                 os.killpg(process.pid, signal.SIGKILL)
             else:
-                dice.choice(members[1:]).kill()
+                dice.choice(ranks).kill()
         except (ProcessLookupError, psutil.NoSuchProcess):
             pass  # it had just finished
         status = process.wait(30)

@@ -90,9 +90,7 @@ def test_end_to_end(made: tuple[Path, list[str], list[float]]) -> None:
     assert not out.with_name(".out.partial").exists()
 
 
-def test_heldout_is_disjoint_from_training(
-    recipe: ModuleType, made: tuple[Path, list[str], list[float]]
-) -> None:
+def test_heldout_is_disjoint_from_training(recipe: ModuleType, made: tuple[Path, list[str], list[float]]) -> None:
     out, documents, _ = made
     training, heldout = recipe.split_documents(documents, tiny(recipe))
     assert not set(training) & set(heldout)
@@ -138,9 +136,7 @@ def test_missing_debian_packages_say_what_to_type(
     assert not (tmp_path / "out").exists()
 
 
-def test_text_directory_without_text(
-    recipe: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_text_directory_without_text(recipe: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert recipe.main(["--out", str(tmp_path / "out"), "--text", str(tmp_path)]) == 2
     assert "no *.txt file" in capsys.readouterr().err
     (tmp_path / "latin.txt").write_bytes("caf\u00e9 ".encode("latin-1") * 10)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from modelexport.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from modelexport.quantization.formats import NumberFormat
+    from modelexport.quantization.formats.base import NumberFormat
 
 RECORD = "modelexport.json"
 _WEIGHTS = (

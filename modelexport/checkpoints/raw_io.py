@@ -3,9 +3,10 @@
 Why not simply ``pread`` and ``pwrite``: a column shard of a matrix is thousands of short segments. One system
 call for each reached 1.6 to 3.7 GB/s reading and 0.6 to 1.1 GB/s writing (four processes together) on 2 to 4
 KiB segments, where a strided copy through a short-lived mapping of a few MiB reached 12 to 14 and 4. So whole
-rows go through one ``preadv`` / ``pwrite`` and narrow columns through a mapping. The mapping is populated first
-(``MADV_POPULATE_READ`` / ``_WRITE``, Linux 5.14): a disk error, a file cut short or a full disk is then an
-error code rather than SIGBUS. Where that is missing or refused, the segments go one by one.
+rows go through one ``preadv`` / ``pwrite`` and narrow columns through a mapping, where that cannot end in
+SIGBUS: for reading it is populated first (``MADV_POPULATE_READ``, Linux 5.14), so that a disk error or a file cut
+short is an error code; for writing the file's blocks must be reserved, so that the disk cannot be full.
+Elsewhere the segments go one by one.
 
 Everything here raises plain :class:`OSError`; the callers know the tensor's name and make a
 :class:`~modelexport.errors.CheckpointError` of it.
@@ -33,10 +34,12 @@ MAPPED_BLOCK = 8 << 20
 """Bytes of a file that are mapped at once."""
 WIDE_SEGMENT = 64 << 10
 """From this many bytes on, one system call per segment costs nothing against its copy."""
+WIDE_PITCH = 256 << 10
+"""From this many bytes between segments on, it costs less than populating the pages between them."""
 ONE_CALL = 1 << 30
 """Linux moves at most 2 GiB - 4 KiB in one read or write."""
 
-_POPULATE_READ, _POPULATE_WRITE = 22, 23
+_POPULATE_READ = 22
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 _SYNC_FILE_RANGE_WRITE = 2
 _AT_FDCWD = -100
@@ -125,8 +128,13 @@ def _renameat2(source: Path, target: Path, flags: int) -> bool:
     return True
 
 
-def is_local(fd: int) -> bool:
-    """Whether the file lies on a file system that only this machine writes to."""
+def can_map_for_writing(fd: int) -> bool:
+    """Whether writing through a mapping is as good as ``pwrite``: all blocks reserved, on a disk of this machine."""
+    status = os.fstat(fd)
+    return status.st_blocks * 512 >= status.st_size and _is_local(fd)
+
+
+def _is_local(fd: int) -> bool:
     buffer = (ctypes.c_long * 32)()  # struct statfs begins with the type as a long
     try:
         _call("fstatfs", fd, ctypes.addressof(buffer))
@@ -216,10 +224,9 @@ def read_rows(fd: int, memory: np.ndarray, offset: int, pitch: int) -> int:
         return 0
     if rows == 1 or (pitch == segment and memory.flags.c_contiguous):
         return read_exactly(fd, memory.reshape(-1).data, offset)
-    if segment < WIDE_SEGMENT and offset + (rows - 1) * pitch + segment <= os.fstat(fd).st_size:
+    done = 0
+    if segment < WIDE_SEGMENT and pitch < WIDE_PITCH and _end(memory, offset, pitch) <= os.fstat(fd).st_size:
         done = _through_mapping(fd, memory, offset, pitch, write=False)
-    else:
-        done = 0
     total = done * segment
     for row in range(done, rows):
         got = read_exactly(fd, memory[row].data, offset + row * pitch)
@@ -229,10 +236,11 @@ def read_rows(fd: int, memory: np.ndarray, offset: int, pitch: int) -> int:
     return total
 
 
-def write_rows(fd: int, memory: np.ndarray, offset: int, pitch: int, *, local: bool) -> None:
+def write_rows(fd: int, memory: np.ndarray, offset: int, pitch: int, *, mappable: bool) -> None:
     """Write the rows of ``memory`` into the file, ``pitch`` bytes apart, the first at ``offset``.
 
     Bytes between the segments are never touched, so that several processes may fill one page, each its part.
+    ``mappable``: what :func:`can_map_for_writing` says of the file.
     """
     rows, segment = memory.shape
     if memory.size == 0:
@@ -241,10 +249,14 @@ def write_rows(fd: int, memory: np.ndarray, offset: int, pitch: int, *, local: b
         _write_whole(fd, memory, offset)
         return
     done = 0
-    if local and segment < WIDE_SEGMENT:
+    if mappable and segment < WIDE_SEGMENT and _end(memory, offset, pitch) <= os.fstat(fd).st_size:
         done = _through_mapping(fd, memory, offset, pitch, write=True)
     for row in range(done, rows):
         write_exactly(fd, memory[row].data, offset + row * pitch)
+
+
+def _end(memory: np.ndarray, offset: int, pitch: int) -> int:
+    return offset + (memory.shape[0] - 1) * pitch + memory.shape[1]
 
 
 def _write_whole(fd: int, memory: np.ndarray, offset: int) -> None:
@@ -278,8 +290,9 @@ def _through_mapping(fd: int, memory: np.ndarray, offset: int, pitch: int, *, wr
             return row
         with contextlib.closing(mapping):
             try:
-                mapping.madvise(_POPULATE_WRITE if write else _POPULATE_READ)
-            except OSError:  # an old kernel, a bad sector, a full disk: the plain calls say which
+                if not write:
+                    mapping.madvise(_POPULATE_READ)
+            except OSError:  # an old kernel or a bad sector: the plain calls say which
                 return row
             _copy_mapped(mapping, part, start - page, pitch, write=write)
     return rows

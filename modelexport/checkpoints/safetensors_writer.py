@@ -56,10 +56,10 @@ class Writer:
         _check_piece(info, tensor, start, full)
         if tensor.numel() == 0:
             return 0
-        fd, local = self._open(info.path)
+        fd, mappable = self._open(info.path)
         try:
             for piece, begin, pitch in _row_pieces(info, tensor, start, full):
-                raw_io.write_rows(fd, piece, begin, pitch, local=local)
+                raw_io.write_rows(fd, piece, begin, pitch, mappable=mappable)
         except OSError as error:
             path = self._directory / info.path
             if error.errno in raw_io.DISK_FULL:
@@ -120,7 +120,7 @@ class Writer:
                     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
                 except OSError as error:
                     raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from error
-                self._files[relative] = (fd, raw_io.is_local(fd))
+                self._files[relative] = (fd, raw_io.can_map_for_writing(fd))
             return self._files[relative]
 
     def _note_written(

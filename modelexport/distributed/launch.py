@@ -178,7 +178,7 @@ def _run_ranks(call: Call, cfg: MultiprocessConfig, rank_offset: int) -> None:
     ranks: list[RankHandle] = []
     try:
         start_ranks(ranks, call, cfg, rank_offset)
-        failure = Supervisor(ranks, cfg.timeout, cfg.on_event).run()
+        failure = Supervisor(ranks, cfg).run()
     finally:
         end_ranks(ranks)
     if failure is not None:

@@ -46,13 +46,14 @@ def peer_pid(sock: socket.socket) -> tuple[int, int]:
 
 
 class Link:
-    """A non-blocking message connection; ``closed`` is set once the other end is gone."""
+    """A non-blocking message connection."""
 
     def __init__(self, sock: socket.socket, rank: int) -> None:
         sock.setblocking(False)
         self.sock, self.rank = sock, rank
         self.pid = peer_pid(sock)[0]
-        self.closed = False
+        self.closed = False  # nothing more will come
+        self.deaf = False  # the other end reads no more; what it sent before may still lie here
         self._outbox: deque[tuple[bytes, int | None]] = deque()
 
     def post(self, message: dict[str, Any], fd: int | None = None) -> None:
@@ -61,8 +62,8 @@ class Link:
         self.flush()
 
     def flush(self) -> bool:
-        """Whether everything queued is on its way."""
-        while self._outbox and not self.closed:
+        """Send what the socket takes; whether nothing is left to send."""
+        while self._outbox and not self.deaf:
             body, fd = self._outbox[0]
             rights = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
             try:
@@ -72,9 +73,11 @@ class Link:
             except OSError as error:
                 if error.errno not in (errno.EPIPE, errno.ECONNRESET):
                     raise GatherError(f"cannot send to rank {self.rank}: {error}") from error
-                self.closed = True
-                return False
+                self.deaf = True
+                break
             self._outbox.popleft()
+        if self.deaf:
+            self._outbox.clear()
         return not self._outbox
 
     def read(self) -> tuple[dict[str, Any], int | None] | None:
@@ -112,7 +115,7 @@ class Link:
         poller.poll(max(0.0, seconds) * 1000)
 
     def close(self) -> None:
-        self.closed = True
+        self.closed = self.deaf = True
         self.sock.close()
 
     def __str__(self) -> str:

@@ -87,15 +87,7 @@ def run_id(seconds: float) -> str:
             store.set(key, secrets.token_hex(8))
         deadline = time.monotonic() + seconds
         _run_ids[store] = _wait_for_key(store, key, deadline, "no rank made a run id").decode()
-        _forget(store, key, dist.get_world_size())
     return _run_ids[store]
-
-
-def _forget(store: Any, key: str, readers: int) -> None:
-    # The last reader clears up: a store that outlives the group must not answer the next group with old values.
-    if store.add(f"{key}/seen", 1) == readers:
-        for name in (key, f"{key}/first", f"{key}/seen"):
-            store.delete_key(name)
 
 
 def _host() -> str:

@@ -48,6 +48,8 @@ class SendingLink(Link):
             self._unacknowledged[seq] = time.monotonic()
             self.post(message)
         self._wait_until(self.flush, seconds)
+        if self.deaf:
+            raise self._lost()
 
     def send_failure(self, seq: int, error: str) -> None:
         with self._lock:
@@ -134,9 +136,7 @@ class SendingLink(Link):
                 if done():
                     return
                 if self.closed:
-                    raise GatherError(
-                        f"{self}, which collects, has closed its connection: its process ended or failed"
-                    )
+                    raise self._lost()
             left = deadline - time.monotonic()
             if left <= 0:
                 oldest = min(self._unacknowledged.values(), default=time.monotonic())
@@ -145,6 +145,9 @@ class SendingLink(Link):
                     f"waited {seconds:g} s, the oldest was sent {time.monotonic() - oldest:.1f} s ago"
                 )
             self.wait(left)
+
+    def _lost(self) -> GatherError:
+        return GatherError(f"{self}, which collects, has closed its connection: its process ended or failed")
 
     def _reclaim(self) -> None:
         if self._lock.acquire(blocking=False):

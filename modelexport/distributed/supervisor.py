@@ -10,11 +10,12 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from modelexport.distributed.config import MultiprocessConfig
 from modelexport.distributed.failures import ECHO, OWN, Failure, describe_exit, root_cause
 from modelexport.distributed.phase_board import BoardState, PhaseBoard
 from modelexport.distributed.rank_main import KILL_AFTER
@@ -73,12 +74,11 @@ class RankHandle:
 class Supervisor:
     """Watches ranks until all are done or one has failed."""
 
-    def __init__(
-        self, ranks: Sequence[RankHandle], timeout: float, on_event: Callable[[int, dict], None] | None
-    ) -> None:
+    def __init__(self, ranks: Sequence[RankHandle], config: MultiprocessConfig) -> None:
         self._ranks = ranks
-        self._timeout = timeout
-        self._on_event = on_event
+        self._timeout = timeout = config.timeout
+        self._on_event = config.on_event
+        self._has_strangers = config.local_world_size < config.world_size
         self._tick = min(0.25, timeout / 8)
         self._released = False
         self._selector = selectors.DefaultSelector()
@@ -246,10 +246,10 @@ class Supervisor:
             self._accuse(rank, f"{what}; rank {cause.rank} gave up waiting: {cause.summary}")
             assert rank.failure is not None
             return rank.failure
-        if cause.level == ECHO and not running:
-            return cause
         others = ", ".join(f"rank {rank.rank}: {rank.state.text}" for rank in running[:8])
         note = f" (meanwhile {others})" if others else ""
+        if self._has_strangers and cause.level == ECHO:
+            note += "; no rank that was started here failed before, so another launcher's output has the cause"
         return Failure(**{**cause.__dict__, "summary": cause.summary + note})
 
 

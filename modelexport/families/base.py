@@ -27,6 +27,7 @@ class Module:
         axis: the model axis that the cut dimension runs along: ``heads``, ``kv_heads``, ``intermediate`` or
             ``vocab``; None where nothing is cut.
         fused_into: the fused module of an engine that this one becomes a part of, if any.
+        bias: the key of config.json that says whether it has a bias, None where no key does.
     """
 
     path: str
@@ -35,6 +36,7 @@ class Module:
     partition: Partition = "replicated"
     axis: str | None = None
     fused_into: str | None = None
+    bias: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +48,6 @@ class Family:
         before, layer, after: modules ahead of the decoder layers, in each of them, and behind them; written
             in this order.
         ignored_tensors: suffixes of tensors that carry no weights (buffers that old checkpoints saved).
-        activations: values of ``hidden_act`` the family knows, empty for any.
     """
 
     name: str

@@ -24,6 +24,7 @@ FAMILY = Family(
             partition="column",
             axis="heads",
             fused_into="self_attn.qkv_proj",
+            bias="attention_bias",
         ),
         Module(
             path="self_attn.k_proj",
@@ -32,6 +33,7 @@ FAMILY = Family(
             partition="column",
             axis="kv_heads",
             fused_into="self_attn.qkv_proj",
+            bias="attention_bias",
         ),
         Module(
             path="self_attn.v_proj",
@@ -40,8 +42,16 @@ FAMILY = Family(
             partition="column",
             axis="kv_heads",
             fused_into="self_attn.qkv_proj",
+            bias="attention_bias",
         ),
-        Module(path="self_attn.o_proj", kind="linear", role="attention.o", partition="row", axis="heads"),
+        Module(
+            path="self_attn.o_proj",
+            kind="linear",
+            role="attention.o",
+            partition="row",
+            axis="heads",
+            bias="attention_bias",
+        ),
         Module(path="post_attention_layernorm", kind="norm", role="mlp.norm"),
         Module(
             path="mlp.gate_proj",
@@ -50,6 +60,7 @@ FAMILY = Family(
             partition="column",
             axis="intermediate",
             fused_into="mlp.gate_up_proj",
+            bias="mlp_bias",
         ),
         Module(
             path="mlp.up_proj",
@@ -58,8 +69,16 @@ FAMILY = Family(
             partition="column",
             axis="intermediate",
             fused_into="mlp.gate_up_proj",
+            bias="mlp_bias",
         ),
-        Module(path="mlp.down_proj", kind="linear", role="mlp.down", partition="row", axis="intermediate"),
+        Module(
+            path="mlp.down_proj",
+            kind="linear",
+            role="mlp.down",
+            partition="row",
+            axis="intermediate",
+            bias="mlp_bias",
+        ),
     ),
     after=(
         Module(path="model.norm", kind="norm", role="final_norm"),

@@ -10,8 +10,10 @@ from __future__ import annotations
 import hashlib
 import math
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +25,11 @@ from modelexport.errors import CheckpointError
 from modelexport.sharding.plan import scale_range
 
 if TYPE_CHECKING:
-    from modelexport.quantization.formats import NumberFormat
+    from modelexport.quantization.formats.base import NumberFormat
 
 CHUNK_BYTES = 4 << 20
+# One-byte floats: all of these bits set is NaN (or, for e5m2, Inf).
+_NOT_A_NUMBER = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,9 @@ class ModuleCheck:
         sha256: full tensor name -> SHA-256 of its bytes as they lie in the file.
         noise, signal: sums over the weight of (w - dequantised)^2 and w^2; None if not compared.
         damaged: pieces whose bytes are not those that were written.
+        nearest_noise: the noise that rounding the source to nearest would leave; None if not asked for.
+        identical: whether a module that was passed through equals its source to the byte; None if not compared.
+        faults: values that no checkpoint may hold (NaN, Inf, scales that are not positive), in words.
     """
 
     name: str
@@ -79,15 +86,36 @@ class ModuleCheck:
     noise: float | None
     signal: float | None
     damaged: tuple[str, ...]
+    nearest_noise: float | None = None
+    identical: bool | None = None
+    faults: tuple[str, ...] = ()
 
     @property
     def sqnr_db(self) -> float | None:
         """Signal to quantisation noise in dB; infinite where nothing was lost, None if not compared."""
-        if self.noise is None or self.signal is None:
-            return None
-        if self.noise == 0:
-            return math.inf
-        return 10 * math.log10(self.signal / self.noise) if self.signal > 0 else -math.inf
+        return _decibels(self.signal, self.noise)
+
+    @property
+    def nearest_db(self) -> float | None:
+        """The same for rounding the source to nearest in this number format."""
+        return _decibels(self.signal, self.nearest_noise)
+
+
+@dataclass
+class Chunk:
+    """Some rows of a module.
+
+    Attributes:
+        rows: of the weight.
+        tensors: name within the module -> its part that belongs to these rows.
+        spans: for those not read before, the rows of their own that ``tensors`` holds; None for a scalar.
+        original: the source's rows, or None.
+    """
+
+    rows: tuple[int, int]
+    tensors: dict[str, Tensor]
+    spans: dict[str, tuple[int, int] | None]
+    original: Tensor | None
 
 
 def run_audit(
@@ -97,23 +125,26 @@ def run_audit(
     pieces: Mapping[str, Sequence[Piece]],
     *,
     threads: int = 1,
+    thorough: bool = False,
 ) -> list[ModuleCheck]:
     """Check every item; ``pieces`` maps a tensor's full name to what was written of it (or nothing).
+
+    Args:
+        thorough: look also for NaN, Inf and scales that are not positive, and round the source again to learn
+            the error that it must have.
 
     Raises:
         CheckpointError: a file ends early or cannot be read.
     """
-    out_reader = Reader(written)
-    source_reader = Reader(source) if source is not None else None
-    try:
+    with Reader(written) as out_reader, nullcontext() if source is None else Reader(source) as source_reader:
+
+        def check(item: Item) -> ModuleCheck:
+            return _check(item, read_chunks(item, out_reader, source_reader), pieces, thorough)
+
         if threads <= 1 or len(items) <= 1:
-            return [_check(item, out_reader, source_reader, pieces) for item in items]
+            return [check(item) for item in items]
         with ThreadPoolExecutor(threads) as pool:
-            return list(pool.map(lambda item: _check(item, out_reader, source_reader, pieces), items))
-    finally:
-        out_reader.close()
-        if source_reader is not None:
-            source_reader.close()
+            return list(pool.map(check, items))
 
 
 def share(items: Iterable[Item], rank: int, world: int) -> list[Item]:
@@ -132,46 +163,110 @@ def share(items: Iterable[Item], rank: int, world: int) -> list[Item]:
     return mine
 
 
-def _check(
-    item: Item, out_reader: Reader, source_reader: Reader | None, pieces: Mapping[str, Sequence[Piece]]
-) -> ModuleCheck:
-    names = {info.name for info in item.tensors.values()}
-    hashes = {name: hashlib.sha256() for name in names}
-    crcs = {name: [0] * len(pieces.get(name, ())) for name in names}
+def read_chunks(item: Item, out_reader: Reader, source_reader: Reader | None) -> Iterator[Chunk]:
+    """Read a module's tensors, and its source, in pieces of a few MB, each byte once."""
     weight = item.source or max(item.tensors.values(), key=lambda info: info.nbytes)
-    errors: list[Tensor] = []
+    kept: dict[str, Tensor] = {}
     for rows in _row_chunks(weight):
-        chunk: dict[str, Tensor] = {}
+        chunk = Chunk(rows, dict(kept), {}, None)
         for key, info in item.tensors.items():
+            if key in kept:
+                continue
             span = _rows_of(item, key, info, weight, rows)
-            if span is None:  # does not vary with the rows: read once
+            if span is None:  # does not vary with the rows
                 span = (0, info.shape[0]) if info.shape else None
-                chunk[key] = out_reader.read(info, rows=span)
-                if rows[0] > 0:
-                    continue
-            else:
-                chunk[key] = out_reader.read(info, rows=span)
-            data = chunk[key].contiguous()
-            hashes[info.name].update(_bytes(data))
-            for number, piece in enumerate(pieces.get(info.name, ())):
+                kept[key] = out_reader.read(info, rows=span)
+            chunk.tensors[key] = kept[key] if key in kept else out_reader.read(info, rows=span)
+            chunk.spans[key] = span
+        if item.source is not None and source_reader is not None:
+            chunk.original = source_reader.read(item.source, rows=rows if item.source.shape else None)
+        yield chunk
+
+
+def _check(
+    item: Item, chunks: Iterator[Chunk], pieces: Mapping[str, Sequence[Piece]], thorough: bool
+) -> ModuleCheck:
+    hashes = {key: hashlib.sha256() for key in item.tensors}
+    written = {key: pieces.get(info.name, ()) for key, info in item.tensors.items()}
+    crcs = {key: [0] * len(parts) for key, parts in written.items()}
+    errors: list[Tensor] = []
+    nearest: list[Tensor] = []
+    faults: Counter[tuple[str, str]] = Counter()
+    identical: bool | None = None
+    for chunk in chunks:
+        for key, span in chunk.spans.items():
+            data = chunk.tensors[key].contiguous()
+            hashes[key].update(_bytes(data))
+            for number, piece in enumerate(written[key]):
                 part = _part(piece, data, span)
                 if part is not None:
-                    crcs[info.name][number] = zlib.crc32(_bytes(part), crcs[info.name][number])
-        if item.number_format is not None and item.source is not None and source_reader is not None:
-            original = source_reader.read(item.source, rows=rows)
-            errors.append(item.number_format.squared_error(original, chunk))
+                    crcs[key][number] = zlib.crc32(_bytes(part), crcs[key][number])
+            if thorough:
+                faults.update({(key, what): count for what, count in value_faults(key, data).items()})
+        if chunk.original is None:
+            continue
+        if item.number_format is None:
+            equal = all(_same_bytes(tensor, chunk.original) for tensor in chunk.tensors.values())
+            identical = equal and identical is not False
+            continue
+        errors.append(item.number_format.squared_error(chunk.original, chunk.tensors))
+        if thorough:
+            rounded = item.number_format.quantise(chunk.original, name=f"source of {item.name}")
+            nearest.append(item.number_format.squared_error(chunk.original, rounded))
     damaged = tuple(
-        f"{name} at {list(piece.offset)}, shape {list(piece.shape)}"
-        for name in sorted(names)
-        for piece, crc in zip(pieces.get(name, ()), crcs[name], strict=True)
+        f"{item.tensors[key].name} at {list(piece.offset)}, shape {list(piece.shape)}"
+        for key in sorted(item.tensors)
+        for piece, crc in zip(written[key], crcs[key], strict=True)
         if piece.crc32 != crc
     )
-    noise = signal = None
-    if errors:
-        sums = torch.cat(errors)
-        noise, signal = math.fsum(sums[:, 0].tolist()), math.fsum(sums[:, 1].tolist())
-    digests = {name: digest.hexdigest() for name, digest in sorted(hashes.items())}
-    return ModuleCheck(item.name, digests, noise, signal, damaged)
+    noise, signal = _sums(errors)
+    return ModuleCheck(
+        item.name,
+        {item.tensors[key].name: digest.hexdigest() for key, digest in sorted(hashes.items())},
+        noise,
+        signal,
+        damaged,
+        nearest_noise=_sums(nearest)[0],
+        identical=identical,
+        faults=tuple(f"{item.tensors[key].name} holds {n:,} {what}" for (key, what), n in sorted(faults.items())),
+    )
+
+
+def value_faults(key: str, data: Tensor) -> dict[str, int]:
+    """What must not be in a tensor called ``key`` within its module -> how many of it there are; empty if none."""
+    code_mask = _NOT_A_NUMBER.get(data.dtype)
+    if code_mask is not None:
+        bad = int(((data.view(torch.uint8) & code_mask) == code_mask).sum())
+        return {"NaN": bad} if bad else {}
+    if not data.dtype.is_floating_point or data.dtype.itemsize < 2:
+        return {}
+    counts = {}
+    if not bool(torch.isfinite(data).all()):
+        counts = {"NaN": int(data.isnan().sum()), "Inf": int(data.isinf().sum())}
+    if "scale" in key:
+        counts["values that are zero or less, though it is a scale"] = int((data <= 0).sum())
+    return {what: count for what, count in counts.items() if count}
+
+
+def _sums(rows: list[Tensor]) -> tuple[float | None, float | None]:
+    if not rows:
+        return None, None
+    table = torch.cat(rows)
+    return math.fsum(table[:, 0].tolist()), math.fsum(table[:, 1].tolist())
+
+
+def _decibels(signal: float | None, noise: float | None) -> float | None:
+    if noise is None or signal is None:
+        return None
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+
+
+def _same_bytes(a: Tensor, b: Tensor) -> bool:
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
 
 
 def _row_chunks(weight: TensorInfo) -> Iterator[tuple[int, int]]:

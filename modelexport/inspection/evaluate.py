@@ -297,7 +297,7 @@ def evaluate(
     """
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(str(source_dir), local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(str(source_dir), local_files_only=True, trust_remote_code=False)
     token_ids = tokenise(tokenizer, text)
     reference = load_reference(source_dir, dtype=dtype)
     model = load_dequantised(checkpoint_dir, dtype=dtype)

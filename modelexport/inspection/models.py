@@ -55,9 +55,7 @@ def _load(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(
-        str(checkpoint.directory), local_files_only=True, trust_remote_code=False
-    )
+    config = AutoConfig.from_pretrained(str(checkpoint.directory), local_files_only=True, trust_remote_code=False)
     quantization = (checkpoint.config or {}).get("quantization_config")
     if quantization:
         del config.quantization_config

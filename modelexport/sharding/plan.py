@@ -69,15 +69,17 @@ def even_cut(size: int, unit: int, parts: int) -> tuple[Range, ...]:
     return tuple(ranges)
 
 
-def group_query_cut(heads: int, kv_heads: int, head_dim: int, parts: int) -> tuple[Range, ...]:
-    """The key/value features that each rank's query heads attend to, where queries are cut by ``even_cut``.
+def group_query_cut(
+    heads: int, kv_heads: int, head_dim: int, parts: int, *, unit: int = 1
+) -> tuple[Range, ...]:
+    """The key/value features that each rank's query heads attend to, with queries cut evenly in ``unit`` heads.
 
     With fewer key/value heads than ranks, ranks hold the same head; where query heads do not divide evenly,
     neighbours may share one.
     """
     per_group = heads // kv_heads
     ranges = []
-    for start, stop in even_cut(heads, 1, parts):
+    for start, stop in even_cut(heads, unit, parts):
         first, last = start // per_group, -(-stop // per_group)
         ranges.append((first * head_dim, max(first, last) * head_dim) if stop > start else (0, 0))
     return tuple(ranges)

@@ -316,7 +316,7 @@ def test_packed_fp4_is_cut_between_bytes(tmp_path: Path) -> None:
             reader.read(checkpoint.infos["w"], cols=(1, 3))
 
 
-@pytest.fixture(params=["mapped", "no mappings", "not local", "short writes"])
+@pytest.fixture(params=["mapped", "no mappings", "not mappable", "short writes"])
 def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Every way in which bytes can reach the file."""
     if request.param == "no mappings":
@@ -325,8 +325,8 @@ def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
             raise OSError(19, "No such device")
 
         monkeypatch.setattr(raw_io.mmap, "mmap", refuse)
-    elif request.param == "not local":
-        monkeypatch.setattr(raw_io, "is_local", lambda fd: False)
+    elif request.param == "not mappable":
+        monkeypatch.setattr(raw_io, "can_map_for_writing", lambda fd: False)
     elif request.param == "short writes":
         pwrite, preadv = os.pwrite, os.preadv
         monkeypatch.setattr(raw_io.mmap, "ALLOCATIONGRANULARITY", 3)  # an offset that mmap refuses
@@ -503,28 +503,33 @@ def test_several_processes_fill_the_same_pages(tmp_path: Path) -> None:
 
 
 FULL_DISK = """
-import errno, os, sys, torch
+import errno, itertools, json, os, shutil, sys, torch
 from pathlib import Path
 from modelexport.checkpoints import raw_io
 from modelexport.checkpoints.safetensors_file import Writer, plan_layout
 from modelexport.errors import CheckpointError
-directory, reserve = Path(sys.argv[1]), sys.argv[2] == "reserve"
-if not reserve:  # a file system that cannot reserve: the write itself must say it
-    raw_io._call = lambda *args: (_ for _ in ()).throw(OSError(errno.EOPNOTSUPP, "no"))
-    raw_io.is_local = lambda fd: True
-small, large = plan_layout([("t", "U8", (1000,))]), plan_layout([("big", "U8", (600, 10000))])
-small.create(directory)
-try:
-    made = large.create(directory / "sub")
-    with Writer(large, directory / "sub") as writer:
-        if sys.argv[3] == "columns":
-            for start in range(0, 10000, 2000):
-                writer.write("big", torch.ones(600, 2000, dtype=torch.uint8), offset=(0, start))
-        else:
-            writer.write("big", torch.ones(600, 10000, dtype=torch.uint8))
-except CheckpointError as error:
-    print(error)
-    print(sorted(os.listdir(directory / "sub")) if reserve else [])
+directory = Path(sys.argv[1])
+layout = plan_layout([("big", "U8", (600, 10000))])
+piece = torch.ones(600, 10000, dtype=torch.uint8)
+call, usage = raw_io._call, shutil.disk_usage
+for reserve, width in itertools.product((True, False), (10000, 2000)):
+    if not reserve:  # no reservation, and the room was still free when it was asked for: the write must say it
+        shutil.disk_usage = lambda path: shutil._ntuple_diskusage(1 << 40, 0, 1 << 40)
+        def refuse(name, *args):
+            if name == "fallocate":
+                raise OSError(errno.EOPNOTSUPP, "no")
+            call(name, *args)
+        raw_io._call = refuse
+    try:
+        layout.create(directory)
+        shutil.disk_usage = usage
+        with Writer(layout, directory) as writer:
+            for start in range(0, 10000, width):
+                writer.write("big", piece[:, start : start + width], offset=(0, start))
+    except CheckpointError as error:
+        print(json.dumps([reserve, str(error), os.listdir(directory)]))
+    for name in os.listdir(directory):
+        (directory / name).unlink()
 """
 
 
@@ -541,53 +546,48 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if mounted.returncode != 0:
         pytest.skip(f"cannot mount a small tmpfs: {mounted.stderr.strip()}")
     try:
-        (target / "sub").mkdir()
         yield target
     finally:
         subprocess.run(["umount", str(target)], timeout=20, check=True)
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("pieces", ["rows", "columns"])
-@pytest.mark.parametrize("reserve", ["reserve", "sparse"])
-def test_a_full_disk(reserve: str, pieces: str, small_disk: Path) -> None:
-    free_check = "needs 6,000,1.. bytes, its file system has [34],...,... free"
-    late = "no room for 6,000,000 bytes .No space left on device.; .* bytes are free"
-    script = FULL_DISK
-    if reserve == "sparse":  # and statvfs says that there is room, as it does when another process takes it
-        script = (
-            "import shutil; shutil.disk_usage = lambda path: shutil._ntuple_diskusage(1 << 40, 0, 1 << 40)\n" + script
-        )
+def run_out_of_room(directory: Path, before: str = "") -> list[tuple[bool, str, list[str]]]:
+    """(whether blocks could be reserved, the error, the files left) for whole rows and for columns."""
     done = subprocess.run(
-        [sys.executable, "-c", script, str(small_disk), reserve, pieces],
+        [sys.executable, "-c", before + FULL_DISK, str(directory)],
         capture_output=True,
         text=True,
         timeout=100,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    message, left = done.stdout.splitlines()
-    assert re.search(free_check if reserve == "reserve" else late, message), message
-    assert left == "[]"
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.timeout(120)
+def test_a_full_disk(small_disk: Path) -> None:
+    refusals = run_out_of_room(small_disk)
+    assert [reserve for reserve, _, _ in refusals] == [True, True, False, False]
+    for reserve, message, left in refusals:
+        if reserve:
+            assert re.search(
+                r"disk: the checkpoint needs 6,000,\d\d\d bytes, its file system has 4,\d+,\d+ free", message
+            )
+            assert left == []
+        else:
+            assert "model.safetensors: no room for 6,000,000 bytes (No space left on device); " in message
+            assert "bytes are free on its file system. Free some space" in message
 
 
 @pytest.mark.timeout(120)
 def test_a_limit_on_file_size(tmp_path: Path) -> None:
     """What can be tested of a full disk without being root."""
-    (tmp_path / "sub").mkdir()
-    script = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n" + FULL_DISK
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path), "reserve", "rows"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    message, left = done.stdout.splitlines()
-    assert "model.safetensors: no room for 6,000,1" in message
-    assert "(File too large)" in message
-    assert left == "[]"
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
+    refusals = run_out_of_room(tmp_path, limit)
+    assert [reserve for reserve, _, _ in refusals] == [True, True, False, False]
+    for _, message, left in refusals:
+        assert "model.safetensors: no room for 6,000,112 bytes (File too large)" in message
+        assert left == []
 
 
 def test_importing_needs_neither_torch_nor_numpy() -> None:

@@ -81,7 +81,7 @@ def test_parents_are_made_and_links_followed(tmp_path: Path) -> None:
 
 def test_an_existing_target_is_refused_before_anything_is_made(out: Path) -> None:
     export(out, "old")
-    with pytest.raises(UsageError, match="exists already; .*--overwrite"):
+    with pytest.raises(UsageError, match=r"exists already; .*--overwrite"):
         Staging.open(out, RECIPE)
     assert listing(out.parent) == ["ckpt"]
 
@@ -205,7 +205,8 @@ def test_a_journal_cut_anywhere(out: Path) -> None:
         (staging_directory(out) / "ckpt").mkdir(exist_ok=True)
         path.write_bytes(whole[:length])
         with Staging.open(out, RECIPE) as stage:
-            assert list(stage.done) == ["layer 0", "layer 1", "layer 2"][: whole[:length].count(b"\n") - 1]
+            whole_steps = max(0, whole[:length].count(b"\n") - 1)
+            assert list(stage.done) == ["layer 0", "layer 1", "layer 2"][:whole_steps]
             stage.record("layer 9", {})
             assert path.read_bytes().endswith(b'"layer 9","record":{}}\n')
 
@@ -347,20 +348,20 @@ def test_an_export_waits_for_the_ranks_of_a_killed_one(out: Path, start: Any, mo
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("existing", ["nothing there", "overwriting"])
 @pytest.mark.parametrize(
-    "role",
+    ("role", "existing"),
     [
-        "killed before the rename",
-        "killed after the rename",
-        "killed while cleaning up",
-        "killed between two renames",
+        ("killed before the rename", "nothing there"),
+        ("killed before the rename", "overwriting"),
+        ("killed after the rename", "nothing there"),
+        ("killed after the rename", "overwriting"),
+        ("killed while cleaning up", "nothing there"),
+        ("killed while cleaning up", "overwriting"),
+        ("killed between two renames", "overwriting"),
     ],
 )
 def test_a_kill_while_publishing(role: str, existing: str, out: Path, start: Any) -> None:
     """At every moment the target is the old one or the new one, whole, and the next export sorts out the rest."""
-    if role == "killed between two renames" and existing == "nothing there":
-        pytest.skip("there is only one rename then")
     if existing == "overwriting":
         export(out, "old")
     killed = start(out, role)

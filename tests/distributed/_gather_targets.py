@@ -399,14 +399,14 @@ def starved(rank: int) -> dict[str, Any]:
 
 
 def again_after_restart(rank: int, folder: str) -> bool:
-    """The group is destroyed and made anew on the same store: old meetings are not found again."""
-    for _ in range(3):
+    """The group is destroyed and made anew: its ranks meet anew."""
+    for i in range(3):
         with gather.get_tensors_parallel(torch.tensor([rank]), [0, 1]) as tensors:
             assert len(tensors) == (2 if rank == 0 else 0)
         del tensors
         dist.barrier()
         dist.destroy_process_group()
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store-again", rank=rank, world_size=2)
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store-{i}", rank=rank, world_size=2)
     return True
 
 

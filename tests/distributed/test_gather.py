@@ -118,7 +118,8 @@ def test_the_first_rank_dies(tmp_path: Path) -> None:
 def test_a_slow_receiver_is_named_by_a_sender_that_ran_ahead(workspace: str | None, tmp_path: Path) -> None:
     results = run_ranks(targets.slow_receiver, 2, tmp_path / "ranks", workspace)
     assert results[1]["sent"] == 2
-    assert "rank 0, which collects, has not" in results[1]["text"]
+    assert "which collects, has not" in results[1]["text"]
+    assert "rank 0" in results[1]["text"]
 
 
 def test_a_late_sender_is_named(workspace: str | None, tmp_path: Path) -> None:
@@ -147,7 +148,7 @@ def test_no_room_at_a_sender(tmp_path: Path) -> None:
     assert "rank 1 could not hand over" in first["text"]
 
 
-def test_a_group_made_anew_on_an_old_store(tmp_path: Path) -> None:
+def test_a_group_made_anew(tmp_path: Path) -> None:
     assert run_ranks(targets.again_after_restart, 2, tmp_path / "ranks", str(tmp_path)) == [True, True]
 
 

@@ -216,7 +216,5 @@ def test_neither_transformers_at_import_nor_compressed_tensors_ever(tmp_path: Pa
         f"model = ev.load_dequantised({str(checkpoint)!r})\n"
         "print(type(model).__name__, model.dtype)\n"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
-    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert run.stdout.split() == ["LlamaForCausalLM", "torch.float32"], run.stderr

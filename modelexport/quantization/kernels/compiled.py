@@ -6,10 +6,11 @@ Each gives the same bits as its twin in :mod:`.reference`. What makes the loops 
 - magnitudes are compared as integers, so NaN and Inf are found by the search for the maximum;
 - adding 1.5 * 2^23 to a float32 rounds it to an integer (half to even) that then stands in its low bits;
 - e4m3 is rounded on the float32's bits where it is normal, by adding 2^14 (of unit 2^-9) below;
-- the inner loops run over a dim of known size with plain indices, which LLVM turns into vector instructions;
+- the inner loops index flat arrays by an unsigned sum (a signed index would be tested for wrapping round),
+  and make no array views (each costs two atomic operations): LLVM turns them into vector instructions;
 - no fastmath: divisions are true divisions, denormals stay, sums keep their order.
 
-A tensor arrives as its bytes (from the first element to the last), the distance of its rows in bytes, and a kind.
+A tensor arrives as its bytes, from the first element to the last, the distance of its rows in elements, and a kind.
 All of it is in this one file, because numba's cache watches only the file of the kernel itself for changes.
 """
 
@@ -23,9 +24,10 @@ import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
-_F32, _F64, _U32, _I32, _U16, _I8, _U8 = (
+_F32, _F64, _U64, _U32, _I32, _U16, _I8, _U8 = (
     np.float32,
     np.float64,
+    np.uint64,
     np.uint32,
     np.int32,
     np.uint16,
@@ -90,7 +92,7 @@ def _half(bits):
 
 
 def _float(value):
-    """A bfloat16's bits, or a float32 itself, as float32 (what it does is said by its overload, below)."""
+    """A bfloat16's bits, or a float32 itself, as float32 (its overload, below, is what runs)."""
     raise NotImplementedError("only for compiled code")
 
 
@@ -102,62 +104,41 @@ def _float_of(value):
 
 
 @_inline
-def _widen(raw, kind, wide):
-    """The values in ``raw`` bytes as float32 in ``wide``."""
+def _views(raw):
+    """Bytes as 16-bit integers, 32-bit integers and float32."""
+    whole = raw[: raw.size // 4 * 4]
+    return raw[: raw.size // 2 * 2].view(np.uint16), whole.view(np.uint32), whole.view(np.float32)
+
+
+@_inline
+def _widen(shorts, floats, kind, begin, count, wide):
+    """``count`` values from ``begin`` on as float32, in ``wide``."""
     if kind == BF16:
-        shorts = raw.view(np.uint16)
-        for j in range(shorts.size):
-            wide[j] = _U32(_U32(shorts[j]) << _U32(16)).view(np.float32)
+        for j in range(count):
+            wide[j] = _float(shorts[_U64(begin + j)])
     elif kind == FP16:
-        shorts = raw.view(np.uint16)
-        for j in range(shorts.size):
-            wide[j] = _half(shorts[j])
+        for j in range(count):
+            wide[j] = _half(shorts[_U64(begin + j)])
     else:
-        words = raw.view(np.float32)
-        for j in range(words.size):
-            wide[j] = words[j]
+        for j in range(count):
+            wide[j] = floats[_U64(begin + j)]
 
 
 @_inline
-def _top_short(shorts):
-    top = _U16(0)
-    for j in range(shorts.size):
-        top = max(top, _U16(shorts[j] & _U16(0x7FFF)))
-    return top
-
-
-@_inline
-def _largest(raw, kind):
-    """Largest magnitude among the values in ``raw`` bytes, as float32."""
-    if kind == BF16:
-        return _U32(_U32(_top_short(raw.view(np.uint16))) << _U32(16)).view(np.float32)
-    if kind == FP16:
-        return _half(_top_short(raw.view(np.uint16)))
-    top = _U32(0)
-    words = raw.view(np.uint32)
-    for j in range(words.size):
-        top = max(top, _U32(words[j] & _MAGNITUDE))
-    return _U32(top).view(np.float32)
-
-
-@_inline
-def _group_amax(shorts, amax):
-    """Largest bfloat16 magnitude of each group (``[groups, group]``), as float32."""
-    for g in range(shorts.shape[0]):
-        top = _U16(0)
-        for j in range(shorts.shape[1]):
-            top = max(top, _U16(shorts[g, j] & _U16(0x7FFF)))
-        amax[g] = _U32(_U32(top) << _U32(16)).view(np.float32)
-
-
-@_inline
-def _group_amax_wide(words, amax):
-    """Largest float32 magnitude of each group (``[groups, group]`` as bits)."""
-    for g in range(words.shape[0]):
-        top = _U32(0)
-        for j in range(words.shape[1]):
-            top = max(top, _U32(words[g, j] & _MAGNITUDE))
-        amax[g] = _U32(top).view(np.float32)
+def _amax(shorts, words, kind, begin, groups, group, amax):
+    """Largest magnitude of each of the groups from ``begin`` on, as float32; NaN and Inf are the largest."""
+    if kind == FP32:
+        for g in range(groups):
+            top, at = _U32(0), begin + g * group
+            for j in range(group):
+                top = max(top, _U32(words[_U64(at + j)] & _MAGNITUDE))
+            amax[g] = _U32(top).view(np.float32)
+        return
+    for g in range(groups):
+        short, at = _U16(0), begin + g * group
+        for j in range(group):
+            short = max(short, _U16(shorts[_U64(at + j)] & _U16(0x7FFF)))
+        amax[g] = _float(_U16(short)) if kind == BF16 else _half(_U16(short))
 
 
 @_inline
@@ -188,17 +169,17 @@ def _scale_of(amax, limit, kind):
 
 
 @_inline
-def _store_scale(raw, at, scale, kind):
-    """Writes a scale that :func:`_scale_of` gave as element ``at`` of ``raw`` bytes."""
+def _store_scale(shorts, words, at, scale, kind):
+    """Writes a scale that :func:`_scale_of` gave as element ``at``."""
     bits = _F32(scale).view(np.uint32)
     if kind == FP32:
-        raw.view(np.uint32)[at] = bits
+        words[at] = bits
     elif kind == BF16:
-        raw.view(np.uint16)[at] = _U16(bits >> _U32(16))
+        shorts[at] = _U16(bits >> _U32(16))
     elif scale < _F32(2.0**-14):
-        raw.view(np.uint16)[at] = _U16(_F32(scale) * _F32(2.0**24))
+        shorts[at] = _U16(_F32(scale) * _F32(2.0**24))
     else:
-        raw.view(np.uint16)[at] = _U16(_U32(bits >> _U32(13)) - _U32(112 << 10))
+        shorts[at] = _U16(_U32(bits >> _U32(13)) - _U32(112 << 10))
 
 
 @_inline
@@ -208,205 +189,166 @@ def _clamped(ratio, low, high):
 
 
 @_inline
-def _encode(values, scales, out, code):
-    """``values / scales`` as one byte each: int8, e4m3, or the nibble (value + 8) of an int4.
-
-    ``values`` (bfloat16 bits or float32) and ``out`` are ``[groups, group]``, ``scales`` is ``[groups]``.
-    """
-    groups, group = values.shape
+def _encode(values, begin, groups, group, scales, out, to, code):
+    """Values (bfloat16 bits or float32) / their group's scale, a byte each: int8, e4m3, or an int4's value + 8."""
     if code == INT8:
         for g in range(groups):
-            scale = scales[g]
+            scale, first, at = scales[g], begin + g * group, to + g * group
             for j in range(group):
-                ratio = _clamped(_F32(_float(values[g, j]) / scale), _F32(-128.0), _F32(127.0))
-                out[g, j] = _U8(_F32(ratio + _ROUND).view(np.uint32))
+                ratio = _clamped(_F32(_float(values[_U64(first + j)]) / scale), _F32(-128.0), _F32(127.0))
+                out[_U64(at + j)] = _U8(_F32(ratio + _ROUND).view(np.uint32))
     elif code == INT4:
         for g in range(groups):
-            scale = scales[g]
+            scale, first, at = scales[g], begin + g * group, to + g * group
             for j in range(group):
-                ratio = _clamped(_F32(_float(values[g, j]) / scale), _F32(-8.0), _F32(7.0))
-                out[g, j] = _U8(_U32(_F32(ratio + _ROUND).view(np.uint32) ^ _U32(8)) & _U32(15))
+                ratio = _clamped(_F32(_float(values[_U64(first + j)]) / scale), _F32(-8.0), _F32(7.0))
+                out[_U64(at + j)] = _U8(_U32(_F32(ratio + _ROUND).view(np.uint32) ^ _U32(8)) & _U32(15))
     else:
         for g in range(groups):
-            scale = scales[g]
+            scale, first, at = scales[g], begin + g * group, to + g * group
             for j in range(group):
-                bits = _F32(_float(values[g, j]) / scale).view(np.uint32)
+                bits = _F32(_float(values[_U64(first + j)]) / scale).view(np.uint32)
                 size = min(_U32(bits & _MAGNITUDE), _FP8_MAX_BITS)
                 odd = _U32(_U32(size >> _U32(20)) & _U32(1))
                 normal = _U32(_U32(_U32(_U32(size + _U32(0x7FFFF)) + odd) >> _U32(20)) - _U32(120 << 3))
                 units = _F32(_U32(size).view(np.float32) + _FP8_UNIT_SHIFT)
                 small = _U32(units.view(np.uint32) - _FP8_UNIT_BITS)
                 magnitude = normal if size >= _FP8_NORMAL_BITS else small
-                out[g, j] = _U8(magnitude | _U32(_U32(bits >> _U32(24)) & _U32(0x80)))
+                out[_U64(at + j)] = _U8(magnitude | _U32(_U32(bits >> _U32(24)) & _U32(0x80)))
+
+
+@_inline
+def _pack(pairs, packed, at, count):
+    """``count`` little-endian pairs of nibble bytes, each 0x0B0A, become bytes 0xBA."""
+    for j in range(count):
+        packed[_U64(at + j)] = _U8(_U16(pairs[j] & _U16(15)) | _U16(pairs[j] >> _U16(4)))
+
+
+@_inline
+def _finite(amax):
+    """Whether none of these magnitudes is NaN or infinite."""
+    finite = True
+    for g in range(amax.size):
+        finite &= amax[g] < np.inf
+    return finite
+
+
+@_inline
+def _scales(amax, limit, kind, steps, shorts, words, at):
+    """Each group's scale, into ``steps`` and, as stored, from element ``at`` on."""
+    if kind == BF16:
+        for g in range(steps.size):
+            steps[g] = _scale_of(amax[g], limit, BF16)
+            _store_scale(shorts, words, _U64(at + g), steps[g], BF16)
+    elif kind == FP16:
+        for g in range(steps.size):
+            steps[g] = _scale_of(amax[g], limit, FP16)
+            _store_scale(shorts, words, _U64(at + g), steps[g], FP16)
+    else:
+        for g in range(steps.size):
+            steps[g] = _scale_of(amax[g], limit, FP32)
+            _store_scale(shorts, words, _U64(at + g), steps[g], FP32)
 
 
 @_jit(types.void(_bytes, _int, _int, _int, _int, _floats))
 def row_amax(src, stride, kind, rows, cols, out):
-    width = cols * 4 if kind == FP32 else cols * 2
+    shorts, words, _ = _views(src)
+    amax = np.empty(1, np.float32)
     for i in range(rows):
-        out[i] = _largest(src[i * stride : i * stride + width], kind)
+        _amax(shorts, words, kind, i * stride, 1, cols, amax)
+        out[i] = amax[0]
 
 
-@_inline
-def _pack(pairs, packed):
-    """A little-endian pair of nibble bytes, 0x0B0A, becomes the byte 0xBA."""
-    for j in range(packed.size):
-        packed[j] = _U8(_U16(pairs[j] & _U16(15)) | _U16(pairs[j] >> _U16(4)))
-
-
-@_inline
-def _scales_of(own, given, limit, kind, steps, raw):
-    """Each group's scale into ``steps`` and, as stored, ``raw``; False where an amax is NaN or Inf.
-
-    ``given`` is empty, or holds one amax to take instead of the group's own.
-    """
-    for g in range(own.size):
-        if not own[g] < np.inf:
-            return False
-        amax = given[0] if given.size else own[g]
-        if not amax < np.inf:
-            return False
-        steps[g] = _scale_of(amax, limit, kind)
-        _store_scale(raw, g, steps[g], kind)
-    return True
-
-
-@_jit(
-    _int(
-        *(_bytes, _int, _int, _int, _int, _int, _int, _int),
-        *(types.float32, _floats, _bytes, _int, _bytes, _int),
-    )
-)
-def quantise(
-    src, stride, kind, rows, cols, segment, group, code, limit, amax, q, q_stride, scales, scale_stride
-):
-    """``segment`` columns at a time: ``cols``, or a multiple of ``group`` that divides it.
-
-    ``amax`` is empty, or the largest magnitude of each row (then ``segment`` and ``group`` are ``cols``).
-    """
-    size = 4 if kind == FP32 else 2
-    q_width = segment // 2 if code == INT4 else segment
-    groups = segment // group
-    wide = np.empty(segment if kind == FP16 else 0, np.float32)
-    nibbles = np.empty(segment if code == INT4 else 0, np.uint8)
+@_jit(_int(_bytes, _int, _int, _int, _int, _int, _int, types.float32, _floats, _bytes, _int, _bytes, _int))
+def quantise(src, stride, kind, rows, cols, group, code, limit, amax, q, q_stride, scales, scale_stride):
+    """``amax`` is empty, or the largest magnitude of each row (then ``group`` is ``cols``)."""
+    shorts, words, floats = _views(src)
+    scale_shorts, scale_words, _ = _views(scales)
+    groups = cols // group
     own = np.empty(groups, np.float32)
     steps = np.empty(groups, np.float32)
+    wide = np.empty(cols if kind == FP16 else 0, np.float32)
+    nibbles = np.empty(cols if code == INT4 else 0, np.uint8)
+    pairs = nibbles[: nibbles.size // 2 * 2].view(np.uint16)
+    out = nibbles if code == INT4 else q
     for i in range(rows):
-        for start in range(0, cols, segment):
-            raw = src[i * stride + start * size :][: segment * size]
-            row_scales = scales[i * scale_stride + start // group * size :][: groups * size]
-            stored = q[i * q_stride + (start // 2 if code == INT4 else start) :][:q_width]
-            out = (nibbles if code == INT4 else stored).reshape(groups, group)
-            if kind == BF16:
-                shorts = raw.view(np.uint16).reshape(groups, group)
-                _group_amax(shorts, own)
-                if not _scales_of(own, amax[i : i + 1], limit, kind, steps, row_scales):
-                    return i
-                _encode(shorts, steps, out, code)
-            else:
-                if kind == FP16:
-                    _widen(raw, kind, wide)
-                values = wide if kind == FP16 else raw.view(np.float32)
-                _group_amax_wide(values.view(np.uint32).reshape(groups, group), own)
-                if not _scales_of(own, amax[i : i + 1], limit, kind, steps, row_scales):
-                    return i
-                _encode(values.reshape(groups, group), steps, out, code)
-            if code == INT4:
-                _pack(nibbles.view(np.uint16), stored)
+        begin, to = i * stride, 0 if code == INT4 else i * q_stride
+        _amax(shorts, words, kind, begin, groups, group, own)
+        if amax.size and own[0] < np.inf:
+            own[0] = amax[i]
+        if not _finite(own):
+            return i
+        _scales(own, limit, kind, steps, scale_shorts, scale_words, i * scale_stride)
+        if kind == BF16:
+            _encode(shorts, begin, groups, group, steps, out, to, code)
+        elif kind == FP32:
+            _encode(floats, begin, groups, group, steps, out, to, code)
+        else:
+            _widen(shorts, floats, kind, begin, cols, wide)
+            _encode(wide, 0, groups, group, steps, out, to, code)
+        if code == INT4:
+            _pack(pairs, q, i * q_stride, cols // 2)
     return -1
 
 
 @_jit(_int(_bytes, _int, _int, _int, _int, _bytes, _int))
 def copy_finite(src, stride, kind, rows, cols, out, out_stride):
-    width = cols * 4 if kind == FP32 else cols * 2
+    shorts, words, _ = _views(src)
+    size = 4 if kind == FP32 else 2
+    amax = np.empty(1, np.float32)
     for i in range(rows):
-        raw = src[i * stride : i * stride + width]
-        if not _largest(raw, kind) < np.inf:
+        _amax(shorts, words, kind, i * stride, 1, cols, amax)
+        if not amax[0] < np.inf:
             return i
-        row = out[i * out_stride : i * out_stride + width]
-        for j in range(width):
-            row[j] = raw[j]
+        begin, at = i * stride * size, i * out_stride * size
+        for j in range(cols * size):
+            out[_U64(at + j)] = src[_U64(begin + j)]
     return -1
 
 
 @_inline
-def _decode(codes, scales, code, out):
-    """float32 values of int8, e4m3 or nibble bytes: ``[groups, group]``, with ``scales`` ``[groups]``."""
-    groups, group = out.shape
+def _decode(codes, begin, groups, group, scales, first, out, code):
+    """Bytes (int8, e4m3, or an int4's value + 8) times the scales from ``first`` on, as float32 in ``out``."""
     if code == INT8:
         for g in range(groups):
-            scale = scales[g]
+            scale, at = scales[first + g], g * group
             for j in range(group):
-                out[g, j] = _F32(_F32(_I8(codes[g, j])) * scale)
+                out[_U64(at + j)] = _F32(_F32(_I8(codes[_U64(begin + at + j)])) * scale)
     elif code == INT4:
         for g in range(groups):
-            scale = scales[g]
+            scale, at = scales[first + g], g * group
             for j in range(group):
-                out[g, j] = _F32(_F32(_I32(codes[g, j]) - _I32(8)) * scale)
+                out[_U64(at + j)] = _F32(_F32(_I32(codes[_U64(begin + at + j)]) - _I32(8)) * scale)
     else:
         for g in range(groups):
-            scale = scales[g]
+            scale, at = scales[first + g], g * group
             for j in range(group):
-                size = _U32(_U32(codes[g, j]) & _U32(0x7F))
+                byte = _U32(codes[_U64(begin + at + j)])
+                size = _U32(byte & _U32(0x7F))
                 normal = _U32(_U32(size << _U32(20)) + _U32(120 << 23))
                 small = _F32(_F32(_I32(size)) * _F32(2.0**-9)).view(np.uint32)
                 bits = normal if size >= _U32(8) else small
                 bits = _U32(0x7FC00000) if size == _U32(0x7F) else bits
-                sign = _U32(_U32(_U32(codes[g, j]) & _U32(0x80)) << _U32(24))
-                out[g, j] = _F32(_U32(bits | sign).view(np.float32) * scale)
+                sign = _U32(_U32(byte & _U32(0x80)) << _U32(24))
+                out[_U64(at + j)] = _F32(_U32(bits | sign).view(np.float32) * scale)
 
 
 @_inline
-def _decode_part(raw, steps, code, nibbles, out):
-    """float32 values of a part of a quantised row (``raw`` bytes) in ``out``, ``[groups, group]``."""
+def _unpack(packed, begin, count, pairs):
+    """``count`` bytes 0xBA become little-endian pairs of nibble bytes, each 0x0B0A."""
+    for j in range(count):
+        byte = _U16(packed[_U64(begin + j)])
+        pairs[j] = _U16(_U16(byte & _U16(15)) | _U16(_U16(byte & _U16(0xF0)) << _U16(4)))
+
+
+@_inline
+def _decode_block(q, begin, start, count, group, code, steps, nibbles, pairs, out):
+    """float32 values of ``count`` columns from ``start`` on, of the stored row that begins at byte ``begin``."""
     if code == INT4:
-        pairs = nibbles.view(np.uint16)
-        for j in range(raw.size):
-            pairs[j] = _U16(_U16(raw[j] & _U8(15)) | _U16(_U16(raw[j] & _U8(0xF0)) << _U16(4)))
-        _decode(nibbles[: out.size].reshape(out.shape), steps, code, out)
+        _unpack(q, begin + start // 2, count // 2, pairs)
+        _decode(nibbles, 0, count // group, group, steps, start // group, out, code)
     else:
-        _decode(raw.reshape(out.shape), steps, code, out)
-
-
-@_inline
-def _store(values, raw, kind):
-    """float32 values rounded (half to even) to ``kind`` into ``raw`` bytes; a NaN becomes the quiet one."""
-    if kind == FP32:
-        words = raw.view(np.float32)
-        for j in range(words.size):
-            words[j] = values[j]
-        return
-    shorts = raw.view(np.uint16)
-    if kind == BF16:
-        for j in range(shorts.size):
-            bits = _F32(values[j]).view(np.uint32)
-            size = _U32(bits & _MAGNITUDE)
-            short = _U32(_rounded(bits, 16) >> _U32(16))
-            quiet = _U32(_U32(bits >> _U32(16)) | _U32(0x40))
-            shorts[j] = _U16(quiet if size > _EXPONENT else short)
-        return
-    for j in range(shorts.size):
-        bits = _F32(values[j]).view(np.uint32)
-        size = _U32(bits & _MAGNITUDE)
-        short = _U32(_U32(_rounded(size, 13) >> _U32(13)) - _U32(112 << 10))
-        units = _F32(_U32(size).view(np.float32) + _F32(0.5))
-        small = _U32(units.view(np.uint32) - _U32(0x3F000000))
-        short = small if size < _U32(0x38800000) else short  # under 2^-14: a denormal, in units of 2^-24
-        short = _U32(0x7C00) if size >= _U32(0x477FF000) else short  # 65520 and more round to infinity
-        short = _U32(0x7E00) if size > _EXPONENT else short
-        shorts[j] = _U16(short | _U32(_U32(bits >> _U32(16)) & _U32(0x8000)))
-
-
-@_inline
-def _decode_columns(q, begin, start, count, group, code, steps, nibbles, decoded):
-    """float32 values of ``count`` columns from ``start`` of the quantised row that begins at byte ``begin``."""
-    groups, width = (count // group, group) if code == INT4 else (1, count)
-    first = start // group if code == INT4 else 0
-    out = decoded[:count].reshape(groups, width)
-    if code == INT4:
-        _decode_part(q[begin + start // 2 :][: count // 2], steps[first:], code, nibbles, out)
-    else:
-        _decode_part(q[begin + start :][:count], steps, code, nibbles, out)
+        _decode(q, begin + start, 1, count, steps, 0, out, code)
 
 
 @_inline
@@ -441,13 +383,15 @@ def _fold(lanes):
 def squared_error(
     src, stride, kind, rows, cols, group, code, q, q_stride, scales, scale_stride, scale_kind, out
 ):
-    size = 4 if kind == FP32 else 2
-    scale_size = 4 if scale_kind == FP32 else 2
+    shorts, _, floats = _views(src)
+    stored_shorts, _, stored_floats = _views(q)
+    scale_shorts, _, scale_floats = _views(scales)
     wide = np.empty(_BLOCK, np.float32)
     decoded = np.empty(_BLOCK, np.float32)
     wide_lanes = wide.reshape(_BLOCK // LANES, LANES)
     decoded_lanes = decoded.reshape(_BLOCK // LANES, LANES)
     nibbles = np.empty(_BLOCK, np.uint8)
+    pairs = nibbles.view(np.uint16)
     steps = np.empty(cols // group, np.float32)
     errors = np.empty(LANES, np.float64)
     squares = np.empty(LANES, np.float64)
@@ -455,19 +399,46 @@ def squared_error(
         errors[:] = 0.0
         squares[:] = 0.0
         if code != PLAIN:
-            _widen(scales[i * scale_stride :][: steps.size * scale_size], scale_kind, steps)
+            _widen(scale_shorts, scale_floats, scale_kind, i * scale_stride, steps.size, steps)
         for start in range(0, cols, _BLOCK):
             count = min(cols - start, _BLOCK)
-            wide[count:] = _ZERO
-            decoded[count:] = _ZERO
-            _widen(src[i * stride + start * size :][: count * size], kind, wide)
+            _widen(shorts, floats, kind, i * stride + start, count, wide)
             if code == PLAIN:
-                _widen(q[i * q_stride + start * size :][: count * size], kind, decoded)
+                _widen(stored_shorts, stored_floats, kind, i * q_stride + start, count, decoded)
             else:
-                _decode_columns(q, i * q_stride, start, count, group, code, steps, nibbles, decoded)
-            _add_squares(wide_lanes, decoded_lanes, (count + LANES - 1) // LANES, errors, squares)
+                _decode_block(q, i * q_stride, start, count, group, code, steps, nibbles, pairs, decoded)
+            blocks = (count + LANES - 1) // LANES
+            for j in range(count, blocks * LANES):
+                wide[j] = _ZERO
+                decoded[j] = _ZERO
+            _add_squares(wide_lanes, decoded_lanes, blocks, errors, squares)
         out[2 * i] = _fold(errors)
         out[2 * i + 1] = _fold(squares)
+
+
+@_inline
+def _store(values, count, shorts, floats, at, kind):
+    """float32 values rounded (half to even) to ``kind``, from element ``at`` on; a NaN stays one."""
+    if kind == FP32:
+        for j in range(count):
+            floats[_U64(at + j)] = values[j]
+    elif kind == BF16:
+        for j in range(count):
+            bits = _F32(values[j]).view(np.uint32)
+            short = _U32(_rounded(bits, 16) >> _U32(16))
+            quiet = _U32(_U32(bits >> _U32(16)) | _U32(0x40))
+            shorts[_U64(at + j)] = _U16(quiet if _U32(bits & _MAGNITUDE) > _EXPONENT else short)
+    else:
+        for j in range(count):
+            bits = _F32(values[j]).view(np.uint32)
+            size = _U32(bits & _MAGNITUDE)
+            short = _U32(_U32(_rounded(size, 13) >> _U32(13)) - _U32(112 << 10))
+            units = _F32(_U32(size).view(np.float32) + _F32(0.5))
+            small = _U32(units.view(np.uint32) - _U32(0x3F000000))
+            short = small if size < _U32(0x38800000) else short  # under 2^-14: a denormal, units of 2^-24
+            short = _U32(0x7C00) if size >= _U32(0x477FF000) else short  # 65520 and more round to infinity
+            short = _U32(0x7E00) if size > _EXPONENT else short
+            shorts[_U64(at + j)] = _U16(short | _U32(_U32(bits >> _U32(16)) & _U32(0x8000)))
 
 
 @_jit(
@@ -479,14 +450,15 @@ def squared_error(
 def dequantise(
     q, q_stride, rows, cols, group, code, scales, scale_stride, scale_kind, out_kind, out, out_stride
 ):
-    scale_size = 4 if scale_kind == FP32 else 2
-    out_size = 4 if out_kind == FP32 else 2
+    scale_shorts, _, scale_floats = _views(scales)
+    shorts, _, floats = _views(out)
     decoded = np.empty(_BLOCK, np.float32)
     nibbles = np.empty(_BLOCK, np.uint8)
+    pairs = nibbles.view(np.uint16)
     steps = np.empty(cols // group, np.float32)
     for i in range(rows):
-        _widen(scales[i * scale_stride :][: steps.size * scale_size], scale_kind, steps)
+        _widen(scale_shorts, scale_floats, scale_kind, i * scale_stride, steps.size, steps)
         for start in range(0, cols, _BLOCK):
             count = min(cols - start, _BLOCK)
-            _decode_columns(q, i * q_stride, start, count, group, code, steps, nibbles, decoded)
-            _store(decoded[:count], out[i * out_stride + start * out_size :][: count * out_size], out_kind)
+            _decode_block(q, i * q_stride, start, count, group, code, steps, nibbles, pairs, decoded)
+            _store(decoded, count, shorts, floats, i * out_stride + start, out_kind)

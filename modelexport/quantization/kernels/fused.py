@@ -22,12 +22,16 @@ _CODE = {torch.int8: compiled.INT8, torch.float8_e4m3fn: compiled.FP8, torch.int
 _NO_AMAX = np.empty(0, np.float32)
 
 
-def _span(tensor: Tensor) -> tuple[np.ndarray[Any, Any], int]:
-    """The bytes from a 2-D tensor's first to its last element, and the distance of its rows in bytes."""
+def _span(tensor: Tensor, size: int | None = None) -> tuple[np.ndarray[Any, Any], int]:
+    """The bytes from a 2-D tensor's first to its last element, and the distance of its rows.
+
+    That distance is in elements, or in units of ``size`` bytes.
+    """
     rows, cols = tensor.shape
     stride = tensor.stride(0) if rows > 1 else cols
     flat = tensor.detach().as_strided(((rows - 1) * stride + cols,), (1,))
-    return flat.view(torch.uint8).numpy(), stride * tensor.element_size()
+    width = tensor.element_size()
+    return flat.view(torch.uint8).numpy(), stride * width // (size or width)
 
 
 def _dense_rows(tensor: Tensor) -> Tensor:
@@ -43,22 +47,12 @@ def row_amax(weight: Tensor) -> Tensor:
     return out
 
 
-def _segment(cols: int, group: int) -> int:
-    """The most columns, in whole groups, that divide a row and stay in the first-level cache; at least a group."""
-    groups = cols // group
-    parts = next(
-        parts for parts in range(1, groups + 1) if groups % parts == 0 and cols // parts <= max(group, 4096)
-    )
-    return cols // parts
-
-
 def _quantise(weight: Tensor, amax: Tensor | None, group: int, q: Tensor, scale: Tensor, limit: float) -> int:
     dense_q, dense_scale = _dense_rows(q), _dense_rows(scale)
     limits = _NO_AMAX if amax is None else amax.detach().contiguous().numpy()
-    source, output = _span(_dense_rows(weight)), (*_span(dense_q), *_span(dense_scale))
+    source, output = _span(_dense_rows(weight)), (*_span(dense_q, 1), *_span(dense_scale))
     kind, code = _KIND[weight.dtype], _CODE[q.dtype]
-    segment = _segment(weight.shape[1], group)
-    bad = compiled.quantise(*source, kind, *weight.shape, segment, group, code, limit, limits, *output)
+    bad = compiled.quantise(*source, kind, *weight.shape, group, code, limit, limits, *output)
     if dense_q is not q:
         q.copy_(dense_q)
     if dense_scale is not scale:
@@ -95,7 +89,7 @@ def dequantise(q: Tensor, scale: Tensor, out: Tensor) -> None:
     """See :func:`.reference.dequantise`."""
     dense, dense_scale = _dense_rows(out), _dense_rows(scale)
     rows, cols = out.shape
-    source = (*_span(_dense_rows(q)), rows, cols, _group(cols, scale), _CODE[q.dtype])
+    source = (*_span(_dense_rows(q), 1), rows, cols, _group(cols, scale), _CODE[q.dtype])
     scales = (*_span(dense_scale), _KIND[scale.dtype])
     compiled.dequantise(*source, *scales, _KIND[out.dtype], *_span(dense))
     if dense is not out:
@@ -110,7 +104,7 @@ def squared_error(weight: Tensor, q: Tensor, scale: Tensor | None, out: Tensor) 
         stored = (*_span(_dense_rows(q.to(weight.dtype))), source[0][:0], 0, _KIND[weight.dtype])
         group, code = 1, compiled.PLAIN
     else:
-        stored = (*_span(_dense_rows(q)), *_span(_dense_rows(scale)), _KIND[scale.dtype])
+        stored = (*_span(_dense_rows(q), 1), *_span(_dense_rows(scale)), _KIND[scale.dtype])
         group, code = _group(cols, scale), _CODE[q.dtype]
     dense = out.contiguous()
     compiled.squared_error(*source, group, code, *stored, dense.view(-1).numpy())

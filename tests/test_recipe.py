@@ -1,0 +1,204 @@
+"""Settings: one name each for flag, YAML key and argument, checked where they enter."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from modelexport.errors import UsageError
+from modelexport.recipe import FORMATS, GATHERS, ExportRecipe, parse_assignments
+
+FIELDS = {field.name: field for field in dataclasses.fields(ExportRecipe)}
+
+
+def recipe_file(tmp_path: Path, content: str | bytes | dict[str, Any]) -> Path:
+    path = tmp_path / "recipe.yaml"
+    if isinstance(content, dict):
+        content = yaml.safe_dump(content)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One directory for all examples of a property."""
+    return tmp_path_factory.mktemp("recipe")
+
+
+def test_defaults_are_the_main_job() -> None:
+    recipe = ExportRecipe()
+    assert (recipe.model, recipe.quant, recipe.format, recipe.tp) == (None, "fp8", "hf", 1)
+    assert recipe.transport == "direct"
+    assert recipe.max_shard_bytes == 5_000_000_000
+
+
+def test_every_field_says_what_it_is() -> None:
+    for field in FIELDS.values():
+        assert field.metadata["help"], field.name
+        takes_value = not str(field.type).startswith("bool")
+        assert not takes_value or field.metadata["metavar"] or field.metadata["choices"] or field.name == "quant"
+
+
+# Values of the right type for every field, together free of contradictions.
+valid: dict[str, st.SearchStrategy[Any]] = {
+    "model": st.none() | st.text(min_size=1),
+    "revision": st.none() | st.text(min_size=1),
+    "out": st.none() | st.text(min_size=1),
+    "quant": st.sampled_from(["none", "int8", "fp8", "int4"]),
+    "group_size": st.none() | st.integers(1, 4096),
+    "format": st.sampled_from(FORMATS),
+    "tp": st.integers(1, 10_000),
+    "gather": st.sampled_from([None, "nfs"]),
+    "workspace": st.text(min_size=1),
+    "max_shard_bytes": st.integers(1, 2**50),
+    "overwrite": st.booleans(),
+    "evaluate": st.booleans(),
+    "timeout": st.floats(1e-3, 1e9) | st.integers(1, 10**9),
+    "dry_run": st.booleans(),
+    "quiet": st.booleans(),
+    "json": st.booleans(),
+}
+
+
+def test_the_strategies_cover_every_field() -> None:
+    assert set(valid) == set(FIELDS)
+
+
+@given(st.fixed_dictionaries({}, optional=valid), st.booleans())
+def test_yaml_and_arguments_say_the_same(scratch: Path, keys: dict[str, Any], kebab: bool) -> None:
+    if keys.get("gather") == "nfs":
+        keys.setdefault("workspace", "/shared")
+    spelled = {key.replace("_", "-") if kebab else key: value for key, value in keys.items()}
+    path = recipe_file(scratch, spelled)
+    loaded = ExportRecipe.load(path)
+    assert loaded == ExportRecipe(**keys) == ExportRecipe.from_mapping(spelled)
+    assert dataclasses.replace(loaded) == loaded
+
+
+def test_an_empty_recipe_is_the_default(tmp_path: Path) -> None:
+    assert ExportRecipe.load(recipe_file(tmp_path, "# nothing yet\n")) == ExportRecipe()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "third"),
+    [("group_size",) * 3, ("group-size",) * 3, ("group_size", "group-size", "group_size")],
+)
+def test_flags_win_over_set_and_set_over_the_file(tmp_path: Path, first: str, second: str, third: str) -> None:
+    """Whichever of its two spellings each of them uses for the key."""
+    path = recipe_file(tmp_path, {first: 32, "tp": 2})
+    assigned = parse_assignments([f"{second}=64"])
+    assert ExportRecipe.load(path).group_size == 32
+    assert ExportRecipe.load(path, assigned).group_size == 64
+    both = ExportRecipe.load(path, {**assigned, third: 128})
+    assert (both.group_size, both.tp) == (128, 2)
+
+
+def test_a_flag_can_take_a_setting_back(tmp_path: Path) -> None:
+    path = recipe_file(tmp_path, {"group_size": 32, "evaluate": True})
+    recipe = ExportRecipe.load(path, parse_assignments(["group_size=null", "evaluate=false"]))
+    assert recipe.group_size is None
+    assert recipe.evaluate is False
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("quantt: int4", "unknown key 'quantt'; did you mean 'quant'? known: dry_run, "),
+        ("tpp: 4", "unknown key 'tpp'; did you mean 'tp'?"),
+        ("Q: 4", "unknown key 'Q'; known: dry_run, "),
+        ("1: 2", "unknown key '1'"),
+        ("tp: '4'", "tp must be int, found '4'"),
+        ("tp: 4.0", "tp must be int, found 4.0"),
+        ("tp: true", "tp must be int, found True"),
+        ("tp: null", "tp must be int, found None"),
+        ("quant: [int4]", "quant must be str, found ['int4']"),
+        ("revision: 1234567", "revision must be str or None, found 1234567"),
+        ("overwrite: 1", "overwrite must be bool, found 1"),
+        ("- tp", "expected 'key: value' lines, found list"),
+        ("just words", "expected 'key: value' lines, found str"),
+        ("a: b: c", "is not YAML"),
+        ("!!python/object/apply:os.getcwd []", "is not YAML"),
+        (b"quant: \xff\xfe", "is not YAML"),
+    ],
+)
+def test_what_a_recipe_may_not_say(tmp_path: Path, content: str | bytes, words: str) -> None:
+    path = recipe_file(tmp_path, content)
+    with pytest.raises(UsageError) as caught:
+        ExportRecipe.load(path)
+    assert str(caught.value).startswith(f"recipe {path}")
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_wrong_flag_is_not_blamed_on_the_file(tmp_path: Path) -> None:
+    path = recipe_file(tmp_path, {"tp": 2})
+    with pytest.raises(UsageError, match=r"^command line: unknown key 'outt'; did you mean 'out'\?"):
+        ExportRecipe.load(path, {"outt": "x"})
+
+
+def test_a_recipe_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"missing\.yaml cannot be read: No such file"):
+        ExportRecipe.load(tmp_path / "missing.yaml")
+    with pytest.raises(UsageError, match="cannot be read: Is a directory"):
+        ExportRecipe.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"tp": 0}, "--tp 0: at least 1 rank"),
+        ({"tp": -2}, "--tp -2"),
+        ({"group_size": 0}, "--group-size 0: choose 32, 64 or 128"),
+        ({"timeout": 0}, "--timeout 0: a positive number"),
+        ({"timeout": float("nan")}, "--timeout nan"),
+        ({"timeout": float("inf")}, "--timeout inf"),
+        ({"max_shard_bytes": 0}, "--max-shard-bytes 0"),
+        ({"gather": "smh"}, "--gather smh: unknown; did you mean 'shm'? known: direct, nfs, shm"),
+        ({"gather": "nfs"}, "add --workspace DIR"),
+        ({"gather": "shm", "workspace": "/w"}, "--gather shm was given: drop one"),
+        ({"gather": "direct", "workspace": "/w"}, "--gather direct was given: drop one"),
+        ({"format": "gguff"}, "--format gguff: unknown; known: hf"),
+    ],
+)
+def test_values_that_cannot_be(keys: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        ExportRecipe.from_mapping(keys)
+    assert words in str(caught.value)
+
+
+def test_the_transport_follows_from_what_is_given() -> None:
+    assert ExportRecipe(workspace="/w").transport == "nfs"
+    assert ExportRecipe(gather="nfs", workspace="/w").transport == "nfs"
+    for gather in set(GATHERS) - {"nfs"}:
+        assert ExportRecipe(gather=gather).transport == gather
+
+
+def test_assignments_are_typed_like_yaml() -> None:
+    items = ["tp=4", "group-size = 64", "timeout=2.5", "overwrite=true", "out=a=b", "model=~", "quant="]
+    assert parse_assignments(items) == {
+        "tp": 4,
+        "group_size": 64,
+        "timeout": 2.5,
+        "overwrite": True,
+        "out": "a=b",
+        "model": None,
+        "quant": None,
+    }
+    assert parse_assignments(["tp=1", "tp=2"]) == {"tp": 2}
+
+
+@pytest.mark.parametrize("item", ["tp", "=4", " =4", ""])
+def test_an_assignment_without_its_half(item: str) -> None:
+    with pytest.raises(UsageError, match="expected KEY=VALUE, e.g. --set quant=int4"):
+        parse_assignments([item])
+
+
+def test_an_assignment_that_is_not_yaml() -> None:
+    with pytest.raises(UsageError, match=r"--set out=\[: the value is not YAML"):
+        parse_assignments(["out=["])
