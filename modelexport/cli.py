@@ -69,7 +69,7 @@ class _Parser(argparse.ArgumentParser):
         return given
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (see: modelexport --help)")
+        raise UsageError(f"{message} (see: {self.prog} --help)")
 
 
 def export_parser() -> _Parser:
@@ -93,7 +93,7 @@ def export_parser() -> _Parser:
     for spec in dataclasses.fields(ExportRecipe):
         flag = f"--{spec.name.replace('_', '-')}"
         kind = str(spec.type).split(" | ")[0]
-        shown = "" if spec.default in (None, False, True) else f" (default: {spec.default})"
+        shown = f" (default: {spec.default})" if spec.default is not None and kind != "bool" else ""
         options: dict[str, Any] = {"dest": spec.name, "help": spec.metadata["help"] + shown}
         if kind == "bool":
             options["action"] = argparse.BooleanOptionalAction if spec.default else "store_true"

@@ -75,10 +75,16 @@ class _Planner:
         self.parallelism = parallelism
         self.left_out: dict[str, str] = {}
         self.unquantised: dict[str, str] = {}
+        self.missing: list[str] = []
         self.problems: list[str] = []
         self.format_problems: list[str] = []
 
     def plan(self) -> ExportPlan:
+        if self.dims.layers > len(self.infos):  # before any loop over a number that a stranger wrote
+            raise CheckpointError(
+                f"{self.directory}: config.json says {self.dims.layers} layers, but there are only "
+                f"{len(self.infos)} tensors"
+            )
         self._drop_buffers()
         tied = self._drop_tied_head()
         steps: list[Step] = []
@@ -90,6 +96,7 @@ class _Planner:
             steps.append(Step(layer, layer, i, tuple(tasks)))
         for module in self.family.after:
             steps += self._single(module)
+        self.problems[:0] = [f"{name} is missing{nearest_hint(name, self.infos)}" for name in self.missing]
         if self.infos:
             names = sorted(self.infos)
             self.problems.append(
@@ -97,7 +104,8 @@ class _Planner:
                 f"{self.dims.layers} layers: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
             )
         if self.problems:
-            raise CheckpointError(f"{self.directory}: " + "; ".join(self.problems[:8]))
+            more = f"; and {len(self.problems) - 8} more" if len(self.problems) > 8 else ""
+            raise CheckpointError(f"{self.directory}: {'; '.join(self.problems[:8])}{more}")
         if self.format_problems:
             raise PlanError("; ".join(dict.fromkeys(self.format_problems)))
         if tied is not None and not _same_bytes(*tied):  # last: the one check that reads weights
@@ -166,7 +174,7 @@ class _Planner:
         weight = self.infos.pop(f"{name}.weight", None)
         if weight is None:
             if not (module.kind == "head" and self.dims.tied_embeddings):
-                self.problems.append(f"{name}.weight is missing{nearest_hint(name, self.infos)}")
+                self.missing.append(f"{name}.weight")
             return []
         path = module.path if in_layer else ""
         if not self._shape_is_right(weight, module):
@@ -274,8 +282,8 @@ class _Planner:
 
 
 def nearest_hint(name: str, names: dict[str, Any]) -> str:
-    """``"; did you mean ..."`` for a missing tensor, or ``""`` where nothing is close."""
-    hint = nearest(f"{name}.weight", names)
+    """``"; did you mean ..."`` for a missing tensor, or ``""`` where none of ``names`` is close."""
+    hint = nearest(name, names)
     return hint.split(" known:")[0] if "did you mean" in hint else ""
 
 

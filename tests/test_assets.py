@@ -23,8 +23,6 @@ def test_demo_checkpoint_is_complete() -> None:
         "tokenizer.json",
         "tokenizer_config.json",
         "README.md",
-        "heldout.txt",
-        "calibration.txt",
     }
     blob = (directory / "model.safetensors").read_bytes()
     (length,) = struct.unpack("<Q", blob[:8])

@@ -13,12 +13,13 @@ from modelexport.errors import CheckpointError
 __all__ = ["demo_documents", "demo_model_path", "demo_text"]
 
 _DIRECTORY = Path(__file__).parent / "demo_model"
+_TEXTS = Path(__file__).parent / "demo_text"  # not in the checkpoint, or every export of it would carry them
 
 Split = Literal["calibration", "heldout"]
 
 
 def demo_model_path() -> Path:
-    """Directory of the demo checkpoint: safetensors, config, tokenizer, and the two texts.
+    """Directory of the demo checkpoint: safetensors, config and tokenizer.
 
     Raises:
         CheckpointError: the package was installed without its data files.
@@ -38,7 +39,7 @@ def demo_text(split: Split) -> str:
     """
     if split not in ("calibration", "heldout"):
         raise ValueError(f"split is 'calibration' or 'heldout', not {split!r}")
-    return (demo_model_path() / f"{split}.txt").read_text(encoding="utf-8")
+    return (_TEXTS / f"{split}.txt").read_text(encoding="utf-8")
 
 
 def demo_documents(split: Split) -> list[str]:

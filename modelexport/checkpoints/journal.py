@@ -47,19 +47,20 @@ class Journal:
         """Go on with the journal at ``path``, if it is of this fingerprint and boot, or begin it anew.
 
         Raises:
-            OtherExport: it is of another fingerprint; it is left as it was.
+            OtherExport: it has finished steps of another fingerprint; it is left as it was.
             OSError: it cannot be read or written.
         """
         wanted = json.loads(json.dumps(fingerprint))
         lines, good = _read(path)
         head = lines[0] if lines and lines[0].get("modelexport") == VERSION else None
-        if head is not None and head.get("fingerprint") != wanted:
+        same = head is not None and head.get("fingerprint") == wanted
+        if head is not None and not same and _steps(lines):
             raise OtherExport(differences(head.get("fingerprint") or {}, wanted))
-        if head is not None and head.get("boot") == _boot():
+        if head is not None and same and head.get("boot") == _boot():
             os.truncate(path, good)
             return cls(path, os.open(path, _APPEND), _steps(lines), resumed=True)
         fd = os.open(path, _APPEND | os.O_CREAT | os.O_TRUNC, 0o666)
-        journal = cls(path, fd, {}, resumed=False, restarted=head is not None)
+        journal = cls(path, fd, {}, resumed=False, restarted=same)
         try:
             journal._append({"modelexport": VERSION, "fingerprint": wanted, "boot": _boot()})
         except OSError:

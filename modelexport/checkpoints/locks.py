@@ -112,9 +112,7 @@ def _holders(fd: int) -> str:
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     pids: set[int] = set()
     with contextlib.suppress(OSError, ValueError), open("/proc/locks", encoding="ascii") as table:
-        for (
-            line
-        ) in table:  # "1: FLOCK  ADVISORY  WRITE 708 08:01:1234 0 EOF"; waiting ones have "->" before FLOCK
+        for line in table:  # "1: FLOCK  ADVISORY  WRITE 708 08:01:1234 0 EOF"; waiting ones have "->" before FLOCK
             fields = line.split()
             if len(fields) > 5 and fields[1] == "FLOCK" and fields[5] == device:
                 pids.add(int(fields[4]))

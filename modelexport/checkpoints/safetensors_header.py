@@ -191,9 +191,7 @@ def _header_text(path: Path, fd: int, size: int) -> tuple[bytes, int]:
             "this is not a safetensors file, or it is damaged"
         )
     if 8 + length > size:
-        raise CheckpointError(
-            f"{path}: truncated: the header ends at byte {8 + length:,}, the file at {size:,}"
-        )
+        raise CheckpointError(f"{path}: truncated: the header ends at byte {8 + length:,}, the file at {size:,}")
     text = b""
     while len(text) < length:
         piece = os.pread(fd, length - len(text), 8 + len(text))
@@ -288,9 +286,7 @@ def _check_tiling(path: Path, infos: Sequence[TensorInfo], data_start: int, size
                 f"({_end(infos):,} bytes expected in all)"
             )
     if at != size:
-        raise CheckpointError(
-            f"{path}: {size - at:,} bytes after the last tensor: {at:,} expected, {size:,} found"
-        )
+        raise CheckpointError(f"{path}: {size - at:,} bytes after the last tensor: {at:,} expected, {size:,} found")
 
 
 def _end(infos: Sequence[TensorInfo]) -> int:

@@ -64,9 +64,7 @@ class Writer:
             path = self._directory / info.path
             if error.errno in raw_io.DISK_FULL:
                 raise raw_io.disk_full(path, info.nbytes, error) from error
-            raise CheckpointError(
-                f"{path}: tensor {name!r} cannot be written: {error.strerror or error}"
-            ) from error
+            raise CheckpointError(f"{path}: tensor {name!r} cannot be written: {error.strerror or error}") from error
         self._note_written(fd, info, tensor, start, full)
         return tensor.numel() * tensor.element_size()
 
@@ -140,9 +138,7 @@ def _shape_in_torch(info: TensorInfo) -> tuple[int, ...]:
     return (*info.shape[:-1], info.shape[-1] // 2) if info.dtype == "F4" and info.shape else info.shape
 
 
-def _check_piece(
-    info: TensorInfo, tensor: torch.Tensor, start: tuple[int, ...], full: tuple[int, ...]
-) -> None:
+def _check_piece(info: TensorInfo, tensor: torch.Tensor, start: tuple[int, ...], full: tuple[int, ...]) -> None:
     if dtype_name(tensor.dtype) != info.dtype or tensor.device.type != "cpu":
         raise ValueError(
             f"tensor {info.name!r} is planned as {info.dtype}, the piece is {tensor.dtype} on {tensor.device}"

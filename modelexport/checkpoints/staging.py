@@ -57,13 +57,11 @@ class Staging:
         return self._journal.restarted
 
     @classmethod
-    def open(
-        cls, out: str | os.PathLike[str], fingerprint: Mapping[str, Any], *, overwrite: bool = False
-    ) -> Staging:
+    def open(cls, out: str | os.PathLike[str], fingerprint: Mapping[str, Any], *, overwrite: bool = False) -> Staging:
         """Begin an export to ``out``, or take up the one that was interrupted there.
 
-        An interrupted export of another fingerprint is never thrown away for the user, not even with
-        ``overwrite`` (which is about a finished target): the error says what differs and what to remove.
+        Finished steps of another fingerprint are never thrown away for the user, not even with ``overwrite``
+        (which is about a finished target): the error says what differs and what to remove.
 
         Args:
             out: the target directory. Missing parents are made.
@@ -197,10 +195,10 @@ def _take_up(target: Path, home: Path, fingerprint: Mapping[str, Any], overwrite
     """With both locks held: clear what a finished export left, check the target, open the journal."""
     try:
         journal_path = home / "journal.jsonl"
-        if _was_published(journal_path, target):
-            _empty(home)
         if os.path.lexists(home / "old") and not os.path.lexists(target):
             os.rename(home / "old", target)
+        if _was_published(home):
+            _empty(home)
         _check_target(target, overwrite)
         # Without its files a journal means nothing.
         if not (home / "ckpt").is_dir():
@@ -228,9 +226,7 @@ def _resolve(out: str | os.PathLike[str]) -> Path:
     except (OSError, ValueError, RuntimeError) as error:
         raise UsageError(f"--out {os.fspath(out)!r}: {error}") from error
     if not target.name:
-        raise UsageError(
-            f"--out {os.fspath(out)!r}: the root directory cannot be a target; name one below it"
-        )
+        raise UsageError(f"--out {os.fspath(out)!r}: the root directory cannot be a target; name one below it")
     return target
 
 
@@ -252,15 +248,15 @@ def _check_target(target: Path, overwrite: bool) -> None:
             "choose another --out, or remove it yourself"
         )
     if target.is_mount():
-        raise UsageError(
-            f"{target} is a mount point, which no rename can replace; choose a directory below it"
-        )
+        raise UsageError(f"{target} is a mount point, which no rename can replace; choose a directory below it")
 
 
-def _was_published(journal: Path, target: Path) -> bool:
-    """Whether the export that left this journal had its rename done, and only the cleaning up was cut off."""
-    inode = published_inode(journal)
-    return inode is not None and os.path.lexists(target) and target.stat().st_ino == inode
+def _was_published(home: Path) -> bool:
+    """Whether the rename of the export that left this journal was done, and only the cleaning up was cut off:
+    ``ckpt`` is no longer what was about to become the target, but gone, or the old target."""
+    inode = published_inode(home / "journal.jsonl")
+    ckpt = home / "ckpt"
+    return inode is not None and not (ckpt.is_dir() and ckpt.stat().st_ino == inode)
 
 
 def _empty(home: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -9,10 +10,12 @@ import socket
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
-__all__ = ["Heart", "last_heartbeat", "sweep_dead_runs"]
+__all__ = ["Heart", "is_dead", "last_heartbeat", "remove_closed", "sweep_dead_runs"]
 
 _SECONDS = 10.0
+_CLOSED = "closed the workspace"
 
 
 def _machine() -> str:
@@ -49,11 +52,15 @@ class Heart:
         self._doing, self._bytes = doing, nbytes
         self._write()
 
-    def stop(self, remove: bool = True) -> None:
+    def stop(self) -> None:
+        """Stop beating; the file stays and says that this rank has closed."""
         self._stopped.set()
         self._thread.join()
-        if remove:
-            self._path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # the directory was removed under us
+            self.beat(_CLOSED)
+
+    def remove(self) -> None:
+        self._path.unlink(missing_ok=True)
 
     def _run(self) -> None:
         while not self._stopped.wait(_SECONDS):
@@ -91,19 +98,42 @@ def last_heartbeat(directory: Path, rank: int) -> str:
         return "its heartbeat is just being written"
 
 
+def remove_closed(directory: Path) -> None:
+    """Remove the files of ranks that have closed and left theirs for the first rank to remove."""
+    for heart in directory.glob("rank-*.alive"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            if json.loads(heart.read_text())["doing"] == _CLOSED:
+                heart.unlink()
+
+
+def is_dead(directory: Path, rank: int) -> bool:
+    """Whether ``rank``'s process ran on this machine and has ended without closing the workspace."""
+    try:
+        return _has_ended(json.loads(_path(directory, rank).read_text()))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False  # never opened, closed in good order, or just being written
+
+
+def _has_ended(state: dict[str, Any]) -> bool:
+    if state["machine"] != _machine():
+        return False
+    try:
+        stat = Path(f"/proc/{state['pid']}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return stat.rpartition(")")[2].split()[0] in "ZX"  # ended, and not yet waited for by its parent
+
+
 def sweep_dead_runs(workspace: Path, own: Path) -> None:
     """Remove what killed runs left in ``workspace``: only if every rank that opened it ran here and is dead."""
     for directory in workspace.glob("run-*"):
-        if directory != own and _is_dead(directory):
+        if directory != own and _all_dead(directory):
             shutil.rmtree(directory, ignore_errors=True)  # another rank may be sweeping the same
 
 
-def _is_dead(directory: Path) -> bool:
+def _all_dead(directory: Path) -> bool:
     hearts = list(directory.glob("rank-*.alive"))
     try:
-        states = [json.loads(heart.read_text()) for heart in hearts]
-        return bool(states) and all(
-            state["machine"] == _machine() and not Path(f"/proc/{state['pid']}").exists() for state in states
-        )
+        return bool(hearts) and all(_has_ended(json.loads(heart.read_text())) for heart in hearts)
     except (OSError, ValueError, KeyError, TypeError):
         return False

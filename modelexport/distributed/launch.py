@@ -89,9 +89,7 @@ def init_and_run(func: Callable[P, None], cfg: MultiprocessConfig, *args: P.args
     """
     MultiprocessConfig.resolve(cfg)
     if not 0 <= cfg.rank < cfg.world_size:
-        raise UsageError(
-            f"cfg.rank is {cfg.rank}, with {cfg.world_size} ranks; set it to this process's rank"
-        )
+        raise UsageError(f"cfg.rank is {cfg.rank}, with {cfg.world_size} ranks; set it to this process's rank")
     with process_group(cfg), phase_scope(f"running {function_name(func)}"):
         func(*args, **kwargs)
 
@@ -135,9 +133,7 @@ def launch_subprocesses(
     MultiprocessConfig.resolve(cfg)
     last = rank_offset + cfg.local_world_size
     if rank_offset < 0 or last > cfg.world_size:
-        raise UsageError(
-            f"ranks {rank_offset} to {last - 1} are to start here, but world_size is {cfg.world_size}"
-        )
+        raise UsageError(f"ranks {rank_offset} to {last - 1} are to start here, but world_size is {cfg.world_size}")
     if setup is not None:
         setup()
     if cfg.world_size == 1:
@@ -175,6 +171,8 @@ def _run_here(func: Callable, cfg: MultiprocessConfig, args: tuple, kwargs: dict
 
 
 def _run_ranks(call: Call, cfg: MultiprocessConfig, rank_offset: int) -> None:
+    if cfg.launch_method != "fork":
+        call.check()
     ranks: list[RankHandle] = []
     try:
         start_ranks(ranks, call, cfg, rank_offset)

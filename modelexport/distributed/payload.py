@@ -114,7 +114,7 @@ def parse_header(header: bytes | memoryview) -> tuple[str, tuple[Entry, ...]]:
     offset = 0
     for entry in entries:
         if entry.start != offset:
-            raise GatherError(
+            raise DamagedPayloadError(
                 f"a payload's tensor {entry.name!r} starts at byte {entry.start}, expected {offset}"
             )
         offset = entry.end

@@ -53,9 +53,7 @@ class Call:
     def __reduce__(self) -> tuple[Callable, tuple]:
         assert self._call is not None
         func, args, kwargs = self._call
-        refusal = why_unreachable(func)
-        if refusal:
-            raise UsageError(refusal)
+        self.check()
         try:
             return _late_call, (bytes(reduction.ForkingPickler.dumps(self._call)),)
         except Exception as error:
@@ -67,6 +65,12 @@ class Call:
                     what = f"{name} of {function_name(func)}, of type {type(value).__qualname__},"
                     raise UsageError(f"{what} cannot be sent to the rank processes: {error}") from error
             raise UsageError(_put_in_module(func, str(error))) from error
+
+    def check(self) -> None:
+        """Raises UsageError where it is plain, before anything is started, that no rank could import the function."""
+        refusal = "" if self._call is None else _why_unreachable(self._call[0])
+        if refusal:
+            raise UsageError(refusal)
 
     def load(self) -> tuple[Callable, tuple, dict[str, Any]]:
         """(func, args, kwargs)"""
@@ -109,7 +113,7 @@ def _bare_name(func: Callable) -> str:
     return name if name.isidentifier() else "run"
 
 
-def why_unreachable(func: Callable) -> str:
+def _why_unreachable(func: Callable) -> str:
     """Why a fresh process could not import ``func``, or "" where it can (as far as one can tell)."""
     while hasattr(func, "func") and callable(func.func):  # functools.partial
         func = func.func

@@ -69,11 +69,8 @@ def agree(key: str, ranks: Sequence[int], me: int, make: Callable[[], str], seco
         store.set(key, value)
         return value
     deadline = time.monotonic() + seconds
-    value = _wait_for_key(
-        store, key, deadline, f"rank {ranks[0]} did not start its gather of ranks {ranks}"
-    ).decode()
-    _forget(store, key, len(ranks) - 1)
-    return value
+    what = f"rank {ranks[0]} did not start its gather of ranks {list(ranks)}"
+    return _wait_for_key(store, key, deadline, what).decode()
 
 
 def run_id(seconds: float) -> str:

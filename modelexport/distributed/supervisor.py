@@ -93,7 +93,7 @@ class Supervisor:
                 self._selector.register(rank.channel, selectors.EVENT_READ, (self._hear, rank))
                 self._selector.register(rank.process.sentinel, selectors.EVENT_READ, (self._exited, rank))
             while not all(rank.exited for rank in self._ranks):
-                for key, _ in self._selector.select(self._tick):
+                for key, _ in self._selector.select(0.02 if self._failures() else self._tick):
                     handle, rank = key.data
                     handle(rank)
                 self._advance_clock()
@@ -213,9 +213,7 @@ class Supervisor:
         text = f"no progress for {self._clock - rank.progress_at:.3g} s (time-out {self._timeout:g} s)"
         waiting = [r for r in self._ranks if r is not rank and not r.exited and r.state.waiting]
         if waiting:
-            text += "; waiting meanwhile: " + ", ".join(
-                f"rank {r.rank} ({r.state.text})" for r in waiting[:8]
-            )
+            text += "; waiting meanwhile: " + ", ".join(f"rank {r.rank} ({r.state.text})" for r in waiting[:8])
         return text
 
     def _accuse(self, rank: RankHandle, text: str) -> None:
@@ -236,9 +234,7 @@ class Supervisor:
         running = [rank for rank in self._ranks if not rank.exited and rank.failure is None]
         stopped = [rank for rank in running if self._is_stopped(rank, 2 * BEAT_SECONDS)]
         idle = [
-            rank
-            for rank in running
-            if not rank.state.waiting and self._clock - rank.progress_at >= self._timeout / 2
+            rank for rank in running if not rank.state.waiting and self._clock - rank.progress_at >= self._timeout / 2
         ]
         if stopped or idle:
             rank = stopped[0] if stopped else min(idle, key=lambda rank: rank.state.progress_ns)

@@ -230,17 +230,25 @@ class NFSWorkspace:
                 break
         return f"rank {rank}: {state}; {self.heartbeat_of(rank)}"
 
-    def close(self, *, keep_heartbeat: bool = False) -> None:
+    def close(self) -> None:
         """Remove this rank's own state, and the run's directory once nothing of any rank is left in it.
 
         Ranks that may still read this rank's newest state must have done so; agreeing on that is the caller's.
         """
-        if self._heart is None:
+        heart, self._heart = self._heart, None
+        if heart is None:
             return
-        self._heart.stop(remove=not keep_heartbeat)
-        self._heart = None
         if self._sequence:
             self.remove(self.rank, self._sequence)
+        heart.stop()
+        # Payloads that someone is still to read keep our file with them, so that it is known whose they were;
+        # it says "closed" first, so that whoever removes the payloads also finds that it may go.
+        if not any(rank == self.rank for rank, _ in self.published()):
+            heart.remove()
+        self.remove_directory()
+
+    def remove_directory(self) -> None:
+        """Remove the run's directory, if nothing is left in it."""
         try:
             self.directory.rmdir()
         except OSError as error:

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from modelexport.distributed import rendezvous as _rendezvous
-from modelexport.distributed.heartbeat import sweep_dead_runs
+from modelexport.distributed.heartbeat import is_dead, remove_closed, sweep_dead_runs
 from modelexport.distributed.workspace import CORRUPT_READS, CorruptError, NFSWorkspace, NotYetError
 from modelexport.errors import GatherError
 
@@ -75,7 +75,8 @@ class WorkspaceChannel:
         sequence, self._next = self._next, self._next + 1
         configs: dict[int, Any] = {}
         corrupt: dict[int, int] = {}
-        deadline, pause = time.monotonic() + seconds, 0.001
+        started, pause = time.monotonic(), 0.001
+        deadline = started + seconds
         while True:
             missing = [rank for rank in self._ranks[1:] if rank not in configs]
             if not missing:
@@ -91,13 +92,18 @@ class WorkspaceChannel:
                         raise GatherError(f"rank {rank}'s payload {sequence} is corrupt: {error}") from error
                 except NotYetError:
                     pass
-            if time.monotonic() > deadline:
+            overdue = time.monotonic() > deadline
+            dead = [rank for rank in missing if rank not in configs and is_dead(workspace.directory, rank)]
+            # Once more, for what it wrote just before its end.
+            dead = [rank for rank in dead if (rank, sequence) not in workspace.published()]
+            if overdue or dead:
                 states = "; ".join(
                     workspace.describe_missing(rank, sequence) for rank in missing if rank not in configs
                 )
                 raise GatherError(
-                    f"waited {seconds:g} s in {workspace.directory} for payload {sequence} of ranks "
-                    f"{list(self._ranks[1:])}; arrived: {sorted(configs)}; {states}"
+                    (f"the processes of ranks {dead} have ended, " if dead else "")
+                    + f"waited {time.monotonic() - started:.1f} s in {workspace.directory} for payload {sequence} of "
+                    f"ranks {list(self._ranks[1:])}; arrived: {sorted(configs)}; {states}"
                 )
             time.sleep(pause)
             pause = min(pause * 1.5, 0.1)
@@ -116,10 +122,8 @@ class WorkspaceChannel:
             # Nobody else reads here: what lies unconsumed now never will be.
             for rank, sequence in workspace.published():
                 workspace.remove(rank, sequence)
-            workspace.close()
-        else:
-            # With payloads on their way the heartbeat stays too, so that a later run can tell whose they were.
-            workspace.close(keep_heartbeat=bool(self._still_there()))
+            remove_closed(workspace.directory)
+        workspace.close()
 
     def _open(self) -> NFSWorkspace:
         if self._workspace is None:
@@ -137,12 +141,13 @@ class WorkspaceChannel:
     def _wait_for_room(self, allowed: int, seconds: float) -> None:
         deadline, pause = time.monotonic() + seconds, 0.001
         while len(self._still_there()) > allowed:
-            if time.monotonic() > deadline:
-                workspace = self._open()
+            workspace, first = self._open(), self._ranks[0]
+            dead = is_dead(workspace.directory, first)
+            if dead or time.monotonic() > deadline:
+                waited = "its process has ended" if dead else f"waited {seconds:g} s"
                 raise GatherError(
-                    f"rank {self._ranks[0]}, which collects, has not read the payloads {sorted(self._outstanding)} "
-                    f"of rank {self._me} in {workspace.directory} after {seconds:g} s; "
-                    f"{workspace.heartbeat_of(self._ranks[0])}"
+                    f"rank {first}, which collects, has not read the payloads {sorted(self._outstanding)} of rank "
+                    f"{self._me} in {workspace.directory}: {waited}; {workspace.heartbeat_of(first)}"
                 )
             time.sleep(pause)
             pause = min(pause * 1.5, 0.1)

@@ -13,7 +13,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -136,7 +136,9 @@ def run_audit(
     Raises:
         CheckpointError: a file ends early or cannot be read.
     """
-    with Reader(written) as out_reader, nullcontext() if source is None else Reader(source) as source_reader:
+    with ExitStack() as stack:
+        out_reader = stack.enter_context(Reader(written))
+        source_reader = None if source is None else stack.enter_context(Reader(source))
 
         def check(item: Item) -> ModuleCheck:
             return _check(item, read_chunks(item, out_reader, source_reader), pieces, thorough)
@@ -183,9 +185,7 @@ def read_chunks(item: Item, out_reader: Reader, source_reader: Reader | None) ->
         yield chunk
 
 
-def _check(
-    item: Item, chunks: Iterator[Chunk], pieces: Mapping[str, Sequence[Piece]], thorough: bool
-) -> ModuleCheck:
+def _check(item: Item, chunks: Iterator[Chunk], pieces: Mapping[str, Sequence[Piece]], thorough: bool) -> ModuleCheck:
     hashes = {key: hashlib.sha256() for key in item.tensors}
     written = {key: pieces.get(info.name, ()) for key, info in item.tensors.items()}
     crcs = {key: [0] * len(parts) for key, parts in written.items()}

@@ -137,9 +137,7 @@ def inspect_checkpoint(directory: Path | str) -> Inspection:
     )
 
 
-def tensor_parallel_sizes(
-    architecture: Architecture, modules: Sequence[StoredModule]
-) -> tuple[list[int] | None, str]:
+def tensor_parallel_sizes(architecture: Architecture, modules: Sequence[StoredModule]) -> tuple[list[int] | None, str]:
     """Tensor-parallel sizes at which an engine can load the checkpoint; or None, and why that is not known."""
     family, dims = architecture.family, architecture.dimensions
     if family is None or dims is None:
@@ -158,9 +156,7 @@ def tensor_parallel_sizes(
             limits.add((module.stored.shape[dim], unit))
     sizes = admissible_tp(sorted(limits), dims.kv_heads)
     # A rank holds at least one whole key/value head; blocks of rows may not be cut by its end.
-    whole = [
-        tp for tp in sizes if all(max(1, dims.kv_heads // tp) * dims.head_dim % u == 0 for u in kv_units)
-    ]
+    whole = [tp for tp in sizes if all(max(1, dims.kv_heads // tp) * dims.head_dim % u == 0 for u in kv_units)]
     return whole, "" if whole else "no number of ranks divides every cut dimension on a whole head and group"
 
 
@@ -193,9 +189,7 @@ def read_record(directory: Path) -> dict[str, Any] | None:
     }
     for key, kind in kinds.items():
         if not isinstance(record, dict) or not isinstance(record.get(key), kind):
-            raise CheckpointError(
-                f"{path}: has no '{key}'; it is damaged, or of another version of modelexport"
-            )
+            raise CheckpointError(f"{path}: has no '{key}'; it is damaged, or of another version of modelexport")
     return record
 
 
@@ -231,10 +225,7 @@ def _rows(modules: Sequence[StoredModule], architecture: Architecture) -> list[T
                 group[0].kind,
                 len(group),
                 number_format,
-                [
-                    list(shape)
-                    for shape in sorted({m.stored.shape for m in group if m.stored.shape is not None})
-                ],
+                [list(shape) for shape in sorted({m.stored.shape for m in group if m.stored.shape is not None})],
                 sorted(scales),
                 parameters,
                 nbytes,
@@ -275,9 +266,7 @@ def _quantization_summary(quantization: QuantizationConfig) -> dict[str, Any]:
             for s in quantization.schemes
         },
         "ignore": list(quantization.ignore),
-        "kv_cache_scheme": None
-        if quantization.kv_cache_scheme is None
-        else dict(quantization.kv_cache_scheme),
+        "kv_cache_scheme": None if quantization.kv_cache_scheme is None else dict(quantization.kv_cache_scheme),
     }
 
 
@@ -309,7 +298,8 @@ def _index_warnings(checkpoint: Checkpoint) -> Iterator[str]:
 def _report(inspection: Inspection) -> Iterator[str]:
     names = ", ".join(inspection.architectures) or "no architecture named"
     tied = {True: ", tied embeddings", False: "", None: ""}[inspection.tied_embeddings]
-    yield f"{inspection.directory}: {names} ({inspection.model_type or 'no model_type'}), {inspection.layers} layers{tied}"
+    kind = inspection.model_type or "no model_type"
+    yield f"{inspection.directory}: {names} ({kind}), {inspection.layers} layers{tied}"
     yield ""
     cells = [
         (

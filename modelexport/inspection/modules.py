@@ -143,7 +143,7 @@ def recognise(tensors: Mapping[str, TensorInfo], scheme: Scheme | None, method: 
     if info.dtype == "U8":
         return _bytes(tensors, info, scale)
     shape, scales = info.shape, tensors[scale]
-    unit = _unit(shape, scales)
+    unit = _unit(shape, scales, scheme)
     name = {"I8": "int8"}.get(info.dtype, plain)
     if info.dtype == "F8_E4M3" and scales.dtype in ("U8", "F8_E8M0"):
         name = "mxfp8"
@@ -177,9 +177,7 @@ def _transposed_words(tensors: Mapping[str, TensorInfo], method: str) -> Stored:
     else:
         shape, name = (cols, rows * 8), "int4-gptq"
     groups = scales.shape[0] if scales is not None and scales.shape else 1
-    return Stored(
-        name, shape, "scales" if scales is not None else "", (8, max(1, shape[1] // max(1, groups))), True
-    )
+    return Stored(name, shape, "scales" if scales is not None else "", (8, max(1, shape[1] // max(1, groups))), True)
 
 
 def _bytes(tensors: Mapping[str, TensorInfo], info: TensorInfo, scale: str) -> Stored:
@@ -197,8 +195,11 @@ def _bytes(tensors: Mapping[str, TensorInfo], info: TensorInfo, scale: str) -> S
     return Stored("int4", shape, scale, (math.lcm(rows, 2), cols), True)
 
 
-def _unit(shape: tuple[int, ...], scales: TensorInfo | None) -> tuple[int, int]:
+def _unit(shape: tuple[int, ...], scales: TensorInfo | None, scheme: Scheme | None = None) -> tuple[int, int]:
     """Weight elements that share a scale, along each dimension in which there is more than one scale."""
+    block = scheme.weights.get("block_structure") if scheme is not None else None
+    if isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block):
+        return (block[0], block[1])
     if scales is None or len(shape) != 2 or len(scales.shape) != 2:
         return (1, 1)
     rows, cols = (-(-size // count) if count else 1 for size, count in zip(shape, scales.shape, strict=True))

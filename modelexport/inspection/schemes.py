@@ -201,11 +201,7 @@ def _scale_shapes(scheme: Scheme, shape: tuple[int, int]) -> tuple[tuple[int, ..
         return ((rows, _ceil(cols, group)),)
     if strategy == "block":
         block = scheme.weights.get("block_structure")
-        if (
-            not isinstance(block, list)
-            or len(block) != 2
-            or not all(isinstance(n, int) and n > 0 for n in block)
-        ):
+        if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
             raise CheckpointError(f"{scheme.name}: strategy 'block' with block_structure {block!r}")
         return ((_ceil(rows, block[0]), _ceil(cols, block[1])),)
     raise CheckpointError(f"{scheme.name}: unknown strategy {strategy!r} for weights")
@@ -249,20 +245,12 @@ def _optional(value: Any, where: str) -> Mapping[str, Any] | None:
 def _strings(value: Any, where: str) -> tuple[str, ...]:
     if value is None:
         return ()
-    if (
-        not isinstance(value, Sequence)
-        or isinstance(value, str)
-        or not all(isinstance(s, str) for s in value)
-    ):
-        raise CheckpointError(
-            f"config.json: quantization_config: {where} must be a list of names, is {value!r}"
-        )
+    if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(s, str) for s in value):
+        raise CheckpointError(f"config.json: quantization_config: {where} must be a list of names, is {value!r}")
     for pattern in value:
         if pattern.startswith("re:"):
             try:
                 re.compile(pattern[3:])
             except re.error as error:
-                raise CheckpointError(
-                    f"config.json: {where}: '{pattern}' is no regular expression: {error}"
-                ) from error
+                raise CheckpointError(f"config.json: {where}: '{pattern}' is no regular expression: {error}") from error
     return tuple(value)

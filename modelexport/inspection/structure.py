@@ -136,9 +136,7 @@ def _promise_problems(module: StoredModule, scheme: Scheme, shape: tuple[int, in
                 f"{info.name} is {info.dtype} {list(info.shape)}, "
                 f"{scheme.name} ({scheme.describe()}) promises {promise}"
             )
-    yield from _extra_problems(
-        module, {*wanted, "bias"}, f"{scheme.name} ({scheme.format}) does not promise it"
-    )
+    yield from _extra_problems(module, {*wanted, "bias"}, f"{scheme.name} ({scheme.format}) does not promise it")
     yield from _bias_problems(module, shape)
 
 
@@ -146,11 +144,7 @@ def _plain_problems(
     module: StoredModule, quantization: QuantizationConfig | None, shape: tuple[int, ...] | None
 ) -> Iterator[str]:
     """A module that is not quantised: a floating-point weight, perhaps a bias, and nothing else."""
-    why = (
-        "config.json has no quantization_config"
-        if quantization is None
-        else "config.json does not quantise it"
-    )
+    why = "config.json has no quantization_config" if quantization is None else "config.json does not quantise it"
     weight = module.tensors.get("weight")
     if weight is None:
         yield f"{module.name}.weight is missing, and {why} ({_listed(module)})"

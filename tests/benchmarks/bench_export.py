@@ -161,12 +161,14 @@ class Run:
     """One run of a command: seconds, exit status, memory peaks in bytes where it was sampled.
 
     ``lingering``: seconds from the command's end to the end of the last process it had started.
+    ``others``: cores that were busy with something else meanwhile, on average.
     """
 
     wall: float
     cpu: float
     status: int
     lingering: float = 0.0
+    others: float = 0.0
     process_peak: int = 0
     tree_peak: int = 0
     processes: int = 0
@@ -186,6 +188,7 @@ def run(command: list[str], log: Path, *, sample: bool, timeout: float) -> Run:
         (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644),
         (os.POSIX_SPAWN_DUP2, 1, 2),
     ]
+    busy = busy_seconds()
     began = time.perf_counter()
     main = os.posix_spawnp(command[0], command, environment, file_actions=actions)
     sampler = Sampler(os.getpid()) if sample else None
@@ -208,10 +211,19 @@ def run(command: list[str], log: Path, *, sample: bool, timeout: float) -> Run:
         raise
     finally:
         killer.cancel()
-        result.lingering = time.perf_counter() - began - result.wall
+        whole = time.perf_counter() - began
+        result.lingering = whole - result.wall
+        result.others = max(0.0, busy_seconds() - busy - result.cpu) / whole
         if sampler is not None:
             sampler.stop(result)
     return result
+
+
+def busy_seconds() -> float:
+    """CPU seconds that this machine's processes have used since it started, as far as it can tell."""
+    with open("/proc/stat") as file:
+        user, nice, system, _, _, irq, softirq, steal = map(int, file.readline().split()[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def kill_descendants() -> None:
@@ -389,6 +401,11 @@ def report(found: list[Case], layer_bytes: int, options: argparse.Namespace) -> 
     yield from table(header, rows)
     yield ""
     yield f"wall: median of {options.repeat}; aim for an export: 2 x cp + 3 s = {2 * cp + 3:.2f} s at every tp"
+    others = [run.others for case in found for run in case.runs]
+    yield (
+        f"busy with other work meanwhile: {statistics.median(others):.2f} of {os.cpu_count()} cores (median; "
+        f"at most {max(others):.2f}); figures with much of it are too high"
+    )
     interval = statistics.median(case.sampled.interval for case in found if case.sampled)
     yield (
         f"peaks: Pss_Anon + Pss_Shmem, one extra run each, a sample every {1000 * interval:.0f} ms (median); "

@@ -9,6 +9,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from modelexport.checkpoints import raw_io
+from modelexport.checkpoints import raw_io, safetensors_writer
 from modelexport.checkpoints.safetensors_file import (
     Layout,
     Reader,
@@ -300,6 +302,7 @@ def test_reading_into_the_callers_memory(tmp_path: Path) -> None:
                 reader.read(info, **part)  # type: ignore[arg-type]
 
 
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="this torch has no float4")
 def test_packed_fp4_is_cut_between_bytes(tmp_path: Path) -> None:
     packed = torch.arange(40, dtype=torch.uint8).reshape(5, 8)
     fp4 = torch_dtype("F4")
@@ -400,6 +403,40 @@ def test_columns_beyond_one_mapping(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert torch.equal(reader.read(checkpoint.infos["w"], cols=(123, 456)), weight[:, 123:456])
 
 
+def test_many_threads_share_a_reader_and_a_writer(tmp_path: Path) -> None:
+    weight = torch.randint(0, 255, (1200, 500), dtype=torch.uint8)
+    layout = plan_layout([("w", "U8", (1200, 500))])
+    layout.create(tmp_path)
+    boxes = [((r, r + 100), (c, c + 125)) for r in range(0, 1200, 100) for c in range(0, 500, 125)]
+    with Writer(layout, tmp_path) as writer, ThreadPoolExecutor(4) as pool:
+        wrote = [pool.submit(writer.write, "w", weight[slice(*r), slice(*c)], offset=(r[0], c[0])) for r, c in boxes]
+        assert sum(future.result() for future in wrote) == 600_000
+    checkpoint = open_checkpoint(tmp_path)
+    with Reader(checkpoint) as reader, ThreadPoolExecutor(4) as pool:
+        info = checkpoint.infos["w"]
+        read = [pool.submit(reader.read, info, rows=r, cols=c) for r, c in boxes]
+        for (r, c), future in zip(boxes, read, strict=True):
+            assert torch.equal(future.result(), weight[slice(*r), slice(*c)])
+
+
+def test_writeback_begins_behind_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[tuple[int, int]] = []
+    monkeypatch.setattr(raw_io, "begin_writeback", lambda fd, offset, length: begun.append((offset, length)))
+    monkeypatch.setattr(safetensors_writer, "_WRITEBACK_BYTES", 4000)
+    layout = plan_layout([("w", "U8", (100, 100)), ("s", "F32", ())])
+    layout.create(tmp_path)
+    start = layout.infos["w"].offset
+    with Writer(layout, tmp_path) as writer:
+        writer.start_writeback()
+        for row in range(0, 100, 10):
+            writer.write("w", torch.ones(10, 40, dtype=torch.uint8), offset=(row, 0))  # rows not complete yet
+            writer.write("w", torch.ones(10, 60, dtype=torch.uint8), offset=(row, 40))
+        writer.write("s", torch.tensor(1.0))
+    assert begun[0][0] == start
+    assert sum(length for _, length in begun) == 10_004
+    assert all(a[0] + a[1] == b[0] for a, b in pairwise(begun))
+
+
 def test_pieces_that_do_not_fit(tmp_path: Path) -> None:
     layout = plan_layout([("w", "F32", (4, 6))])
     layout.create(tmp_path)
@@ -469,7 +506,8 @@ def part(n):
     return n * rank // world, n * (rank + 1) // world
 cols = torch.arange(500 * 301).reshape(500, 301).to(torch.int16)
 rows = torch.arange(301 * 50).reshape(301, 50).to(torch.int16)
-sys.stdin.read()
+print("ready", flush=True)
+sys.stdin.readline()
 with Writer(layout, directory) as writer:
     writer.start_writeback()
     a, b = part(301)
@@ -488,11 +526,24 @@ def test_several_processes_fill_the_same_pages(tmp_path: Path) -> None:
         subprocess.Popen(
             [sys.executable, "-c", WRITER_PROCESS, str(tmp_path), str(rank), "3"],
             stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in range(3)
     ]
-    failures = [rank.communicate(timeout=100)[1] for rank in ranks]
+    try:
+        for rank in ranks:
+            assert rank.stdout is not None
+            assert rank.stdin is not None
+            assert rank.stdout.readline() == "ready\n"
+        for rank in ranks:  # all are past their imports: now they write at the same time
+            print("go", file=rank.stdin, flush=True)
+        failures = [rank.communicate(timeout=60)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate(timeout=20)
     assert [rank.returncode for rank in ranks] == [0, 0, 0], failures
     checkpoint = open_checkpoint(tmp_path)
     with Reader(checkpoint) as reader:
@@ -505,7 +556,7 @@ def test_several_processes_fill_the_same_pages(tmp_path: Path) -> None:
 FULL_DISK = """
 import errno, itertools, json, os, shutil, sys, torch
 from pathlib import Path
-from modelexport.checkpoints import raw_io
+from modelexport.checkpoints import raw_io, safetensors_writer
 from modelexport.checkpoints.safetensors_file import Writer, plan_layout
 from modelexport.errors import CheckpointError
 directory = Path(sys.argv[1])

@@ -177,6 +177,29 @@ def test_another_export_is_told_what_differs(out: Path) -> None:
         assert list(stage.done) == ["layer 0"]
 
 
+@pytest.mark.timeout(60)
+def test_an_export_killed_before_its_first_step_is_in_nobodys_way(out: Path, start: Any) -> None:
+    killed = start(out, "killed at once")
+    assert killed.wait(timeout=50) == -signal.SIGKILL
+    assert listing(staging_directory(out) / "ckpt") == ["config.json"]
+    with Staging.open(out, {"quant": "another"}) as stage:
+        assert not stage.resumed
+        assert listing(stage.directory) == []
+
+
+@pytest.mark.timeout(60)
+def test_the_old_target_is_never_taken_for_the_new_one(out: Path, start: Any) -> None:
+    """Killed after the swap, the staging directory holds what was replaced."""
+    export(out, "old")
+    killed = start(out, "killed after the rename")
+    assert killed.wait(timeout=50) == -signal.SIGKILL
+    out.rename(out.parent / "moved")
+    with Staging.open(out, {"quant": "fp8"}) as stage:
+        assert stage.done == {}
+        assert listing(stage.directory) == []
+    assert (out.parent / "moved" / "config.json").read_text() == "new"
+
+
 def test_an_export_that_did_nothing_leaves_nothing(out: Path) -> None:
     interrupt(out)
     assert listing(out.parent) == []
@@ -291,6 +314,8 @@ elif role == "rank":
 else:
     stage = Staging.open(out, recipe, overwrite=True)
     (stage.directory / "config.json").write_text("new")
+    if role == "killed at once":
+        die()
     stage.record("layer 0", {})
     if role == "killed before the rename":
         raw_io.rename_no_replace = die

@@ -25,8 +25,11 @@ from modelexport.checkpoints.safetensors_file import (
 )
 from modelexport.errors import CheckpointError
 
-TORCH_HAS_NONE = {"F6_E2M3", "F6_E3M2"}
-DTYPES = [name for name in dtype_names() if name not in TORCH_HAS_NONE]
+IN_NO_TORCH = {"F6_E2M3", "F6_E3M2"}
+IN_NEWER_TORCH = {"F4": "float4_e2m1fn_x2", "F8_E8M0": "float8_e8m0fnu"}
+DTYPES = [
+    name for name in dtype_names() if name not in IN_NO_TORCH and hasattr(torch, IN_NEWER_TORCH.get(name, "uint8"))
+]
 
 
 def random_tensor(dtype: str, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from modelexport.distributed.launch import (
-    RankFailedError,
     all_to_all,
     get_distributed_backend,
     get_grid,
@@ -261,7 +260,3 @@ def launch_again() -> None:
     from modelexport.distributed.launch import MultiprocessConfig, launch_subprocesses
 
     launch_subprocesses(describe, MultiprocessConfig(world_size=2))
-
-
-def is_rank_failure(error: object) -> bool:
-    return isinstance(error, RankFailedError)

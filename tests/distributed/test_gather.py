@@ -56,7 +56,7 @@ def test_a_kept_tensor_keeps_its_bytes_and_other_buffers_are_reused(workspace: s
 
 def test_a_kept_buffer_is_reused_once_it_is_let_go(tmp_path: Path) -> None:
     results = run_ranks(targets.gather_after_letting_go, 2, tmp_path / "ranks")
-    assert results[1]["used"][2] == 3
+    assert results[1]["used"][1] == 2
     assert results[1]["used"][-1] == 0
 
 
@@ -101,11 +101,11 @@ def test_a_rank_that_dies_is_named(workspace: str | None, tmp_path: Path, how: s
     assert "rank 2" in first["text"]
     if workspace is None:
         assert "closed its connection before it sent payload 1" in first["text"]
-        assert first["seconds"] < 10  # of a time-out of 20
     else:
+        assert "the processes of ranks [2] have ended" in first["text"]
         assert "rank 2: missing" in first["text"]
         assert "last heartbeat" in first["text"]
-        assert "arrived: [1]" in first["text"]
+    assert first["seconds"] < 10  # of a time-out of 20
     assert second["text"] == "nothing seen"
 
 

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
-import signal
 import socket
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,55 +21,10 @@ from modelexport.distributed.launch import (
 )
 from modelexport.errors import RankFailedError, UsageError
 from tests.distributed import _launch_targets as targets
+from tests.distributed._launch_helpers import Events, alive, failing, launch, wait_until
 
 pytestmark = pytest.mark.timeout(90)
-ROOT = Path(__file__).parents[2]
 WORLDS = (2, 4)
-
-
-class Events(list):
-    """An on_event that keeps what it gets, and knows the ranks' processes."""
-
-    def __call__(self, rank: int, event: dict) -> None:
-        self.append((rank, event))
-
-    def pids(self) -> list[int]:
-        return [event["pid"] for _, event in self]
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs (a zombie does not)."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
-
-
-def launch(func: Callable, world_size: int, *args: Any, **config: Any) -> Events:
-    events = Events()
-    cfg = MultiprocessConfig(world_size=world_size, on_event=events, **config)
-    launch_subprocesses(func, cfg, None, 0, *args)
-    return events
-
-
-def failing(func: Callable, world_size: int, *args: Any, **config: Any) -> tuple[RankFailedError, Events]:
-    """Launches what must fail; nothing but the error may be left."""
-    events = Events()
-    cfg = MultiprocessConfig(world_size=world_size, on_event=events, **config)
-    with pytest.raises(RankFailedError) as caught:
-        launch_subprocesses(func, cfg, None, 0, *args)
-    pids = events.pids()
-    assert len(pids) == world_size
-    wait_until(lambda: not any(map(alive, pids)))
-    return caught.value, events
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
@@ -264,8 +214,6 @@ def test_spawn() -> None:
 
 
 def test_fork_is_refused_once_there_are_threads() -> None:
-    import threading
-
     done = threading.Event()
     thread = threading.Thread(target=done.wait)
     thread.start()
@@ -275,164 +223,6 @@ def test_fork_is_refused_once_there_are_threads() -> None:
     finally:
         done.set()
         thread.join()
-
-
-# --- programs of their own -------------------------------------------------------------------------
-
-
-def start_program(code: str, *args: str, file: Path | None = None, **env: str) -> subprocess.Popen:
-    command = [sys.executable, "-c", code] if file is None else [sys.executable, str(file)]
-    if file is not None:
-        file.write_text(code)
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), **env}
-    return subprocess.Popen(
-        [*command, *args], env=environ, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-
-
-def finish(program: subprocess.Popen, status: int = 0) -> tuple[str, str]:
-    try:
-        out, err = program.communicate(timeout=60)
-    finally:
-        program.kill()
-    assert program.returncode == status, err
-    return out, err
-
-
-def test_fork_in_a_cold_process() -> None:
-    code = """
-from modelexport.distributed.launch import MultiprocessConfig, launch_subprocesses
-def work(word):
-    import torch, torch.distributed as dist
-    from modelexport.distributed.launch import report
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    report({"word": word, "sum": float(total)})
-cfg = MultiprocessConfig(world_size=2, launch_method="fork", on_event=lambda rank, event: print(event))
-launch_subprocesses(work, cfg, None, 0, "from a prompt")
-"""
-    out, err = finish(start_program(code))
-    assert out.splitlines() == ["{'word': 'from a prompt', 'sum': 2.0}"] * 2
-    assert err == ""
-
-
-def test_the_launcher_does_without_torch() -> None:
-    code = """
-import sys
-from modelexport.distributed.launch import MultiprocessConfig, launch_subprocesses, prestart
-prestart()
-from modelexport.errors import UsageError
-cfg = MultiprocessConfig(world_size=2, preload=("torch", "no_such_module"), on_event=lambda rank, event: None)
-launch_subprocesses(print, cfg, None, 0, "printed by a rank")
-assert "torch" not in sys.modules
-"""
-    out, err = finish(start_program(code))
-    assert out == "printed by a rank\n" * 2
-    assert err == ""
-
-
-def test_a_script_without_a_guard_gets_a_hint(tmp_path: Path) -> None:
-    code = """
-from modelexport.distributed.launch import MultiprocessConfig, launch_subprocesses
-launch_subprocesses(print, MultiprocessConfig(world_size=2))
-"""
-    _, err = finish(start_program(code, file=tmp_path / "script.py"), status=1)
-    assert "if __name__ == '__main__':" in err.splitlines()[-1]
-
-
-def test_a_preload_module_that_breaks_is_named(tmp_path: Path) -> None:
-    (tmp_path / "broken_module.py").write_text("raise ValueError('broken at import')\n")
-    code = """
-from modelexport.distributed.launch import MultiprocessConfig, launch_subprocesses
-launch_subprocesses(print, MultiprocessConfig(world_size=2, preload=("broken_module",)))
-"""
-    _, err = finish(start_program(code, PYTHONPATH=f"{ROOT}:{tmp_path}"), status=1)
-    assert "broken at import" in err
-    assert "preload modules (broken_module)" in err.splitlines()[-1]
-
-
-LAUNCH_AND_HANG = """
-import sys
-from modelexport.distributed.launch import MultiprocessConfig, launch_subprocesses
-from tests.distributed._launch_targets import hang_forever
-launch_subprocesses(hang_forever, MultiprocessConfig(world_size=2, launch_method=sys.argv[3]), None, 0, *sys.argv[1:3])
-"""
-
-
-@pytest.fixture
-def hanging(tmp_path: Path) -> Iterator[Callable[[str, str], tuple[subprocess.Popen, list[int]]]]:
-    """Starts a program whose ranks hang; gives it and the ids of all its processes' descendants."""
-    started: list[subprocess.Popen] = []
-
-    def start(how: str, method: str) -> tuple[subprocess.Popen, list[int]]:
-        program = start_program(LAUNCH_AND_HANG, str(tmp_path), how, method)
-        started.append(program)
-        files = [tmp_path / "0", tmp_path / "1"]
-        wait_until(lambda: program.poll() is not None or all(file.exists() for file in files), 60)
-        time.sleep(0.3)  # until both are where they hang
-        pids = descendants(program.pid)
-        assert {int(file.read_text()) for file in files} <= set(pids)
-        return program, pids
-
-    yield start
-    for program in started:
-        program.kill()
-        program.communicate()
-
-
-def descendants(pid: int) -> list[int]:
-    """Processes below ``pid``: ranks, fork server, resource tracker."""
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(") ")[2].split()
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            parents[int(entry.name)] = int(fields[1])
-    found = [pid]
-    for ancestor in found:
-        found += [child for child, parent in parents.items() if parent == ancestor]
-    return found[1:]
-
-
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
-@pytest.mark.parametrize("how", ["hang", "hang with the interpreter", "SIGSTOP"])
-def test_no_process_survives_a_killed_launcher(how: str, method: str, hanging: Callable) -> None:
-    program, pids = hanging(how, method)
-    assert len(pids) >= 3
-    program.kill()
-    program.wait()
-    wait_until(lambda: not any(map(alive, pids)))
-
-
-def test_ctrl_c_ends_the_ranks(hanging: Callable) -> None:
-    program, pids = hanging("hang", "forkserver")
-    program.send_signal(signal.SIGINT)
-    _, err = finish(program, status=-signal.SIGINT)
-    assert err.splitlines()[-1] == "KeyboardInterrupt"
-    assert err.count("Traceback") == 1
-    wait_until(lambda: not any(map(alive, pids)))
-
-
-def test_two_launchers_share_a_world() -> None:
-    code = """
-import sys
-from modelexport.distributed.launch import MultiprocessConfig, launch_subprocesses
-from tests.distributed._launch_targets import describe
-def on_event(rank, event):
-    print(rank, event["sum"], event["variables"]["LOCAL_RANK"], flush=True)
-cfg = MultiprocessConfig(world_size=4, local_world_size=2, master_port=int(sys.argv[2]), on_event=on_event)
-launch_subprocesses(describe, cfg, None, int(sys.argv[1]))
-"""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    programs = [start_program(code, offset, port) for offset in ("0", "2")]
-    outputs = [finish(program) for program in programs]
-    assert sorted(outputs[0][0].splitlines()) == ["0 6 0", "1 6 1"]
-    assert sorted(outputs[1][0].splitlines()) == ["2 6 0", "3 6 1"]
-    assert [err for _, err in outputs] == ["", ""]
 
 
 # --- what cannot be sent ---------------------------------------------------------------------------
@@ -450,18 +240,6 @@ def test_a_target_that_cannot_be_imported() -> None:
 def test_an_argument_that_cannot_be_sent() -> None:
     with pytest.raises(UsageError, match=r"argument 1 of describe, of type generator, cannot be sent"):
         launch(targets.describe, 2, "x", (i for i in range(3)))
-
-
-def test_a_target_from_a_prompt() -> None:
-    code = """
-from modelexport.distributed.launch import MultiprocessConfig, launch_subprocesses
-def work():
-    pass
-launch_subprocesses(work, MultiprocessConfig(world_size=2))
-"""
-    _, err = finish(start_program(code), status=1)
-    assert "work cannot be sent to the rank processes" in err.splitlines()[-1]
-    assert "Put it in a module" in err.splitlines()[-1]
 
 
 # --- world size 1 ----------------------------------------------------------------------------------

@@ -24,38 +24,19 @@ import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
-_F32, _F64, _U64, _U32, _I32, _U16, _I8, _U8 = (
-    np.float32,
-    np.float64,
-    np.uint64,
-    np.uint32,
-    np.int32,
-    np.uint16,
-    np.int8,
-    np.uint8,
-)
+_F32, _F64 = np.float32, np.float64
+_U64, _U32, _U16, _U8 = np.uint64, np.uint32, np.uint16, np.uint8
+_I32, _I8 = np.int32, np.int8
 
-BF16, FP16, FP32 = 0, 1, 2
-"""Kinds of floating-point values."""
+BF16, FP16, FP32 = 0, 1, 2  # kinds of floating-point values
+INT8, FP8, INT4, PLAIN = 0, 1, 2, 3  # codes of stored weights: PLAIN is not quantised
+LANES = 128  # partial sums per row in squared_error, the same as the reference's
+_BLOCK = 2048  # columns decoded at a time, 8 KB of float32; a multiple of LANES and of every group size
 
-INT8, FP8, INT4, PLAIN = 0, 1, 2, 3
-"""Codes of stored weights: int8, e4m3, eight nibbles an int32, and not quantised."""
-
-LANES = 128
-"""Partial sums per row in :func:`squared_error`, the same as the reference's."""
-
-_BLOCK = 2048
-"""Columns decoded at a time, 8 KB of float32 (a multiple of LANES and of every group size)."""
-
-_ROUND = _F32(1.5 * 2**23)
-_ONE, _ZERO = _F32(1.0), _F32(0.0)
-_SMALLEST_NORMAL = _F32(2.0**-126)
-_EXPONENT = _U32(0x7F800000)
-_MAGNITUDE = _U32(0x7FFFFFFF)
-_FP8_MAX_BITS = _U32(0x43E00000)  # 448.0
-_FP8_NORMAL_BITS = _U32(0x3C800000)  # 2^-6, the smallest normal e4m3
-_FP8_UNIT_SHIFT = _F32(2.0**14)
-_FP8_UNIT_BITS = _U32(0x46800000)  # 2^14
+_ONE, _ZERO, _ROUND, _SMALLEST_NORMAL = _F32(1.0), _F32(0.0), _F32(1.5 * 2**23), _F32(2.0**-126)
+_EXPONENT, _MAGNITUDE = _U32(0x7F800000), _U32(0x7FFFFFFF)
+_FP8_MAX_BITS, _FP8_NORMAL_BITS = _U32(0x43E00000), _U32(0x3C800000)  # 448 and 2^-6, the smallest normal
+_FP8_UNIT_SHIFT, _FP8_UNIT_BITS = _F32(2.0**14), _U32(0x46800000)
 
 
 def _jit(signature: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -65,16 +46,16 @@ def _jit(signature: Any) -> Callable[[Callable[..., Any]], Any]:
         options = {"nogil": True, "error_model": "numpy"}
         try:
             return njit(signature, cache=True, **options)(function)
-        except (OSError, RuntimeError, EOFError):  # no directory for a cache, a full disk, a torn cache file
+        except (
+            Exception
+        ):  # no directory, a full disk, a torn file; a fault of the function is raised again below
             return njit(signature, **options)(function)
 
     return compiled
 
 
 _inline = njit(nogil=True, error_model="numpy")
-_bytes = types.uint8[::1]
-_floats = types.float32[::1]
-_int = types.intp
+_bytes, _floats, _doubles, _int = types.uint8[::1], types.float32[::1], types.float64[::1], types.intp
 
 
 @_inline
@@ -126,19 +107,23 @@ def _widen(shorts, floats, kind, begin, count, wide):
 
 @_inline
 def _amax(shorts, words, kind, begin, groups, group, amax):
-    """Largest magnitude of each of the groups from ``begin`` on, as float32; NaN and Inf are the largest."""
+    """Largest magnitude of each of the groups from ``begin`` on, as float32; whether all of them are finite."""
+    largest = _U32(0)
     if kind == FP32:
         for g in range(groups):
             top, at = _U32(0), begin + g * group
             for j in range(group):
                 top = max(top, _U32(words[_U64(at + j)] & _MAGNITUDE))
             amax[g] = _U32(top).view(np.float32)
-        return
+            largest = max(largest, top)
+        return largest < _EXPONENT
     for g in range(groups):
         short, at = _U16(0), begin + g * group
         for j in range(group):
             short = max(short, _U16(shorts[_U64(at + j)] & _U16(0x7FFF)))
         amax[g] = _float(_U16(short)) if kind == BF16 else _half(_U16(short))
+        largest = max(largest, _U32(short))
+    return largest < (_U32(0x7F80) if kind == BF16 else _U32(0x7C00))
 
 
 @_inline
@@ -225,18 +210,9 @@ def _pack(pairs, packed, at, count):
 
 
 @_inline
-def _finite(amax):
-    """Whether none of these magnitudes is NaN or infinite."""
-    finite = True
-    for g in range(amax.size):
-        finite &= amax[g] < np.inf
-    return finite
-
-
-@_inline
 def _scales(amax, limit, kind, steps, shorts, words, at):
     """Each group's scale, into ``steps`` and, as stored, from element ``at`` on."""
-    if kind == BF16:
+    if kind == BF16:  # the same loop for each kind: with a kind that it knows, LLVM makes vectors of it
         for g in range(steps.size):
             steps[g] = _scale_of(amax[g], limit, BF16)
             _store_scale(shorts, words, _U64(at + g), steps[g], BF16)
@@ -273,10 +249,11 @@ def quantise(src, stride, kind, rows, cols, group, code, limit, amax, q, q_strid
     out = nibbles if code == INT4 else q
     for i in range(rows):
         begin, to = i * stride, 0 if code == INT4 else i * q_stride
-        _amax(shorts, words, kind, begin, groups, group, own)
-        if amax.size and own[0] < np.inf:
+        finite = _amax(shorts, words, kind, begin, groups, group, own)
+        if amax.size:
             own[0] = amax[i]
-        if not _finite(own):
+            finite &= own[0] < np.inf
+        if not finite:
             return i
         _scales(own, limit, kind, steps, scale_shorts, scale_words, i * scale_stride)
         if kind == BF16:
@@ -297,8 +274,7 @@ def copy_finite(src, stride, kind, rows, cols, out, out_stride):
     size = 4 if kind == FP32 else 2
     amax = np.empty(1, np.float32)
     for i in range(rows):
-        _amax(shorts, words, kind, i * stride, 1, cols, amax)
-        if not amax[0] < np.inf:
+        if not _amax(shorts, words, kind, i * stride, 1, cols, amax):
             return i
         begin, at = i * stride * size, i * out_stride * size
         for j in range(cols * size):
@@ -307,23 +283,23 @@ def copy_finite(src, stride, kind, rows, cols, out, out_stride):
 
 
 @_inline
-def _decode(codes, begin, groups, group, scales, first, out, code):
-    """Bytes (int8, e4m3, or an int4's value + 8) times the scales from ``first`` on, as float32 in ``out``."""
+def _decode(codes, begin, groups, group, scales, first, out, to, code):
+    """Bytes (int8, e4m3, or an int4's value + 8) times the scales from ``first`` on, as float32."""
     if code == INT8:
         for g in range(groups):
-            scale, at = scales[first + g], g * group
+            scale, source, at = scales[first + g], begin + g * group, to + g * group
             for j in range(group):
-                out[_U64(at + j)] = _F32(_F32(_I8(codes[_U64(begin + at + j)])) * scale)
+                out[_U64(at + j)] = _F32(_F32(_I8(codes[_U64(source + j)])) * scale)
     elif code == INT4:
         for g in range(groups):
-            scale, at = scales[first + g], g * group
+            scale, source, at = scales[first + g], begin + g * group, to + g * group
             for j in range(group):
-                out[_U64(at + j)] = _F32(_F32(_I32(codes[_U64(begin + at + j)]) - _I32(8)) * scale)
+                out[_U64(at + j)] = _F32(_F32(_I32(codes[_U64(source + j)]) - _I32(8)) * scale)
     else:
         for g in range(groups):
-            scale, at = scales[first + g], g * group
+            scale, source, at = scales[first + g], begin + g * group, to + g * group
             for j in range(group):
-                byte = _U32(codes[_U64(begin + at + j)])
+                byte = _U32(codes[_U64(source + j)])
                 size = _U32(byte & _U32(0x7F))
                 normal = _U32(_U32(size << _U32(20)) + _U32(120 << 23))
                 small = _F32(_F32(_I32(size)) * _F32(2.0**-9)).view(np.uint32)
@@ -334,21 +310,15 @@ def _decode(codes, begin, groups, group, scales, first, out, code):
 
 
 @_inline
-def _unpack(packed, begin, count, pairs):
-    """``count`` bytes 0xBA become little-endian pairs of nibble bytes, each 0x0B0A."""
-    for j in range(count):
-        byte = _U16(packed[_U64(begin + j)])
-        pairs[j] = _U16(_U16(byte & _U16(15)) | _U16(_U16(byte & _U16(0xF0)) << _U16(4)))
-
-
-@_inline
-def _decode_block(q, begin, start, count, group, code, steps, nibbles, pairs, out):
+def _decode_block(q, begin, start, count, group, code, steps, nibbles, pairs, out, to):
     """float32 values of ``count`` columns from ``start`` on, of the stored row that begins at byte ``begin``."""
     if code == INT4:
-        _unpack(q, begin + start // 2, count // 2, pairs)
-        _decode(nibbles, 0, count // group, group, steps, start // group, out, code)
+        for j in range(count // 2):  # a byte 0xBA becomes a little-endian pair of bytes, 0x0B0A
+            byte = _U16(q[_U64(begin + start // 2 + j)])
+            pairs[j] = _U16(_U16(byte & _U16(15)) | _U16(_U16(byte & _U16(0xF0)) << _U16(4)))
+        _decode(nibbles, 0, count // group, group, steps, start // group, out, to, code)
     else:
-        _decode(q, begin + start, 1, count, steps, 0, out, code)
+        _decode(q, begin + start, 1, count, steps, 0, out, to, code)
 
 
 @_inline
@@ -374,12 +344,7 @@ def _fold(lanes):
     return total
 
 
-@_jit(
-    types.void(
-        *(_bytes, _int, _int, _int, _int, _int, _int),
-        *(_bytes, _int, _bytes, _int, _int, types.float64[::1]),
-    )
-)
+@_jit(types.void(_bytes, *[_int] * 6, _bytes, _int, _bytes, _int, _int, _doubles))
 def squared_error(
     src, stride, kind, rows, cols, group, code, q, q_stride, scales, scale_stride, scale_kind, out
 ):
@@ -406,7 +371,7 @@ def squared_error(
             if code == PLAIN:
                 _widen(stored_shorts, stored_floats, kind, i * q_stride + start, count, decoded)
             else:
-                _decode_block(q, i * q_stride, start, count, group, code, steps, nibbles, pairs, decoded)
+                _decode_block(q, i * q_stride, start, count, group, code, steps, nibbles, pairs, decoded, 0)
             blocks = (count + LANES - 1) // LANES
             for j in range(count, blocks * LANES):
                 wide[j] = _ZERO
@@ -416,49 +381,16 @@ def squared_error(
         out[2 * i + 1] = _fold(squares)
 
 
-@_inline
-def _store(values, count, shorts, floats, at, kind):
-    """float32 values rounded (half to even) to ``kind``, from element ``at`` on; a NaN stays one."""
-    if kind == FP32:
-        for j in range(count):
-            floats[_U64(at + j)] = values[j]
-    elif kind == BF16:
-        for j in range(count):
-            bits = _F32(values[j]).view(np.uint32)
-            short = _U32(_rounded(bits, 16) >> _U32(16))
-            quiet = _U32(_U32(bits >> _U32(16)) | _U32(0x40))
-            shorts[_U64(at + j)] = _U16(quiet if _U32(bits & _MAGNITUDE) > _EXPONENT else short)
-    else:
-        for j in range(count):
-            bits = _F32(values[j]).view(np.uint32)
-            size = _U32(bits & _MAGNITUDE)
-            short = _U32(_U32(_rounded(size, 13) >> _U32(13)) - _U32(112 << 10))
-            units = _F32(_U32(size).view(np.float32) + _F32(0.5))
-            small = _U32(units.view(np.uint32) - _U32(0x3F000000))
-            short = small if size < _U32(0x38800000) else short  # under 2^-14: a denormal, units of 2^-24
-            short = _U32(0x7C00) if size >= _U32(0x477FF000) else short  # 65520 and more round to infinity
-            short = _U32(0x7E00) if size > _EXPONENT else short
-            shorts[_U64(at + j)] = _U16(short | _U32(_U32(bits >> _U32(16)) & _U32(0x8000)))
-
-
-@_jit(
-    types.void(
-        *(_bytes, _int, _int, _int, _int, _int),
-        *(_bytes, _int, _int, _int, _bytes, _int),
-    )
-)
-def dequantise(
-    q, q_stride, rows, cols, group, code, scales, scale_stride, scale_kind, out_kind, out, out_stride
-):
+@_jit(types.void(_bytes, _int, _int, _int, _int, _int, _bytes, _int, _int, _bytes, _int))
+def dequantise(q, q_stride, rows, cols, group, code, scales, scale_stride, scale_kind, out, out_stride):
+    """``out`` is float32."""
     scale_shorts, _, scale_floats = _views(scales)
-    shorts, _, floats = _views(out)
-    decoded = np.empty(_BLOCK, np.float32)
+    _, _, floats = _views(out)
     nibbles = np.empty(_BLOCK, np.uint8)
     pairs = nibbles.view(np.uint16)
     steps = np.empty(cols // group, np.float32)
     for i in range(rows):
         _widen(scale_shorts, scale_floats, scale_kind, i * scale_stride, steps.size, steps)
         for start in range(0, cols, _BLOCK):
-            count = min(cols - start, _BLOCK)
-            _decode_block(q, i * q_stride, start, count, group, code, steps, nibbles, pairs, decoded)
-            _store(decoded, count, shorts, floats, i * out_stride + start, out_kind)
+            count, to = min(cols - start, _BLOCK), i * out_stride + start
+            _decode_block(q, i * q_stride, start, count, group, code, steps, nibbles, pairs, floats, to)

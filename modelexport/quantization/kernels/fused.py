@@ -20,6 +20,7 @@ assert compiled.LANES == reference.LANES
 _KIND = {torch.bfloat16: compiled.BF16, torch.float16: compiled.FP16, torch.float32: compiled.FP32}
 _CODE = {torch.int8: compiled.INT8, torch.float8_e4m3fn: compiled.FP8, torch.int32: compiled.INT4}
 _NO_AMAX = np.empty(0, np.float32)
+_SCRATCH_ELEMENTS = 1 << 16
 
 
 def _span(tensor: Tensor, size: int | None = None) -> tuple[np.ndarray[Any, Any], int]:
@@ -87,13 +88,19 @@ def _group(cols: int, scale: Tensor) -> int:
 
 def dequantise(q: Tensor, scale: Tensor, out: Tensor) -> None:
     """See :func:`.reference.dequantise`."""
-    dense, dense_scale = _dense_rows(out), _dense_rows(scale)
     rows, cols = out.shape
-    source = (*_span(_dense_rows(q), 1), rows, cols, _group(cols, scale), _CODE[q.dtype])
-    scales = (*_span(dense_scale), _KIND[scale.dtype])
-    compiled.dequantise(*source, *scales, _KIND[out.dtype], *_span(dense))
-    if dense is not out:
-        out.copy_(dense)
+    dense_q, dense_scale = _dense_rows(q), _dense_rows(scale)
+    dims = (cols, _group(cols, scale), _CODE[q.dtype])
+    step = rows if out.dtype == torch.float32 else max(1, _SCRATCH_ELEMENTS // cols)
+    for start in range(0, rows, step):
+        part = slice(start, min(rows, start + step))
+        target = out[part]
+        direct = out.dtype == torch.float32 and _dense_rows(target) is target
+        wide = target if direct else torch.empty(target.shape, dtype=torch.float32)
+        source, scales = _span(dense_q[part], 1), _span(dense_scale[part])
+        compiled.dequantise(*source, len(target), *dims, *scales, _KIND[scale.dtype], *_span(wide))
+        if not direct:
+            target.copy_(wide)
 
 
 def squared_error(weight: Tensor, q: Tensor, scale: Tensor | None, out: Tensor) -> None:

@@ -1,0 +1,158 @@
+"""A checkpoint beside the source it was made from: which tensor belongs to which, told from headers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from modelexport.checkpoints.safetensors_file import Checkpoint, TensorInfo
+from modelexport.errors import UsageError
+from modelexport.inspection.modules import Architecture, StoredModule
+from modelexport.inspection.schemes import FLOATS
+
+if TYPE_CHECKING:
+    from modelexport.inspection.audit import Item
+    from modelexport.quantization.formats.base import NumberFormat
+
+_NOT_THE_MODEL = {"quantization_config", "transformers_version", "_name_or_path", "torch_dtype", "dtype"}
+_AT_MOST = 5
+
+
+@dataclass
+class Comparison:
+    """What can be compared with what.
+
+    Attributes:
+        sources: full name of a tensor here, or the name of a quantised module -> the tensor of the source.
+        problems: what the source has otherwise; notes: what cannot be compared, and why.
+    """
+
+    sources: dict[str, TensorInfo] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def compare_headers(
+    checkpoint: Checkpoint,
+    modules: Sequence[StoredModule],
+    architecture: Architecture,
+    record: Mapping[str, Any] | None,
+    source: Checkpoint | None,
+) -> Comparison:
+    """Pair the tensors of a checkpoint with those of its source; empty where there is none."""
+    result = Comparison()
+    if source is None:
+        return result
+    result.problems += _clipped(list(_config_differences(checkpoint.config or {}, source.config or {})), "keys differ")
+    left = dict(source.infos)
+    unequal = []
+    for module in modules:
+        if module.stored.quantised:
+            weight = left.pop(f"{module.name}.weight", None)
+            names = {suffix: info for suffix, info in module.tensors.items() if suffix == "bias"}
+            if weight is None:
+                unequal.append(f"{module.name}.weight is not in {source.directory}")
+            elif module.stored.shape is not None and weight.shape != module.stored.shape:
+                unequal.append(f"{module.name} is {list(module.stored.shape)}, the source's {list(weight.shape)}")
+            elif weight.dtype not in FLOATS:
+                result.notes.append(f"{weight.name} of the source is {weight.dtype}: not compared")
+            else:
+                result.sources[module.name] = weight
+        else:
+            names = dict(module.tensors)
+        for info in names.values():
+            other = left.pop(info.name, None)
+            if other is None:
+                unequal.append(f"{info.name} is not in {source.directory}")
+            elif (info.dtype, info.shape) != (other.dtype, other.shape):
+                unequal.append(
+                    f"{info.name} is {info.dtype} {list(info.shape)}, the source's {other.dtype} {list(other.shape)}"
+                )
+            else:
+                result.sources[info.name] = other
+    dropped = set((record or {}).get("left_out", {}))
+    ignored = architecture.family.ignored_tensors if architecture.family is not None else ()
+    tied = bool((checkpoint.config or {}).get("tie_word_embeddings"))
+    for name in left:
+        if name in dropped or (ignored and name.endswith(ignored)) or (tied and name == "lm_head.weight"):
+            continue
+        unequal.append(f"{name} of {source.directory} is not in the checkpoint")
+    result.problems += _clipped(unequal, "tensors differ: is it another model?")
+    return result
+
+
+def plan_items(modules: Sequence[StoredModule], comparison: Comparison) -> list[Item]:
+    """What to read together: a quantised linear with its source, and every other tensor by itself.
+
+    What cannot be decoded is noted in ``comparison``.
+    """
+    from modelexport.inspection.audit import Item
+
+    items = []
+    for module in modules:
+        rest = dict(module.tensors)
+        weight = comparison.sources.get(module.name)
+        number_format = None if weight is None else _decoder(module, weight)
+        if weight is not None and number_format is not None:
+            suffixes = _suffixes(number_format, weight)
+            items.append(Item(module.name, {s: rest.pop(s) for s in suffixes}, weight, number_format))
+        elif weight is not None:
+            comparison.notes.append(
+                f"{module.name}: {_stored_text(module)} cannot be decoded here, its error was not measured"
+            )
+        for suffix, info in rest.items():
+            items.append(Item(info.name, {suffix: info}, comparison.sources.get(info.name), None))
+    return sorted(items, key=lambda item: -sum(info.nbytes for info in item.tensors.values()))
+
+
+def _decoder(module: StoredModule, weight: TensorInfo) -> NumberFormat | None:
+    """The number format that reads a module's tensors, if they are exactly those that it would have written."""
+    from modelexport.checkpoints.safetensors_file import dtype_name, torch_dtype
+    from modelexport.quantization import formats
+
+    shape, scales = module.stored.shape, module.tensors.get("weight_scale")
+    if shape is None or scales is None or module.stored.number_format not in formats.names():
+        return None
+    grouped = "weight_packed" in module.tensors
+    group = shape[1] // max(1, scales.shape[1]) if grouped and len(scales.shape) == 2 else None
+    try:
+        number_format = formats.get(module.stored.number_format, group_size=group)
+    except UsageError:
+        return None
+    for spec in number_format.specs((shape[0], shape[1]), torch_dtype(weight.dtype)):
+        info = module.tensors.get(spec.suffix)
+        if info is None or (info.dtype, info.shape) != (dtype_name(spec.dtype), spec.shape):
+            return None
+    return number_format
+
+
+def _suffixes(number_format: NumberFormat, weight: TensorInfo) -> list[str]:
+    from modelexport.checkpoints.safetensors_file import torch_dtype
+
+    specs = number_format.specs((weight.shape[0], weight.shape[1]), torch_dtype(weight.dtype))
+    return [spec.suffix for spec in specs]
+
+
+def _stored_text(module: StoredModule) -> str:
+    scales = module.tensors.get(module.stored.scale)
+    beside = f" with scales {scales.dtype} {list(scales.shape)}" if scales is not None else ""
+    return f"{module.stored.number_format}{beside}"
+
+
+def _config_differences(config: Mapping[str, Any], source: Mapping[str, Any]) -> Iterator[str]:
+    missing = object()
+    for key in dict.fromkeys((*source, *config)):
+        if key in _NOT_THE_MODEL:
+            continue
+        here, there = config.get(key, missing), source.get(key, missing)
+        if here != there:
+            texts = ["absent" if value is missing else repr(value) for value in (here, there)]
+            yield f"config.json: {key} is {texts[0]}, the source's is {texts[1]}"
+
+
+def _clipped(texts: list[str], what: str) -> list[str]:
+    """A few of many, and their number: of another model nearly everything differs."""
+    if len(texts) <= _AT_MOST:
+        return texts
+    return [*texts[: _AT_MOST - 1], f"and {len(texts) - _AT_MOST + 1} more {what}"]

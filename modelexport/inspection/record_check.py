@@ -1,0 +1,111 @@
+"""Whether a checkpoint is what its modelexport.json says, in everything but the tensors' bytes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from modelexport.checkpoints.hf import RECORD
+from modelexport.checkpoints.safetensors_file import Checkpoint
+from modelexport.inspection.modules import StoredModule
+from modelexport.inspection.schemes import QuantizationConfig
+
+
+def check_record(
+    record: Mapping[str, Any],
+    checkpoint: Checkpoint,
+    modules: Sequence[StoredModule],
+    quantization: QuantizationConfig | None,
+) -> list[str]:
+    """Tensors missing or added, dtypes and shapes, side files, and the config groups of the recorded formats."""
+    problems = list(_name_problems(record["sha256"], checkpoint))
+    try:
+        problems += _layer_problems(record["layers"], checkpoint, modules, quantization)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        problems.append(f"{RECORD}: its layers are damaged ({type(error).__name__}: {error})")
+    problems += _file_problems(record, checkpoint)
+    return problems
+
+
+def _name_problems(hashes: Mapping[str, Any], checkpoint: Checkpoint) -> Iterator[str]:
+    found = checkpoint.infos
+    yield from (f"{name} is missing, though it was exported" for name in hashes if name not in found)
+    yield from (f"{name} was not exported: {RECORD} does not know it" for name in found if name not in hashes)
+
+
+def _file_problems(record: Mapping[str, Any], checkpoint: Checkpoint) -> Iterator[str]:
+    for name in record.get("side_files", []):
+        if not (checkpoint.directory / name).is_file():
+            yield f"{name} is missing, though it was exported"
+    for name, recorded in record.get("file_sha256", {}).items():
+        path = checkpoint.directory / name
+        if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() != recorded:
+            yield f"{name} is not the file that was exported: it has been edited or replaced"
+
+
+def _layer_problems(
+    layers: Sequence[Mapping[str, Any]],
+    checkpoint: Checkpoint,
+    modules: Sequence[StoredModule],
+    quantization: QuantizationConfig | None,
+) -> Iterator[str]:
+    present = {module.name: module for module in modules}
+    groups: dict[tuple[str, int | None], dict[str, Any] | None] = {}
+    for layer in layers:
+        for path, recorded in layer["modules"].items():
+            name = ".".join(part for part in (layer["name"], path) if part)
+            for suffix, tensor in recorded["tensors"].items():
+                info = checkpoint.infos.get(f"{name}.{suffix}")
+                if info is not None and (info.dtype, list(info.shape)) != (tensor["dtype"], list(tensor["shape"])):
+                    yield (
+                        f"{info.name} is {info.dtype} {list(info.shape)}, "
+                        f"{tensor['dtype']} {tensor['shape']} was exported"
+                    )
+            if name in present and recorded["kind"] in ("linear", "head"):
+                key = recorded["number_format"], recorded["group_size"]
+                if key not in groups:
+                    groups[key] = _config_group(*key)
+                yield from _scheme_problems(name, key, groups[key], quantization)
+
+
+def _config_group(number_format: str, group_size: int | None) -> dict[str, Any] | None:
+    from modelexport.quantization import formats
+
+    return formats.get(number_format, group_size=group_size).config_group()
+
+
+def _scheme_problems(
+    name: str,
+    key: tuple[str, int | None],
+    group: Mapping[str, Any] | None,
+    quantization: QuantizationConfig | None,
+) -> Iterator[str]:
+    """The config must say of a linear what it was exported as, or engines compute something else."""
+    number_format, group_size = key
+    spelled = number_format + (f" in groups of {group_size}" if group_size else "")
+    scheme = quantization.scheme_of(name) if quantization is not None else None
+    if scheme is None:
+        if group is not None:
+            yield f"{name} was exported as {spelled}, but config.json does not quantise it"
+        return
+    if group is None:
+        yield f"{name} was exported unquantised, but {scheme.name} of config.json quantises it"
+        return
+    said = {
+        "format": scheme.format,
+        "weights": scheme.weights,
+        "input_activations": scheme.inputs,
+        "output_activations": scheme.outputs,
+    }
+    for field, value in said.items():
+        if value != group.get(field):
+            yield (f"config.json: {scheme.name}.{field} is {_shown(value, group.get(field))}; {spelled} was exported")
+
+
+def _shown(value: Any, wanted: Any) -> str:
+    """Both sides, of mappings only where they differ."""
+    if isinstance(value, Mapping) and isinstance(wanted, Mapping):
+        keys = [key for key in {**wanted, **value} if value.get(key) != wanted.get(key)]
+        return ", ".join(f"{key} {value.get(key)!r} instead of {wanted.get(key)!r}" for key in keys)
+    return f"{value!r} instead of {wanted!r}"

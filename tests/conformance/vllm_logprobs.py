@@ -1,0 +1,46 @@
+"""Run inside an environment that holds vLLM's CPU build: log-probabilities of a prompt, as one line of JSON.
+
+usage: python vllm_logprobs.py CHECKPOINT TP TOKEN [TOKEN ...]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+SETTINGS = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def main() -> None:
+    checkpoint, tp, *tokens = sys.argv[1:]
+    os.environ.update(SETTINGS)
+    if int(tp) > 1:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in range(int(tp)))
+    from vllm import LLM, SamplingParams
+
+    prompt = [int(token) for token in tokens]
+    engine = LLM(
+        model=checkpoint,
+        tensor_parallel_size=int(tp),
+        dtype="bfloat16",
+        enforce_eager=True,
+        max_model_len=128,
+        max_num_seqs=1,
+        skip_tokenizer_init=True,
+        distributed_executor_backend="mp" if int(tp) > 1 else "uni",
+    )
+    wanted = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
+    (output,) = engine.generate([{"prompt_token_ids": prompt}], wanted, use_tqdm=False)
+    scores = [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)]
+    print("LOGPROBS " + json.dumps(scores), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,363 @@
+"""The command line: what it takes, what it refuses and with which words and exit status."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from modelexport import __version__, cli
+from modelexport.cli import export_parser, main
+from modelexport.errors import CheckpointError, ModelExportError, PlanError, RankFailedError, UsageError
+from modelexport.quantization import formats
+from modelexport.recipe import ExportRecipe
+from tests._models import make_llama
+
+FIELDS = {field.name: field for field in dataclasses.fields(ExportRecipe)}
+
+
+class Result:
+    """Stands for ExportResult where the export itself is not run."""
+
+    def as_json(self) -> dict[str, Any]:
+        return {"stands": "for a result"}
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[ExportRecipe]:
+    """The recipes that the command line hands to export(), which is not run."""
+    from modelexport import exporter
+
+    recipes: list[ExportRecipe] = []
+
+    def export(recipe: ExportRecipe) -> Result:
+        recipes.append(recipe)
+        return Result()
+
+    monkeypatch.setattr(exporter, "export", export)
+    return recipes
+
+
+def recipe_of(asked: list[ExportRecipe], *arguments: str) -> ExportRecipe:
+    asked.clear()
+    assert main([*arguments, "--quiet"]) == 0
+    [recipe] = asked
+    return dataclasses.replace(recipe, quiet=False)
+
+
+def fails(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 2) -> str:
+    """The one line on stderr; nothing is on stdout."""
+    assert main(list(arguments)) == status
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("modelexport: ")
+    assert err.endswith("\n")
+    assert "Traceback" not in err
+    return err
+
+
+def shell(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    """``python -m modelexport`` as a user runs it, from the source tree unless ``cwd``."""
+    root = Path(cli.__file__).parent.parent
+    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    return subprocess.run(
+        [sys.executable, "-m", "modelexport", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": path, **env},
+    )
+
+
+# ------------------------------------------------------------ one name for each
+
+
+def test_help_lists_every_field_and_every_choice(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    for field in FIELDS.values():
+        assert f"--{field.name.replace('_', '-')}" in text
+        assert " ".join(field.metadata["help"].split()) in " ".join(text.split()), field.name
+    assert "|".join(formats.names()) in text
+    assert "shm|nfs|direct" in text
+    assert "(default: 1)" in text, "of --tp: a default that equals True is shown all the same"
+    for command in cli.COMMANDS:
+        assert f"modelexport {command} " in text
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"modelexport {__version__}\n"
+
+
+def flag_for(name: str, value: Any) -> list[str]:
+    flag = f"--{name.replace('_', '-')}"
+    if isinstance(value, bool):
+        return [flag] if value else [f"--no-{name.replace('_', '-')}"]
+    return [flag, str(value)]
+
+
+# Every field with a value that is not its default; together they are free of contradictions.
+OTHER: dict[str, Any] = {
+    "model": "org/name",
+    "revision": "main",
+    "out": "ckpt",
+    "quant": "int4",
+    "group_size": 64,
+    "format": "hf",
+    "tp": 3,
+    "gather": "nfs",
+    "workspace": "/shared",
+    "max_shard_bytes": 1000,
+    "overwrite": True,
+    "evaluate": False,
+    "timeout": 2.5,
+    "dry_run": True,
+    "quiet": True,
+    "json": True,
+}
+
+
+def test_every_field_is_a_flag_a_key_and_a_setting(asked: list[ExportRecipe], tmp_path: Path) -> None:
+    assert set(OTHER) == set(FIELDS)
+    for name, value in OTHER.items():
+        if name == "gather":
+            continue  # needs a workspace, see below
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump({name: value}))
+        ways = [flag_for(name, value), ["--recipe", str(path)], ["--set", f"{name}={json.dumps(value)}"]]
+        asked.clear()
+        for way in ways:
+            assert main([*way, *([] if name == "quiet" else ["--quiet"])]) == 0
+        expected = ExportRecipe(**{"quiet": True, name: value})
+        assert asked == [expected] * 3, name
+
+
+def test_all_fields_together(asked: list[ExportRecipe], tmp_path: Path) -> None:
+    flags = [word for name, value in OTHER.items() for word in flag_for(name, value)]
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(OTHER))
+    for way in (flags, ["--recipe", str(path)], ["--recipe", str(path), *flags]):
+        assert main(way) == 0
+    assert asked == [ExportRecipe(**OTHER)] * 3
+
+
+def test_flags_win_over_set_and_set_over_the_recipe(asked: list[ExportRecipe], tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("quant: int4\ngroup-size: 32\ntp: 2\nevaluate: false\n")
+    recipe = recipe_of(asked, "--recipe", str(path))
+    assert (recipe.quant, recipe.group_size, recipe.tp, recipe.evaluate) == ("int4", 32, 2, False)
+    recipe = recipe_of(asked, "--tp", "8", "--set", "tp=4", "--set", "group-size=64", "--recipe", str(path), "--evaluate")
+    assert (recipe.quant, recipe.group_size, recipe.tp, recipe.evaluate) == ("int4", 64, 8, True)
+    recipe = recipe_of(asked, "--set", "group-size=64", "--set", "group_size=128", "--recipe", str(path))
+    assert recipe.group_size == 128, "the later of two"
+
+
+@given(st.lists(st.tuples(st.sampled_from(["recipe", "set", "flag"]), st.integers(1, 64)), max_size=4))
+def test_precedence_does_not_depend_on_the_order_of_words(words: list[tuple[str, int]]) -> None:
+    arguments = {"recipe": [], "set": ["--set"], "flag": ["--tp"]}
+    line = [w for kind, tp in words if kind != "recipe" for w in [*arguments[kind], f"tp={tp}" if kind == "set" else str(tp)]]
+    given_ = vars(export_parser().parse_strictly(line))
+    last = {kind: tp for kind, tp in words}
+    assert given_.get("tp") == last.get("flag")
+    assert given_.get("set", []) == [f"tp={tp}" for kind, tp in words if kind == "set"]
+
+
+def test_nothing_given_is_the_default_recipe(asked: list[ExportRecipe]) -> None:
+    assert recipe_of(asked) == ExportRecipe()
+
+
+def test_equals_signs(asked: list[ExportRecipe]) -> None:
+    assert recipe_of(asked, "--out=a=b", "--tp=2") == ExportRecipe(out="a=b", tp=2)
+
+
+# ----------------------------------------------------------------- what is wrong
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--quantt", "int4"], "unknown flag --quantt; did you mean --quant? (see: modelexport --help)"),
+        (["--group_size", "64"], "unknown flag --group_size; did you mean --group-size?"),
+        (["--grop-size=64"], "unknown flag --grop-size; did you mean --group-size?"),
+        (["--no-evaluat"], "did you mean --no-evaluate?"),
+        (["--xyzzy"], "unknown flag --xyzzy (see: modelexport --help)"),
+        (["--quan", "int4"], "unknown flag --quan; did you mean --quant?"),  # no abbreviations
+        (["--tp"], "argument --tp: expected one argument"),
+        (["--tp", "four"], "argument --tp: invalid int value: 'four'"),
+        (["--tp", "0"], "--tp 0: at least 1 rank is needed"),
+        (["--timeout", "soon"], "argument --timeout: invalid float value: 'soon'"),
+        (["--tp", "2", "ckpt"], "unexpected argument 'ckpt'"),
+        (["-q"], "unexpected argument '-q'"),
+        (["--quant", "int44", "--dry-run"], "'int44'"),
+        (["--quant", "fp8", "--group-size", "64", "--dry-run"], "fp8 has no groups"),
+        (["--quant", "int4", "--group-size", "50", "--dry-run"], "choose one of 32, 64, 128"),
+        (["--gather", "smh"], "--gather smh: unknown; did you mean 'shm'?"),
+        (["--gather", "nfs"], "add --workspace DIR"),
+        (["--set", "quantt=int4"], "command line: unknown key 'quantt'; did you mean 'quant'?"),
+        (["--set", "tp"], "--set tp: expected KEY=VALUE"),
+        (["--set", "tp=many"], "command line: tp must be int, found 'many'"),
+        (["--recipe", "missing.yaml"], "recipe missing.yaml cannot be read"),
+        ([], "no target given: add --out DIR"),
+        (["--model", "/nonexistent", "--out", "x"], "--model /nonexistent: no such directory"),
+        (["inspekt", "ckpt"], "unknown command 'inspekt'; did you mean 'inspect'? known: inspect, verify"),
+        (["ckpt"], "unknown command 'ckpt'; known: inspect, verify"),
+        (["inspect"], "the following arguments are required: CKPT (see: modelexport inspect --help)"),
+        (["verify", "ckpt", "--agianst", "x"], "unknown flag --agianst; did you mean --against?"),
+        (["inspect", "ckpt", "--against", "x"], "unknown flag --against"),
+        (["inspect", "a", "b"], "unexpected argument 'b'"),
+    ],
+)
+def test_usage_errors(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert words in fails(capsys, *arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_format_lists_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    text = fails(capsys, "--quant", "int5", "--dry-run")
+    assert all(name in text for name in formats.names())
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (UsageError("u"), 2, "modelexport: u\n"),
+        (CheckpointError("c"), 1, "modelexport: c\n"),
+        (PlanError("p"), 1, "modelexport: p\n"),
+        (RankFailedError(3, "quantising x", "boom", "the rank's\ntraceback"), 1, "rank 3 failed while quantising x: boom"),
+        (RankFailedError(3, "reading x", "NaN", "traceback", user_error=True), 1, "rank 3 failed while reading x: NaN\n"),
+    ],
+)
+def test_exit_status_of_errors(
+    error: ModelExportError, status: int, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(arguments: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr(cli, "_run", fail)
+    assert main([]) == status
+    err = capsys.readouterr().err
+    assert words in err
+    assert ("the rank's\ntraceback" in err) == (isinstance(error, RankFailedError) and not error.user_error)
+
+
+def test_a_defect_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(arguments: list[str]) -> int:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(cli, "_run", fail)
+    with pytest.raises(ZeroDivisionError):
+        main([])
+
+
+def test_an_interrupt_says_how_to_go_on(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(arguments: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_run", interrupt)
+    assert fails(capsys, status=130) == "modelexport: interrupted; the same command resumes\n"
+
+
+# ------------------------------------------------------------------- the dry run
+
+
+def listing(directory: Path) -> list[tuple[str, int, int]]:
+    return sorted((str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in directory.rglob("*"))
+
+
+@pytest.mark.parametrize("quant", formats.names())
+def test_a_dry_run_writes_nothing_and_says_everything(
+    quant: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = make_llama(kv_heads=2, vocab=101)
+    before = listing(source)
+    line = ["--model", str(source), "--out", "ckpt", "--quant", quant, "--tp", "4", "--dry-run"]
+    assert main(line) == 0
+    text, err = capsys.readouterr()
+    assert err == ""
+    assert "dry run, nothing written: 4 ranks, buffers of at most" in text
+    assert "self_attn.q_proj" in text
+    assert "not quantised: lm_head" in text or quant == "none"
+    assert "loads at tensor-parallel sizes: 1" in text
+    assert main([*line, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["out"] is None
+    assert (result["quant"], result["tp"], result["files"]) == (quant, 4, ["model.safetensors"])
+    assert result["source_bytes"] == sum(p.stat().st_size for p in source.glob("*.safetensors")) - header_size(source)
+    assert sum(row["nbytes"] for row in result["rows"]) == result["output_bytes"]
+    assert main([*line, "--quiet"]) == 0
+    assert capsys.readouterr() == ("", "")
+    assert list(tmp_path.iterdir()) == []
+    assert listing(source) == before
+
+
+def header_size(directory: Path) -> int:
+    with open(directory / "model.safetensors", "rb") as file:
+        return 8 + int.from_bytes(file.read(8), "little")
+
+
+def test_a_dry_run_needs_no_target_and_minds_no_existing_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ckpt").mkdir()
+    assert main(["--dry-run"]) == 0
+    assert main(["--dry-run", "--out", str(tmp_path / "ckpt")]) == 0
+    assert list((tmp_path / "ckpt").iterdir()) == []
+    assert "self_attn.q_proj" in capsys.readouterr().out
+
+
+def test_a_dry_run_refuses_what_the_export_would(capsys: pytest.CaptureFixture[str]) -> None:
+    source = make_llama(hidden=96, heads=3, kv_heads=3)
+    text = fails(capsys, "--model", str(source), "--quant", "int4", "--dry-run", status=1)
+    assert "96" in text
+    assert "--group-size 32" in text
+
+
+# ------------------------------------------------------------------ as a process
+
+
+def test_exit_statuses_of_the_process(tmp_path: Path) -> None:
+    done = shell("--help", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("usage: modelexport ")
+    usage = shell("--quantt", "int4", cwd=tmp_path)
+    assert (usage.returncode, usage.stdout) == (2, "")
+    assert usage.stderr.count("\n") == 1
+    (tmp_path / "empty").mkdir()
+    failed = shell("--model", "empty", "--out", "ckpt", cwd=tmp_path)
+    assert (failed.returncode, failed.stdout) == (1, "")
+    assert "holds no safetensors file" in failed.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["empty"]
+
+
+def test_a_reader_that_leaves_early_is_no_traceback() -> None:
+    """``modelexport --dry-run | head -0``: the pipe is closed before anything is printed."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "modelexport", "--dry-run"]
+    try:
+        result = subprocess.run(
+            command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    finally:
+        os.close(write)
+    assert (result.returncode, result.stderr) == (1, "")
