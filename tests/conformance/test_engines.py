@@ -61,10 +61,12 @@ def test_transformers_loads_it_and_computes_the_same(tmp_path: Path, model: str,
     assert torch.isfinite(got).all()
     difference = (got - expected).abs()
     print(f"{model} {quant}: logits differ by {difference.mean():.5f} on average, {difference.max():.5f} at most")
-    if quant == "int8":  # compressed-tensors rounds int8 activations on a scale of amax / 127.5, vLLM and we on 127
-        assert difference.mean() <= 0.05 * expected.std()
-    else:
+    if quant in ("none", "int4"):
         assert difference.max() <= 0.05
+    else:
+        # Activations are rounded: the last bit of a sum can tip one over. (And compressed-tensors lays int8
+        # activations on amax / 127.5, where vLLM and we use 127.)
+        assert difference.mean() <= 0.05 * expected.std()
 
 
 @pytest.mark.slow
