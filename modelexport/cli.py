@@ -85,9 +85,7 @@ def export_parser() -> _Parser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"modelexport {__version__}")
-    parser.add_argument(
-        "--recipe", type=Path, metavar="FILE", help="YAML file of settings; flags win over it"
-    )
+    parser.add_argument("--recipe", type=Path, metavar="FILE", help="YAML file of settings; flags win over it")
     parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="one setting, as in a recipe")
     kinds: dict[str, Any] = {"str": str, "int": int, "float": float}
     for spec in dataclasses.fields(ExportRecipe):

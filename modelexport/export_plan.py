@@ -77,7 +77,7 @@ class _Planner:
         self.unquantised: dict[str, str] = {}
         self.missing: list[str] = []
         self.problems: list[str] = []
-        self.format_problems: list[str] = []
+        self.format_problems: dict[str, dict[str, None]] = {}  # what is wrong -> the modules where it is
 
     def plan(self) -> ExportPlan:
         if self.dims.layers > len(self.infos):  # before any loop over a number that a stranger wrote
@@ -107,7 +107,7 @@ class _Planner:
             more = f"; and {len(self.problems) - 8} more" if len(self.problems) > 8 else ""
             raise CheckpointError(f"{self.directory}: {'; '.join(self.problems[:8])}{more}")
         if self.format_problems:
-            raise PlanError("; ".join(dict.fromkeys(self.format_problems)))
+            raise PlanError("; ".join(f"{', '.join(paths)}: {text}" for text, paths in self.format_problems.items()))
         if tied is not None and not _same_bytes(*tied):  # last: the one check that reads weights
             raise CheckpointError(
                 f"{self.directory}: config.json ties the embeddings, but {tied[0].name} differs from "
@@ -211,13 +211,9 @@ class _Planner:
     def _shape_is_right(self, weight: TensorInfo, module: Module) -> bool:
         hidden = self.dims.hidden
         along = self.dims.axis_size(module.axis) if module.axis else hidden
-        expected = {"column": (along, hidden), "row": (hidden, along), "replicated": (hidden,)}[
-            module.partition
-        ]
+        expected = {"column": (along, hidden), "row": (hidden, along), "replicated": (hidden,)}[module.partition]
         if weight.shape != expected:
-            self.problems.append(
-                f"{weight.name} is {list(weight.shape)} but config.json makes it {list(expected)}"
-            )
+            self.problems.append(f"{weight.name} is {list(weight.shape)} but config.json makes it {list(expected)}")
             return False
         if module.kind == "linear" and self.format.quantised:
             if weight.dtype not in QUANTISABLE:
@@ -225,10 +221,11 @@ class _Planner:
                     f"{weight.name} is {weight.dtype}; only {', '.join(QUANTISABLE)} weights can be quantised"
                 )
                 return False
+            pattern = f"*.{module.path}"
             try:
-                self.format.check_shape(f"*.{module.path}", (weight.shape[0], weight.shape[1]))
+                self.format.check_shape(pattern, (weight.shape[0], weight.shape[1]))
             except PlanError as error:
-                self.format_problems.append(str(error))
+                self.format_problems.setdefault(str(error).removeprefix(f"{pattern}: "), {})[pattern] = None
         return True
 
     def _note_unquantised(self, name: str, module: Module, quantised: bool) -> None:
@@ -274,9 +271,7 @@ class _Planner:
 
         specs = self.format.specs((info.shape[0], info.shape[1]), torch_dtype(info.dtype))
         return tuple(
-            OutputTensor(
-                s.suffix, dtype_name(s.dtype), s.shape, s.units, math.prod(s.shape) * s.dtype.itemsize
-            )
+            OutputTensor(s.suffix, dtype_name(s.dtype), s.shape, s.units, math.prod(s.shape) * s.dtype.itemsize)
             for s in specs
         )
 

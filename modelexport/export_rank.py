@@ -39,6 +39,7 @@ class RankJob:
     Attributes:
         done: journal of an earlier run of the same export: step id -> its record.
         transport: ``shm``, ``nfs`` or ``direct``.
+        timeout: seconds that a gather waits for another rank.
     """
 
     source: Checkpoint
@@ -47,6 +48,7 @@ class RankJob:
     out: Path
     transport: str
     workspace: str | None
+    timeout: float
     done: dict[str, dict[str, Any]]
 
 
@@ -114,7 +116,10 @@ class RankExport:
         self.results: Queue[Slot] = _slots(2)
         self.writer.start_writeback()
         kernels.set_threads(torch.get_num_threads())
-        gather.connect(list(range(world)), self.group)
+        self.ranks = list(range(world))
+        self.workspace = job.workspace if job.transport == "nfs" else None
+        gather.set_timeout(job.timeout)
+        gather.connect(self.ranks, self.group, self.workspace)
 
     def __enter__(self) -> RankExport:
         return self
@@ -286,9 +291,7 @@ class RankExport:
 
     @contextmanager
     def _gathered(self, payload: Any) -> Iterator[list[Any]]:
-        ranks = list(range(self.world))
-        workspace = self.job.workspace if self.job.transport == "nfs" else None
-        with gather.get_configs_parallel(payload, ranks, self.group, workspace) as parts:
+        with gather.get_configs_parallel(payload, self.ranks, self.group, self.workspace) as parts:
             yield parts
 
     def record(self, step: Step, parts: list[Any]) -> None:
@@ -320,23 +323,18 @@ class RankExport:
 
     def finish(self) -> None:
         """Reopen the files, compare them with what was produced and with the source, and report."""
-        phase("flushing weight files")
-        self.writer.sync()
-        records = self._share_records()
-        phase("reading back what was written")
-        checks = audit(
-            self.job.plan,
-            self.job.layout,
-            self.job.source,
-            self.staging.directory,
-            records,
-            self.rank,
-            self.world,
-        )
-        with gather.get_configs_parallel({"checks": checks}, list(range(self.world)), self.group) as parts:
+        job = self.job
+        with ThreadPoolExecutor(1) as flushing:  # the disk works while the page cache is read back
+            flushed = flushing.submit(self.writer.sync)
+            records = self._share_records()
+            phase("reading back what was written")
+            checks = audit(job.plan, job.layout, job.source, self.staging.directory, records, self.rank, self.world)
+            phase("flushing weight files to disk")
+            flushed.result()
+        with self._gathered({"checks": checks}) as parts:
             if parts:
                 merged = [check for part in parts for check in part["checks"]]
-                layers = [records[step.id]["layer"] for step in self.job.plan.steps]
+                layers = [records[step.id]["layer"] for step in job.plan.steps]
                 report({"kind": "result", "checks": merged, "layers": layers})
 
     def _share_records(self) -> dict[str, dict[str, Any]]:

@@ -85,6 +85,8 @@ def export(recipe: ExportRecipe | None = None, **settings: Any) -> ExportResult:
     if recipe.out is None and not recipe.dry_run:
         raise UsageError("no target given: add --out DIR")
     source = resolve_source(recipe.model, recipe.revision)
+    if recipe.out is not None and source.directory.resolve().is_relative_to(Path(recipe.out).resolve()):
+        raise UsageError(f"--out {recipe.out} would replace the source, {source.directory}: choose another target")
     if recipe.tp > 1 and not recipe.dry_run:
         launch.prestart(PRELOAD)
     prepared = prepare(recipe, source)
@@ -172,6 +174,7 @@ def _run_ranks(prepared: Prepared, done: dict[str, Any]) -> dict[str, Any]:
         Path(recipe.out),
         recipe.transport,
         recipe.workspace,
+        recipe.timeout,
         done,
     )
     results: list[dict[str, Any]] = []
@@ -199,9 +202,7 @@ def _run_ranks(prepared: Prepared, done: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _progress(
-    prepared: Prepared, done: dict[str, Any], *, quiet: bool
-) -> Iterator[Callable[[dict[str, Any]], None]]:
+def _progress(prepared: Prepared, done: dict[str, Any], *, quiet: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
     """A bar in bytes written, with the layer in hand; silent where nobody watches."""
     from tqdm import tqdm
 

@@ -137,9 +137,7 @@ def merge(parts: Sequence[LayerConfig]) -> LayerConfig:
                 raise ValueError(f"{first.name} {name}: parts disagree: {_nature(head)} and {_nature(module)}")
         tensor_names = dict.fromkeys(tensor for module in modules for tensor in module.tensors)
         tensors = {
-            tensor: _join(
-                [m.tensors[tensor] for m in modules if tensor in m.tensors], merged.tensor_name(name, tensor)
-            )
+            tensor: _join([m.tensors[tensor] for m in modules if tensor in m.tensors], merged.tensor_name(name, tensor))
             for tensor in tensor_names
         }
         merged.modules[name] = replace(head, local_shape=head.global_shape, tensors=tensors)
@@ -188,9 +186,7 @@ def to_json(layer: LayerConfig) -> dict[str, Any]:
     """
     modules = {}
     for name, module in layer.modules.items():
-        fields = {
-            key: getattr(module, key) for key in ("kind", "role", "partition", "number_format", "group_size")
-        }
+        fields = {key: getattr(module, key) for key in ("kind", "role", "partition", "number_format", "group_size")}
         tensors = {t: {"dtype": s.dtype, "shape": list(s.global_shape)} for t, s in module.tensors.items()}
         modules[name] = {**fields, "shape": list(module.global_shape), "tensors": tensors}
     return {"name": layer.name, "index": layer.index, "modules": modules}

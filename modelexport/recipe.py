@@ -19,9 +19,7 @@ GATHERS = ("shm", "nfs", "direct")
 FORMATS = ("hf",)
 
 
-def _setting(
-    default: Any, help_text: str, *, choices: tuple[str, ...] | None = None, metavar: str = ""
-) -> Any:
+def _setting(default: Any, help_text: str, *, choices: tuple[str, ...] | None = None, metavar: str = "") -> Any:
     return field(default=default, metadata={"help": help_text, "choices": choices, "metavar": metavar})
 
 
@@ -52,9 +50,7 @@ class ExportRecipe:
     evaluate: bool = _setting(
         True, "perplexity and a sentence, before and after (demo model only; --no-evaluate skips it)"
     )
-    timeout: float = _setting(
-        1800.0, "seconds without progress after which a rank counts as hung", metavar="S"
-    )
+    timeout: float = _setting(1800.0, "seconds without progress after which a rank counts as hung", metavar="S")
     dry_run: bool = _setting(False, "print the plan, sizes and memory; write nothing")
     quiet: bool = _setting(False, "no progress bar and no summary")
     json: bool = _setting(False, "print the result as JSON")

@@ -189,6 +189,4 @@ def headers_only(shape: LlamaShape | None = None, **changes: Any) -> Checkpoint:
 def describe(shape: LlamaShape) -> str:
     """The fields in which ``shape`` differs from the default, for test ids."""
     plain = asdict(LlamaShape())
-    return (
-        "-".join(f"{key}={value}" for key, value in asdict(shape).items() if plain[key] != value) or "default"
-    )
+    return "-".join(f"{key}={value}" for key, value in asdict(shape).items() if plain[key] != value) or "default"

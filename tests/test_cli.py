@@ -20,7 +20,7 @@ from modelexport.cli import export_parser, main
 from modelexport.errors import CheckpointError, ModelExportError, PlanError, RankFailedError, UsageError
 from modelexport.quantization import formats
 from modelexport.recipe import ExportRecipe
-from tests._models import make_llama
+from tests._models import copy_checkpoint, make_llama
 
 FIELDS = {field.name: field for field in dataclasses.fields(ExportRecipe)}
 
@@ -162,7 +162,9 @@ def test_flags_win_over_set_and_set_over_the_recipe(asked: list[ExportRecipe], t
     path.write_text("quant: int4\ngroup-size: 32\ntp: 2\nevaluate: false\n")
     recipe = recipe_of(asked, "--recipe", str(path))
     assert (recipe.quant, recipe.group_size, recipe.tp, recipe.evaluate) == ("int4", 32, 2, False)
-    recipe = recipe_of(asked, "--tp", "8", "--set", "tp=4", "--set", "group-size=64", "--recipe", str(path), "--evaluate")
+    recipe = recipe_of(
+        asked, "--tp", "8", "--set", "tp=4", "--set", "group-size=64", "--recipe", str(path), "--evaluate"
+    )
     assert (recipe.quant, recipe.group_size, recipe.tp, recipe.evaluate) == ("int4", 64, 8, True)
     recipe = recipe_of(asked, "--set", "group-size=64", "--set", "group_size=128", "--recipe", str(path))
     assert recipe.group_size == 128, "the later of two"
@@ -171,9 +173,14 @@ def test_flags_win_over_set_and_set_over_the_recipe(asked: list[ExportRecipe], t
 @given(st.lists(st.tuples(st.sampled_from(["recipe", "set", "flag"]), st.integers(1, 64)), max_size=4))
 def test_precedence_does_not_depend_on_the_order_of_words(words: list[tuple[str, int]]) -> None:
     arguments = {"recipe": [], "set": ["--set"], "flag": ["--tp"]}
-    line = [w for kind, tp in words if kind != "recipe" for w in [*arguments[kind], f"tp={tp}" if kind == "set" else str(tp)]]
+    line = [
+        w
+        for kind, tp in words
+        if kind != "recipe"
+        for w in [*arguments[kind], f"tp={tp}" if kind == "set" else str(tp)]
+    ]
     given_ = vars(export_parser().parse_strictly(line))
-    last = {kind: tp for kind, tp in words}
+    last = dict(words)
     assert given_.get("tp") == last.get("flag")
     assert given_.get("set", []) == [f"tp={tp}" for kind, tp in words if kind == "set"]
 
@@ -206,7 +213,7 @@ def test_equals_signs(asked: list[ExportRecipe]) -> None:
         (["-q"], "unexpected argument '-q'"),
         (["--quant", "int44", "--dry-run"], "'int44'"),
         (["--quant", "fp8", "--group-size", "64", "--dry-run"], "fp8 has no groups"),
-        (["--quant", "int4", "--group-size", "50", "--dry-run"], "choose one of 32, 64, 128"),
+        (["--quant", "int4", "--group-size", "50", "--dry-run"], "32, 64, 128"),
         (["--gather", "smh"], "--gather smh: unknown; did you mean 'shm'?"),
         (["--gather", "nfs"], "add --workspace DIR"),
         (["--set", "quantt=int4"], "command line: unknown key 'quantt'; did you mean 'quant'?"),
@@ -224,7 +231,11 @@ def test_equals_signs(asked: list[ExportRecipe]) -> None:
     ],
 )
 def test_usage_errors(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert words in fails(capsys, *arguments)
@@ -242,12 +253,24 @@ def test_an_unknown_format_lists_those_there_are(capsys: pytest.CaptureFixture[s
         (UsageError("u"), 2, "modelexport: u\n"),
         (CheckpointError("c"), 1, "modelexport: c\n"),
         (PlanError("p"), 1, "modelexport: p\n"),
-        (RankFailedError(3, "quantising x", "boom", "the rank's\ntraceback"), 1, "rank 3 failed while quantising x: boom"),
-        (RankFailedError(3, "reading x", "NaN", "traceback", user_error=True), 1, "rank 3 failed while reading x: NaN\n"),
+        (
+            RankFailedError(3, "quantising x", "boom", "the rank's\ntraceback"),
+            1,
+            "rank 3 failed while quantising x: boom",
+        ),
+        (
+            RankFailedError(3, "reading x", "NaN", "traceback", user_error=True),
+            1,
+            "rank 3 failed while reading x: NaN\n",
+        ),
     ],
 )
 def test_exit_status_of_errors(
-    error: ModelExportError, status: int, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    error: ModelExportError,
+    status: int,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(arguments: list[str]) -> int:
         raise error
@@ -274,6 +297,20 @@ def test_an_interrupt_says_how_to_go_on(capsys: pytest.CaptureFixture[str], monk
 
     monkeypatch.setattr(cli, "_run", interrupt)
     assert fails(capsys, status=130) == "modelexport: interrupted; the same command resumes\n"
+
+
+@pytest.mark.parametrize("out", ["model", "model/", "elsewhere/../model", ".", "link"])
+def test_the_source_is_never_the_target(
+    out: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    copy_checkpoint(make_llama(), tmp_path / "model")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to("model")
+    before = listing(tmp_path)
+    text = fails(capsys, "--model", "model", "--out", out, "--overwrite")
+    assert f"--out {out} would replace the source" in text
+    assert listing(tmp_path) == before
 
 
 # ------------------------------------------------------------------- the dry run
@@ -355,9 +392,7 @@ def test_a_reader_that_leaves_early_is_no_traceback() -> None:
     os.close(read)
     command = [sys.executable, "-m", "modelexport", "--dry-run"]
     try:
-        result = subprocess.run(
-            command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False
-        )
+        result = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     finally:
         os.close(write)
     assert (result.returncode, result.stderr) == (1, "")

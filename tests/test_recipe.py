@@ -195,7 +195,7 @@ def test_assignments_are_typed_like_yaml() -> None:
 
 @pytest.mark.parametrize("item", ["tp", "=4", " =4", ""])
 def test_an_assignment_without_its_half(item: str) -> None:
-    with pytest.raises(UsageError, match="expected KEY=VALUE, e.g. --set quant=int4"):
+    with pytest.raises(UsageError, match=r"expected KEY=VALUE, e\.g\. --set quant=int4"):
         parse_assignments([item])
 
 

@@ -241,18 +241,6 @@ class Reader:
             )
         return out
 
-    def prefetch(self, info: TensorInfo, *, rows: tuple[int, int] | None = None) -> None:
-        """Ask the kernel to read these rows from disk soon; takes no memory of this process.
-
-        Raises:
-            CheckpointError: the file cannot be opened.
-            ValueError: rows outside the tensor.
-        """
-        shape, offset, pitch = _rectangle(info, rows, None)
-        length = pitch * shape[0] if len(shape) > 1 else info.nbytes
-        if length:
-            os.posix_fadvise(self._fd(info.path), offset, length, os.POSIX_FADV_WILLNEED)
-
     def close(self) -> None:
         """Close every file. Reading afterwards is an error."""
         with self._lock:

@@ -40,9 +40,7 @@ def resolve_source(model: str | None, revision: str | None = None) -> Source:
         CheckpointError: the hub cannot be reached, or refuses the model.
     """
     if revision is not None and (model is None or Path(model).expanduser().exists()):
-        raise UsageError(
-            f"--revision {revision} is for hub ids, and {model or 'the demo model'} is none: drop it"
-        )
+        raise UsageError(f"--revision {revision} is for hub ids, and {model or 'the demo model'} is none: drop it")
     if model is None:
         from modelexport.assets import demo_model_path
 
@@ -51,9 +49,7 @@ def resolve_source(model: str | None, revision: str | None = None) -> Source:
     if path.is_dir():
         return Source(path.resolve(), path.resolve().name)
     if path.is_file():
-        raise UsageError(
-            f"--model {model} is a file; give the directory that holds it: --model {path.parent}"
-        )
+        raise UsageError(f"--model {model} is a file; give the directory that holds it: --model {path.parent}")
     if not _HUB_ID.fullmatch(model):
         raise UsageError(f"--model {model}: no such directory (a hub id looks like ORGANISATION/NAME)")
     return Source(_download(model, revision), model)

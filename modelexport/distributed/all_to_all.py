@@ -69,9 +69,7 @@ def _check(input: torch.Tensor, size: int, group: dist.ProcessGroup | None) -> N
     for member, shape in enumerate(shapes):
         who = dist.get_global_rank(group, member) if group is not None else member
         if not shape:
-            raise UsageError(
-                f"all_to_all: the input of rank {who} is a 0-dim tensor; it needs a dim 0 to split"
-            )
+            raise UsageError(f"all_to_all: the input of rank {who} is a 0-dim tensor; it needs a dim 0 to split")
         if shape[0] % size:
             raise UsageError(
                 f"all_to_all: dim 0 of the input of rank {who} has size {shape[0]} (shape {shape}), "

@@ -78,9 +78,7 @@ def _meeting_point(environ: os._Environ[str], *, one_machine: bool) -> tuple[str
         job, step = int(environ["SLURM_JOB_ID"]), int(environ.get("SLURM_STEP_ID", "0"))
         port = str(12000 + (job * 31 + step) % 20000)
     if not address or not port:
-        raise UsageError(
-            "the ranks cannot meet: set MASTER_ADDR and MASTER_PORT to the same on every machine"
-        )
+        raise UsageError("the ranks cannot meet: set MASTER_ADDR and MASTER_PORT to the same on every machine")
     return address, int(port)
 
 

@@ -43,9 +43,7 @@ class Failure:
 
     def error(self) -> RankFailedError:
         """The exception to raise for it."""
-        error = RankFailedError(
-            self.rank, self.phase, self.summary, self.rank_traceback, user_error=self.user_error
-        )
+        error = RankFailedError(self.rank, self.phase, self.summary, self.rank_traceback, user_error=self.user_error)
         error.exit_status = self.exit_status
         return error
 

@@ -17,8 +17,9 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing import util as _mp_util
 from pathlib import Path
 from typing import Any, Protocol
@@ -94,9 +95,7 @@ class _Channel(Protocol):
 
 
 class _SharedMemoryChannel:
-    def __init__(
-        self, ranks: Sequence[int], group: dist.ProcessGroup | None, me: int, seconds: float
-    ) -> None:
+    def __init__(self, ranks: Sequence[int], group: dist.ProcessGroup | None, me: int, seconds: float) -> None:
         self._seq = 0
         self._sender: SendingLink | None = None
         self._links: list[ReceivingLink] = []
@@ -180,8 +179,10 @@ def _channel(
     return channel
 
 
-def _drop(channel: _Channel) -> None:
+def _drop(channel: _Channel | None) -> None:
     """After a failed gather: whoever still counts on this channel is told by its end."""
+    if channel is None:
+        return
     with _lock:
         for key in [key for key, value in _channels.items() if value is channel]:
             del _channels[key]
@@ -239,7 +240,7 @@ def get_configs_parallel(
         yield []
         return
     # Through the codec too, so that what cannot travel fails on one rank as it would on many.
-    own = [] if config is None else [_tree.restore(*_tree.split(config))]
+    own = [] if config is None else [_attempt(channel, lambda: _tree.restore(*_tree.split(config)))]
     if channel is None:
         yield own
         return
@@ -271,10 +272,11 @@ def get_tensors_parallel(
         yield tensors
 
 
-def _attempt(channel: _Channel, action: Any) -> Any:
+def _attempt(channel: _Channel | None, action: Callable[[], Any]) -> Any:
     try:
         return action()
-    except GatherError:
+    except BaseException:
+        # The ranks no longer agree on which payload comes next.
         _drop(channel)
         raise
 
@@ -291,7 +293,7 @@ def drain() -> None:
         channels = list(_channels.values())
     deadline = time.monotonic() + _seconds()
     for channel in channels:
-        channel.drain(max(0.001, deadline - time.monotonic()))
+        _attempt(channel, partial(channel.drain, max(0.001, deadline - time.monotonic())))
 
 
 def close() -> None:

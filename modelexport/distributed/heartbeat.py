@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Heart", "is_dead", "last_heartbeat", "remove_closed", "sweep_dead_runs"]
+__all__ = ["Heart", "condition", "last_heartbeat", "remove_closed", "sweep_dead_runs"]
 
 _SECONDS = 10.0
 _CLOSED = "closed the workspace"
@@ -106,12 +106,20 @@ def remove_closed(directory: Path) -> None:
                 heart.unlink()
 
 
-def is_dead(directory: Path, rank: int) -> bool:
-    """Whether ``rank``'s process ran on this machine and has ended without closing the workspace."""
+def condition(directory: Path, rank: int) -> str:
+    """ "absent": not opened yet, or closed with nothing left to read; "living"; "closed"; "dead": ended unclosed.
+
+    A process on another machine counts as living as long as it has not closed.
+    """
     try:
-        return _has_ended(json.loads(_path(directory, rank).read_text()))
+        state = json.loads(_path(directory, rank).read_text())
+        if state["doing"] == _CLOSED:
+            return "closed"
+        return "dead" if _has_ended(state) else "living"
+    except FileNotFoundError:
+        return "absent"
     except (OSError, ValueError, KeyError, TypeError):
-        return False  # never opened, closed in good order, or just being written
+        return "living"  # just being written
 
 
 def _has_ended(state: dict[str, Any]) -> bool:

@@ -33,10 +33,16 @@ from typing import Any
 
 from modelexport.errors import GatherError
 
-__all__ = ["PLACE", "Link", "peer_pid"]
+__all__ = ["PLACE", "Link", "LostPeerError", "peer_pid"]
 
 PLACE = struct.Struct("<QQQ")  # segment number, offset, bytes: where one tensor of a payload lies
 _MAX_MESSAGE = 128 << 10
+
+
+class LostPeerError(GatherError):
+    """Another rank ended, failed or did not come in time: the cause is to be looked for there, not here."""
+
+    peer_failure = True
 
 
 def peer_pid(sock: socket.socket) -> tuple[int, int]:

@@ -229,9 +229,7 @@ class Arena:
                     size = max(extent, size // 4)
                     continue
                 hint = "; raise ulimit -f (file size) or ulimit -v" if error.errno != errno.EMFILE else ""
-                raise GatherError(
-                    f"no shared memory for a buffer of {extent} bytes: {error}{hint}"
-                ) from error
+                raise GatherError(f"no shared memory for a buffer of {extent} bytes: {error}{hint}") from error
         book = _Book(segment, free=[(0, segment.size)])
         self._books.append(book)
         return book

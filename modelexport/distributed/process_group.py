@@ -62,9 +62,7 @@ def set_distributed_backend(backend: str) -> None:
     os.environ[_BACKEND_VARIABLE] = backend.lower()
 
 
-def init_process_group_from_backend(
-    backend: str | Backend | None = None, *, timeout: float | None = None
-) -> None:
+def init_process_group_from_backend(backend: str | Backend | None = None, *, timeout: float | None = None) -> None:
     """Joins the group that the environment describes; in a plain process, makes a group of this one alone.
 
     Args:
@@ -106,9 +104,7 @@ def init_dist(
         UsageError: rank or sizes contradict each other.
     """
     if not 0 <= rank < world_size or not 0 <= local_rank < local_world_size <= world_size:
-        raise UsageError(
-            f"rank {rank} of {world_size} (local rank {local_rank} of {local_world_size}) does not exist"
-        )
+        raise UsageError(f"rank {rank} of {world_size} (local rank {local_rank} of {local_world_size}) does not exist")
     config = MultiprocessConfig(
         rank=rank,
         local_rank=local_rank,

@@ -75,9 +75,7 @@ class Call:
     def load(self) -> tuple[Callable, tuple, dict[str, Any]]:
         """(func, args, kwargs)"""
         if self._call is None:
-            self._call = pickle.loads(
-                self._data
-            )  # from our own launcher: multiprocessing's way to say what to run
+            self._call = pickle.loads(self._data)  # from our own launcher: multiprocessing's way to say what to run
         assert self._call is not None
         return self._call
 
@@ -161,6 +159,7 @@ def main(spec: RankSpec) -> None:
     _end_with_launcher(spec.config.launch_method)
     # Ctrl-C reaches the whole terminal; the launcher handles it for all. SIGTERM must end a rank at once.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # blocked until here, see starting
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for name in spec.unset:
         os.environ.pop(name, None)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from modelexport.distributed import payload as _payload
-from modelexport.distributed.link import PLACE, Link
+from modelexport.distributed.link import PLACE, Link, LostPeerError
 from modelexport.distributed.segments import Mapping
 from modelexport.errors import GatherError
 
@@ -26,7 +26,7 @@ class Delivery:
     def __init__(self, seq: int, nothing: bool) -> None:
         self.seq, self.nothing = seq, nothing
         self.guards: dict[int, weakref.ref[memoryview]] = {}  # entry -> its view, while anyone has it
-        self.read: dict[int, int] = {}  # segment -> bytes
+        self.read: dict[int, int] = {}  # segment -> end of what was read of it
         self.acknowledged = False
 
 
@@ -63,7 +63,7 @@ class ReceivingLink(Link):
         """The config of payload ``seq``, which has arrived, its tensors views of the sender's memory."""
         message = self.inbox.pop(seq)
         if message["kind"] == "failed":
-            raise GatherError(f"rank {self.rank} could not hand over its payload {seq}: {message['error']}")
+            raise LostPeerError(f"rank {self.rank} could not hand over its payload {seq}: {message['error']}")
         delivery = self._deliveries[seq] = Delivery(seq, message["kind"] == "nothing")
         if delivery.nothing:
             return delivery, None
@@ -72,15 +72,13 @@ class ReceivingLink(Link):
         text, entries = _payload.parse_header(description[table_bytes:])
         places = list(PLACE.iter_unpack(description[:table_bytes]))
         if [entry.nbytes for entry in entries] != [place[2] for place in places]:
-            raise GatherError(
-                f"payload {seq} of rank {self.rank} is damaged: its header and its places disagree"
-            )
+            raise GatherError(f"payload {seq} of rank {self.rank} is damaged: its header and its places disagree")
         views: list[memoryview | None] = []
         for index, (number, offset, nbytes) in enumerate(places):
             view = self._view(number, offset, nbytes) if nbytes else None
             if view is not None:
                 delivery.guards[index] = weakref.ref(view, self._when_let_go(seq, index))
-                delivery.read[number] = delivery.read.get(number, 0) + nbytes
+                delivery.read[number] = max(delivery.read.get(number, 0), offset + nbytes)
             views.append(view)
         return delivery, _payload.unpack(text, entries, views)
 
@@ -98,15 +96,13 @@ class ReceivingLink(Link):
         self._collect()
         let_go = len(delivery.guards) == 0
         delivery.acknowledged = True
-        for number, nbytes in delivery.read.items():
-            self._mappings[number].consumed(nbytes)
+        for number, end in delivery.read.items():
+            self._mappings[number].consumed(end)
         self.post({"kind": "ack", "seq": delivery.seq, "kept": not let_go})
         if let_go:
             self._deliveries.pop(delivery.seq, None)
         else:
-            self._release(
-                delivery.seq, [i for i in range(max(delivery.guards) + 1) if i not in delivery.guards]
-            )
+            self._release(delivery.seq, [i for i in range(max(delivery.guards) + 1) if i not in delivery.guards])
 
     def release_dropped(self) -> None:
         """Tell the sender what was kept past its gather and has been let go since."""
@@ -130,9 +126,7 @@ class ReceivingLink(Link):
 
     def _release(self, seq: int, entries: list[int]) -> None:
         for start in range(0, len(entries), _RELEASES_PER_MESSAGE):
-            self.post(
-                {"kind": "release", "seq": seq, "entries": entries[start : start + _RELEASES_PER_MESSAGE]}
-            )
+            self.post({"kind": "release", "seq": seq, "entries": entries[start : start + _RELEASES_PER_MESSAGE]})
 
 
 def receive_from_all(links: Sequence[ReceivingLink], seq: int, seconds: float) -> None:
@@ -160,7 +154,7 @@ def receive_from_all(links: Sequence[ReceivingLink], seq: int, seconds: float) -
                 link.open(seq)  # raises
         for link in missing:
             if link.closed:
-                raise GatherError(
+                raise LostPeerError(
                     f"{link} closed its connection before it sent payload {seq} (it had sent {link.last_seq + 1}): "
                     "its process ended or failed; its own error says why"
                 )
@@ -168,17 +162,16 @@ def receive_from_all(links: Sequence[ReceivingLink], seq: int, seconds: float) -
             return
         left = deadline - time.monotonic()
         if left <= 0:
-            raise GatherError(_overdue(links, missing, seq, seconds))
+            raise LostPeerError(_overdue(links, missing, seq, seconds))
         ready = [by_fd[fd] for fd, _ in poller.poll(left * 1000)]
 
 
-def _overdue(
-    links: Sequence[ReceivingLink], missing: Sequence[ReceivingLink], seq: int, seconds: float
-) -> str:
+def _overdue(links: Sequence[ReceivingLink], missing: Sequence[ReceivingLink], seq: int, seconds: float) -> str:
     arrived = [link.rank for link in links if link not in missing]
     states = "; ".join(
         f"{link} is missing: connected, last heard of {time.monotonic() - link.last_time:.1f} s ago "
         + (f"with payload {link.last_seq}" if link.last_seq >= 0 else "when it connected")
         for link in missing
     )
-    return f"waited {seconds:g} s for payload {seq} of ranks {[link.rank for link in links]}; arrived: {arrived}; {states}"
+    ranks = [link.rank for link in links]
+    return f"waited {seconds:g} s for payload {seq} of ranks {ranks}; arrived: {arrived}; {states}"

@@ -7,6 +7,7 @@ needs only its own sockets, so it may run in a background thread while collectiv
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import itertools
 import json
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from modelexport.distributed.link import Link, peer_pid
+from modelexport.distributed.link import Link, LostPeerError, peer_pid
 from modelexport.distributed.receiving import ReceivingLink
 from modelexport.distributed.sending import SendingLink
 from modelexport.errors import GatherError
@@ -54,9 +55,9 @@ def _wait_for_key(store: Any, key: str, deadline: float, what: str) -> bytes:
             if store.check([key]):
                 return bytes(store.get(key))
         except RuntimeError as error:
-            raise GatherError(f"the process group's store is gone: {error}") from error
+            raise LostPeerError(f"the process group's store is gone: {error}") from error
         if time.monotonic() > deadline:
-            raise GatherError(f"{what} in time; is that rank in the same gather, with the same ranks?")
+            raise LostPeerError(f"{what} in time; is that rank in the same gather, with the same ranks?")
         time.sleep(pause)
         pause = min(pause * 1.5, 0.05)
 
@@ -110,7 +111,7 @@ def collect_links(key: str, ranks: Sequence[int], seconds: float) -> list[Receiv
             while len(links) < len(ranks) - 1:
                 missing = [rank for rank in ranks[1:] if rank not in links]
                 if time.monotonic() > deadline:
-                    raise GatherError(
+                    raise LostPeerError(
                         f"waited {seconds:g} s for ranks {list(ranks[1:])} to connect; connected: {sorted(links)}; "
                         f"missing: {missing}, which did not start the same gather on this host"
                     )
@@ -124,7 +125,7 @@ def collect_links(key: str, ranks: Sequence[int], seconds: float) -> list[Receiv
                         _greet(strangers.pop(fd), token, missing, links)
                 for rank in missing:
                     if store.check([f"{key}/failed/{rank}"]):
-                        raise GatherError(store.get(f"{key}/failed/{rank}").decode())
+                        raise LostPeerError(store.get(f"{key}/failed/{rank}").decode())
             store.delete_key(key)
         except BaseException as error:
             store.set(key, json.dumps({"error": str(error)}))  # for those who have not come yet
@@ -144,11 +145,13 @@ def _accept(listener: socket.socket) -> Link:
 
 def _greet(stranger: Link, token: str, missing: list[int], links: dict[int, ReceivingLink]) -> None:
     """Read who it is; whoever cannot say the secret is hung up on."""
-    received = stranger.read()
-    hello = received[0] if received is not None else {}
-    same_user = peer_pid(stranger.sock)[1] == os.geteuid()
-    rank = hello.get("rank")
-    if not (same_user and hmac.compare_digest(str(hello.get("token")), token) and rank in missing):
+    hello: Any = None
+    if peer_pid(stranger.sock)[1] == os.geteuid():
+        with contextlib.suppress(ValueError):
+            received = stranger.read()
+            hello = received[0] if received is not None else None
+    rank = hello.get("rank") if isinstance(hello, dict) else None
+    if rank not in missing or not hmac.compare_digest(str(hello.get("token")).encode(), token.encode()):
         stranger.close()
         return
     missing.remove(rank)
@@ -164,7 +167,7 @@ def connect_to_first(key: str, ranks: Sequence[int], me: int, limit: int, second
         _wait_for_key(store, key, deadline, f"rank {first} did not start its gather of ranks {list(ranks)}")
     )
     if "error" in info:
-        raise GatherError(f"rank {first} gave up meeting ranks {list(ranks)}: {info['error']}")
+        raise LostPeerError(f"rank {first} gave up meeting ranks {list(ranks)}: {info['error']}")
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         sock.settimeout(max(0.001, deadline - time.monotonic()))

@@ -13,6 +13,7 @@ import os
 import resource
 import secrets
 import tempfile
+import threading
 
 import torch
 
@@ -27,7 +28,11 @@ _SEALS = _F_SEAL_SEAL | _F_SEAL_SHRINK | _F_SEAL_GROW
 _RESERVE_STEP = 1 << 20
 _RESERVE_CHUNK = 64 << 20  # a signal interrupts one call's work, not all of it
 
+RESIDENT_BYTES = 256 << 20  # of other processes' memory that may stay entered in this one's page tables
+
 _numbers = itertools.count(1)
+_resident_total = 0
+_resident_lock = threading.RLock()  # __del__ may run inside our own locked code
 
 
 class Segment:
@@ -161,21 +166,32 @@ class Mapping:
             os.close(fd)
         self.size = size
         self.memory = memoryview(self._map)
-        self._touched = 0
+        self._resident = 0
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         if offset < 0 or nbytes < 0 or offset + nbytes > self.size:
-            raise GatherError(
-                f"bytes {offset}..{offset + nbytes} lie outside of a shared segment of {self.size}"
-            )
+            raise GatherError(f"bytes {offset}..{offset + nbytes} lie outside of a shared segment of {self.size}")
         return self.memory[offset : offset + nbytes]
 
-    def consumed(self, nbytes: int, budget: int = 32 << 20) -> None:
-        """Note that ``nbytes`` were read; beyond ``budget`` drop this process's page table entries.
+    def consumed(self, end: int) -> None:
+        """Note that pages up to ``end`` were read here; when all mappings' come to a lot, drop this one's.
 
-        The bytes stay where they are, in the sender's memory: this only keeps them from counting as ours.
+        Only this process's page table entries go, the bytes stay in the sender's memory: otherwise all that senders
+        ever had in flight would count as resident in the first rank too. Entering the pages anew costs more than
+        reading them, so little is left as it is.
         """
-        self._touched += nbytes
-        if self._touched > budget:
+        total = self._account(max(0, end - self._resident))
+        if total > RESIDENT_BYTES:
             self._map.madvise(mmap.MADV_DONTNEED)
-            self._touched = 0
+            self._account(-self._resident)
+
+    def _account(self, change: int) -> int:
+        global _resident_total
+        with _resident_lock:
+            self._resident += change
+            _resident_total += change
+            return _resident_total
+
+    def __del__(self) -> None:
+        if getattr(self, "_resident", 0):
+            self._account(-self._resident)

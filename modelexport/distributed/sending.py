@@ -12,9 +12,8 @@ import torch
 
 from modelexport.distributed import memory as _memory
 from modelexport.distributed import payload as _payload
-from modelexport.distributed.link import PLACE, Link
+from modelexport.distributed.link import PLACE, Link, LostPeerError
 from modelexport.distributed.segments import Segment
-from modelexport.errors import GatherError
 
 __all__ = ["SendingLink"]
 
@@ -29,9 +28,7 @@ class SendingLink(Link):
         self._limit = limit
         self._arena = _memory.arena()
         self._announced: set[int] = set()
-        self._held: dict[
-            int, dict[int, _memory.Region]
-        ] = {}  # seq -> entry -> what the first rank may still read
+        self._held: dict[int, dict[int, _memory.Region]] = {}  # seq -> entry -> what the first rank may still read
         self._unacknowledged: dict[int, float] = {}  # seq -> when it was sent
         self._wanted = -1
         self._lock = threading.Lock()
@@ -93,18 +90,12 @@ class SendingLink(Link):
             "header": len(payload.header),
         }
 
-    def _place(
-        self, index: int, tensor: torch.Tensor, held: dict[int, _memory.Region]
-    ) -> tuple[int, int, int]:
+    def _place(self, index: int, tensor: torch.Tensor, held: dict[int, _memory.Region]) -> tuple[int, int, int]:
         """(segment, offset, bytes) of a tensor's bytes: where it lies, if in the arena, else of a copy."""
         nbytes = tensor.numel() * tensor.dtype.itemsize
         if nbytes == 0:
             return 0, 0, 0
-        plain = (
-            tensor.device.type == "cpu"
-            and tensor.is_contiguous()
-            and not (tensor.is_conj() or tensor.is_neg())
-        )
+        plain = tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
         if plain:
             found = self._arena.find(tensor.data_ptr(), nbytes)
             if found is not None:
@@ -140,14 +131,14 @@ class SendingLink(Link):
             left = deadline - time.monotonic()
             if left <= 0:
                 oldest = min(self._unacknowledged.values(), default=time.monotonic())
-                raise GatherError(
+                raise LostPeerError(
                     f"{self}, which collects, has not acknowledged the payloads {sorted(self._unacknowledged)}; "
                     f"waited {seconds:g} s, the oldest was sent {time.monotonic() - oldest:.1f} s ago"
                 )
             self.wait(left)
 
-    def _lost(self) -> GatherError:
-        return GatherError(f"{self}, which collects, has closed its connection: its process ended or failed")
+    def _lost(self) -> LostPeerError:
+        return LostPeerError(f"{self}, which collects, has closed its connection: its process ended or failed")
 
     def _reclaim(self) -> None:
         if self._lock.acquire(blocking=False):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -49,7 +50,7 @@ def _start_environment() -> Iterator[dict[str, str]]:
     """The environment for processes that import torch and later wait a lot.
 
     OpenMP reads its policy when it is loaded. The fork server of Python 3.11 and older finds only modules on
-    the default path unless told otherwise.
+    the default path unless told otherwise. Ctrl-C is this process's business, from their first moment on.
     """
     changed = {
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
@@ -57,9 +58,11 @@ def _start_environment() -> Iterator[dict[str, str]]:
     }
     before = {name: os.environ.get(name) for name in changed}
     os.environ.update(changed)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield dict(os.environ)
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for name, value in before.items():
             if value is None:
                 del os.environ[name]

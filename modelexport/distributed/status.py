@@ -106,8 +106,11 @@ class RankStatus(Status):
     def send(self, message: dict[str, Any]) -> None:
         """Sends one JSON line; blocks while the launcher is behind."""
         line = json.dumps(message).encode() + b"\n"
-        with self._send_lock:
-            self._channel.sendall(line)
+        try:
+            with self._send_lock:
+                self._channel.sendall(line)
+        except ConnectionError:
+            os._exit(ORPHANED)
 
     def report(self, event: dict) -> None:
         self.send({"type": "event", "event": event})
@@ -139,7 +142,10 @@ class RankStatus(Status):
             self._board.beat(_resident_bytes(), self._in_collective())
             if not poll.poll(BEAT_SECONDS * 1000):
                 continue
-            data = self._channel.recv(4096)
+            try:
+                data = self._channel.recv(4096)
+            except ConnectionError:  # it went without reading all that was sent to it
+                data = b""
             if not data:
                 # The launcher is gone, however it went. Nobody is left to report to or to clean up for.
                 os._exit(ORPHANED)

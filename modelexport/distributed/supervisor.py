@@ -37,17 +37,27 @@ class RankHandle:
         self.board = board
         self.up = self.finished = self.done = self.exited = False
         self.hung_up = False  # its end of the channel is closed
+        self.more = True  # it may have sent more than was read
         self.failure: Failure | None = None
         self.state: BoardState = board.read()
         self.progress_at = self.beat_at = 0.0  # on the supervisor's clock
         self._buffer = b""
 
     def messages(self) -> list[dict[str, Any]]:
-        """The complete messages that have arrived; never blocks."""
-        with contextlib.suppress(BlockingIOError, ConnectionError):
-            while data := self.channel.recv(1 << 16):
-                self._buffer += data
-            self.hung_up = True
+        """Complete messages that have arrived, some if there are many; never blocks. Sets ``more``, ``hung_up``."""
+        self.more = True
+        for _ in range(16):
+            try:
+                data = self.channel.recv(1 << 16)
+            except BlockingIOError:
+                self.more = False
+                break
+            except ConnectionError:
+                data = b""
+            if not data:
+                self.hung_up, self.more = True, False
+                break
+            self._buffer += data
         *lines, self._buffer = self._buffer.split(b"\n")
         return [json.loads(line) for line in lines]
 
@@ -140,7 +150,9 @@ class Supervisor:
                 setattr(rank, kind, True)
 
     def _exited(self, rank: RankHandle) -> None:
-        self._hear(rank)
+        rank.more = True
+        while rank.more and not rank.hung_up:
+            self._hear(rank)
         exitcode = rank.process.exitcode
         if exitcode is None:
             return

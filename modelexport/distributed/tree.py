@@ -53,9 +53,7 @@ def register_config(cls: type[T]) -> type[T]:
         TypeError: ``cls`` is not a dataclass (put ``@dataclass`` below ``@register_config``).
     """
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
-        raise TypeError(
-            f"register_config takes a dataclass, got {cls!r}: put @dataclass below @register_config"
-        )
+        raise TypeError(f"register_config takes a dataclass, got {cls!r}: put @dataclass below @register_config")
     _registry[_registered_name(cls)] = cls
     return cls
 
@@ -143,9 +141,7 @@ class _Encoder:
             }
             return {_MARK: "config", "class": name, "fields": fields}
         hint = "; decorate the class with register_config" if dataclasses.is_dataclass(value) else ""
-        raise TypeError(
-            f"a config cannot carry {kind.__module__}.{kind.__qualname__} at {_where(path)}{hint}"
-        )
+        raise TypeError(f"a config cannot carry {kind.__module__}.{kind.__qualname__} at {_where(path)}{hint}")
 
     def _tensor(self, tensor: torch.Tensor, path: tuple[str, ...]) -> str:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
@@ -204,9 +200,7 @@ def _decode(value: Any, tensors: Mapping[str, torch.Tensor], path: tuple[str, ..
 
 def _decode_tensor(value: dict[str, Any], tensors: Mapping[str, torch.Tensor], path: tuple[str, ...]) -> Any:
     if value["name"] not in tensors:
-        raise GatherError(
-            f"the config names the tensor {value['name']!r} at {_where(path)}, which did not come"
-        )
+        raise GatherError(f"the config names the tensor {value['name']!r} at {_where(path)}, which did not come")
     return tensors[value["name"]]
 
 
@@ -216,10 +210,7 @@ def _decode_items(value: dict[str, Any], tensors: Mapping[str, torch.Tensor], pa
 
 
 def _decode_dict(value: dict[str, Any], tensors: Mapping[str, torch.Tensor], path: tuple[str, ...]) -> Any:
-    pairs = [
-        (_decode(key, tensors, path), _decode(item, tensors, (*path, str(key))))
-        for key, item in value["items"]
-    ]
+    pairs = [(_decode(key, tensors, path), _decode(item, tensors, (*path, str(key)))) for key, item in value["items"]]
     return dict(pairs) if value[_MARK] == "dict" else OrderedDict(pairs)
 
 

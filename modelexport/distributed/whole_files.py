@@ -101,9 +101,7 @@ def read_payload(path: Path, header_bytes: int, expected: int, crc32: int) -> tu
             if view is not None:
                 crc = _read_into(fd, view, header_bytes + entry.start, crc)
         if crc != crc32:
-            raise DamagedPayloadError(
-                f"its {size} bytes have CRC-32 {crc:08x}, its manifest says {crc32:08x}"
-            )
+            raise DamagedPayloadError(f"its {size} bytes have CRC-32 {crc:08x}, its manifest says {crc32:08x}")
         return size, _payload.unpack(text, entries, views)
     finally:
         os.close(fd)

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from modelexport.distributed import payload as _payload
 from modelexport.distributed import rendezvous as _rendezvous
 from modelexport.distributed.heartbeat import Heart, last_heartbeat
+from modelexport.distributed.link import LostPeerError
 from modelexport.distributed.whole_files import read_payload, write_whole
 from modelexport.errors import GatherError, UsageError
 
@@ -101,16 +102,20 @@ class NFSWorkspace:
             if not re.fullmatch(r"[\w-]+", self.run_id):
                 raise UsageError(f"a run id is letters, digits, '_' and '-', got {self.run_id!r}")
             self.directory = self._path / f"run-{self.run_id}"
-            self._heart = Heart(self.directory, self.rank)
+            try:
+                self._heart = Heart(self.directory, self.rank)
+            except OSError as error:
+                raise UsageError(
+                    f"cannot write into the workspace {self._path}: {error}; it must be a directory that every rank "
+                    "may write to"
+                ) from error
 
     @property
     def is_initialized(self) -> bool:
         """Whether there is a directory behind this workspace."""
         return self._path is not None
 
-    def write_configs_and_weights(
-        self, config_json: dict[str, Any] | None, weights: Mapping[str, Any] | None
-    ) -> None:
+    def write_configs_and_weights(self, config_json: dict[str, Any] | None, weights: Mapping[str, Any] | None) -> None:
         """Publish this rank's state; it replaces what this rank published before.
 
         Args:
@@ -170,9 +175,7 @@ class NFSWorkspace:
     def publish_failure(self, sequence: int, error: str) -> None:
         """Let whoever waits for this rank's payload ``sequence`` fail now, with ``error``."""
         self._write_manifest(
-            Manifest(
-                self.run_id, sequence, self.rank, self.world_size, "failed", error=error, time=time.time()
-            )
+            Manifest(self.run_id, sequence, self.rank, self.world_size, "failed", error=error, time=time.time())
         )
 
     def fetch(self, rank: int, sequence: int) -> tuple[Manifest, Any]:
@@ -184,7 +187,7 @@ class NFSWorkspace:
         """
         manifest = self._read_manifest(rank, sequence)
         if manifest.state == "failed":
-            raise GatherError(f"rank {rank} could not hand over its payload {sequence}: {manifest.error}")
+            raise LostPeerError(f"rank {rank} could not hand over its payload {sequence}: {manifest.error}")
         if manifest.state == "nothing":
             return manifest, None
         path = self.directory / self._name(rank, sequence, "safetensors")
@@ -268,13 +271,15 @@ class NFSWorkspace:
 
     def _need_directory(self) -> None:
         if self._heart is None:
-            raise GatherError(
-                "this NFSWorkspace is not initialised: give it a workspace_path that all ranks see"
-            )
+            raise GatherError("this NFSWorkspace is not initialised: give it a workspace_path that all ranks see")
 
     def _beat(self, doing: str, nbytes: int) -> None:
-        if self._heart is not None:
+        if self._heart is None:
+            return
+        try:
             self._heart.beat(doing, nbytes)
+        except OSError as error:
+            raise GatherError(f"cannot write into the workspace {self.directory}: {error}") from error
 
     @staticmethod
     def _name(rank: int, sequence: int, kind: str) -> str:
@@ -296,9 +301,7 @@ class NFSWorkspace:
         except (ValueError, TypeError) as error:
             raise CorruptError(f"a damaged manifest: {error}") from error
         if (manifest.run, manifest.sequence, manifest.rank) != (self.run_id, sequence, rank):
-            raise CorruptError(
-                f"a manifest of run {manifest.run}, rank {manifest.rank}, payload {manifest.sequence}"
-            )
+            raise CorruptError(f"a manifest of run {manifest.run}, rank {manifest.rank}, payload {manifest.sequence}")
         return manifest
 
     def _unfinished(self, rank: int, sequence: int) -> str:

@@ -15,7 +15,8 @@ from typing import Any
 import torch.distributed as dist
 
 from modelexport.distributed import rendezvous as _rendezvous
-from modelexport.distributed.heartbeat import is_dead, remove_closed, sweep_dead_runs
+from modelexport.distributed.heartbeat import condition, remove_closed, sweep_dead_runs
+from modelexport.distributed.link import LostPeerError
 from modelexport.distributed.workspace import CORRUPT_READS, CorruptError, NFSWorkspace, NotYetError
 from modelexport.errors import GatherError
 
@@ -41,6 +42,7 @@ class WorkspaceChannel:
         self._ranks, self._me, self._limit = tuple(ranks), me, limit
         self._next = 1
         self._outstanding: set[int] = set()
+        self._met = {ranks[0]}  # opens before it tells the others where
         self._workspace: NFSWorkspace | None = None
         key = _rendezvous.group_key(ranks, group) + "/run"
 
@@ -93,15 +95,15 @@ class WorkspaceChannel:
                 except NotYetError:
                     pass
             overdue = time.monotonic() > deadline
-            dead = [rank for rank in missing if rank not in configs and is_dead(workspace.directory, rank)]
-            # Once more, for what it wrote just before its end.
-            dead = [rank for rank in dead if (rank, sequence) not in workspace.published()]
-            if overdue or dead:
+            gone = [rank for rank in missing if rank not in configs and self._has_left(rank)]
+            # Once more, for what it wrote just before it left.
+            gone = [rank for rank in gone if (rank, sequence) not in workspace.published()]
+            if overdue or gone:
                 states = "; ".join(
                     workspace.describe_missing(rank, sequence) for rank in missing if rank not in configs
                 )
-                raise GatherError(
-                    (f"the processes of ranks {dead} have ended, " if dead else "")
+                raise LostPeerError(
+                    (f"ranks {gone} have ended or closed the workspace; " if gone else "")
                     + f"waited {time.monotonic() - started:.1f} s in {workspace.directory} for payload {sequence} of "
                     f"ranks {list(self._ranks[1:])}; arrived: {sorted(configs)}; {states}"
                 )
@@ -115,37 +117,46 @@ class WorkspaceChannel:
         self._wait_for_room(0, seconds)
 
     def close(self) -> None:
-        workspace, self._workspace = self._workspace, None
+        workspace = self._workspace
         if workspace is None:
             return
-        if self._me == self._ranks[0]:
-            # Nobody else reads here: what lies unconsumed now never will be.
+        collecting = self._me == self._ranks[0]
+        if collecting or self._has_left(self._ranks[0]):
+            # Only the first rank reads here: what lies unconsumed now never will be.
             for rank, sequence in workspace.published():
-                workspace.remove(rank, sequence)
+                if collecting or rank == self._me:
+                    workspace.remove(rank, sequence)
+        if collecting:
             remove_closed(workspace.directory)
         workspace.close()
+        self._workspace = None
 
     def _open(self) -> NFSWorkspace:
         if self._workspace is None:
             raise GatherError("this gather's workspace is closed")
         return self._workspace
 
+    def _has_left(self, rank: int) -> bool:
+        """Whether ``rank`` will write and read no more, as far as can be told; a slow rank has not left."""
+        found = condition(self._open().directory, rank)
+        if found == "living":
+            self._met.add(rank)
+        return found in ("closed", "dead") or (found == "absent" and rank in self._met)
+
     def _still_there(self) -> set[int]:
         if self._outstanding and self._workspace is not None:
             published = set(self._workspace.published())
-            self._outstanding = {
-                sequence for sequence in self._outstanding if (self._me, sequence) in published
-            }
+            self._outstanding = {sequence for sequence in self._outstanding if (self._me, sequence) in published}
         return self._outstanding
 
     def _wait_for_room(self, allowed: int, seconds: float) -> None:
         deadline, pause = time.monotonic() + seconds, 0.001
         while len(self._still_there()) > allowed:
             workspace, first = self._open(), self._ranks[0]
-            dead = is_dead(workspace.directory, first)
-            if dead or time.monotonic() > deadline:
-                waited = "its process has ended" if dead else f"waited {seconds:g} s"
-                raise GatherError(
+            gone = self._has_left(first) and len(self._still_there()) > allowed
+            if gone or time.monotonic() > deadline:
+                waited = "it has ended or closed the workspace" if gone else f"waited {seconds:g} s"
+                raise LostPeerError(
                     f"rank {first}, which collects, has not read the payloads {sorted(self._outstanding)} of rank "
                     f"{self._me} in {workspace.directory}: {waited}; {workspace.heartbeat_of(first)}"
                 )

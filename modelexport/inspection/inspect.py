@@ -21,7 +21,7 @@ from modelexport.inspection.modules import Architecture, StoredModule, read_arch
 from modelexport.inspection.schemes import QuantizationConfig, read_quantization_config
 from modelexport.inspection.structure import check_structure
 from modelexport.sharding.plan import admissible_tp
-from modelexport.summary import size_text, table
+from modelexport.tables import size_text, table
 
 MAX_RECORD_BYTES = 256 << 20
 

@@ -15,6 +15,7 @@ from modelexport.inspection.schemes import FLOATS, QuantizationConfig, Scheme, p
 
 _PLAIN = ("weight", "bias")
 _KV_SCALES = ("k_scale", "v_scale", "q_scale")
+_OF_QUANTISATION = ("scale", "zero", "packed", "qweight", "g_idx", "weight_shape", "absmax")
 
 
 def check_structure(
@@ -118,7 +119,7 @@ def module_problems(
     if scheme is not None and shape is not None and len(shape) == 2:
         yield from _promise_problems(module, scheme, (shape[0], shape[1]))
     elif expected is not None or module.kind != "other":
-        yield from _plain_problems(module, quantization, shape)
+        yield from _plain_problems(module, quantization, shape, known=expected is not None)
 
 
 def _promise_problems(module: StoredModule, scheme: Scheme, shape: tuple[int, int]) -> Iterator[str]:
@@ -141,16 +142,21 @@ def _promise_problems(module: StoredModule, scheme: Scheme, shape: tuple[int, in
 
 
 def _plain_problems(
-    module: StoredModule, quantization: QuantizationConfig | None, shape: tuple[int, ...] | None
+    module: StoredModule, quantization: QuantizationConfig | None, shape: tuple[int, ...] | None, *, known: bool
 ) -> Iterator[str]:
-    """A module that is not quantised: a floating-point weight, perhaps a bias, and nothing else."""
+    """A module that is not quantised: a floating-point weight, perhaps a bias, and nothing else.
+
+    Modules of an architecture that is not ``known`` may have further tensors (a router's correction, running
+    means), but none that belong to quantisation.
+    """
     why = "config.json has no quantization_config" if quantization is None else "config.json does not quantise it"
     weight = module.tensors.get("weight")
     if weight is None:
         yield f"{module.name}.weight is missing, and {why} ({_listed(module)})"
     elif weight.dtype not in (*FLOATS, "F64"):
         yield f"{weight.name} is {weight.dtype}, but {why}"
-    yield from _extra_problems(module, set(_PLAIN), why)
+    others = {s for s in module.tensors if not known and not any(word in s for word in _OF_QUANTISATION)}
+    yield from _extra_problems(module, {*_PLAIN, *others}, why)
     yield from _bias_problems(module, shape)
 
 

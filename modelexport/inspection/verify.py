@@ -25,7 +25,7 @@ from modelexport.inspection.modules import StoredModule, read_architecture, read
 from modelexport.inspection.record_check import check_record
 from modelexport.inspection.schemes import read_quantization_config
 from modelexport.inspection.structure import check_structure
-from modelexport.summary import table
+from modelexport.tables import table
 
 FAR_DB = 6.0
 """A linear that is this much worse than rounding its source to nearest was made from something else."""

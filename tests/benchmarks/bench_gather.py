@@ -136,7 +136,12 @@ def main() -> None:
     parser.add_argument("--workspace", help="directory for the NFS rows (default: a temporary one)")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
-    kinds = {"gloo": "torch.distributed.gather", "arena": "shm, from the arena", "copied": "shm, ordinary", "nfs": "nfs"}
+    kinds = {
+        "gloo": "torch.distributed.gather",
+        "arena": "shm, from the arena",
+        "copied": "shm, ordinary",
+        "nfs": "nfs",
+    }
     print(f"{args.ranks} ranks on {os.cpu_count()} cores, torch {torch.__version__}, one thread a rank")
     print(f"{'MB a rank':>9}  {'transport':24} {'reads':7} {'first ms':>9} {'then ms':>9} {'GB/s':>8} {'x gloo':>7}"
           f"  {'anon':>6} {'shmem':>6} {'dirty':>6}")  # fmt: skip

@@ -8,7 +8,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import signal
 import threading
 import time
 import traceback
@@ -19,12 +18,11 @@ import torch
 import torch.distributed as dist
 
 from modelexport.distributed import gather, memory, payload, tree
-from modelexport.errors import GatherError
 
 DTYPES = [
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
-    torch.float8_e8m0fnu, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32,
-    torch.uint64, torch.bool, torch.complex64, torch.complex128,
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8,
+    torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool,
+    torch.complex64, torch.complex128, *([torch.float8_e8m0fnu] if hasattr(torch, "float8_e8m0fnu") else []),
 ]  # fmt: skip
 
 
@@ -209,7 +207,9 @@ def addresses(rank: int) -> dict[str, Any]:
     whole = memory.shared_empty((64, 1024), torch.float32)
     whole.copy_(torch.arange(64 * 1024, dtype=torch.float32).view(64, 1024))
     taken = memory.arena().stats().used - before.used
-    with gather.get_configs_parallel({"whole": whole, "rows": whole[8:16], "bits": whole.view(torch.int32)}, [0, 1]) as c:
+    with gather.get_configs_parallel(
+        {"whole": whole, "rows": whole[8:16], "bits": whole.view(torch.int32)}, [0, 1]
+    ) as c:
         extra = memory.arena().stats().used - taken
         same = bool(rank or (torch.equal(c[1]["whole"], whole) and torch.equal(c[1]["rows"], whole[8:16])))
         if rank == 0:
@@ -260,115 +260,6 @@ def disjoint_subsets(rank: int) -> list[int]:
         return [int(t) for t in tensors]
 
 
-def die_in_gather(rank: int, how: str, workspace: str | None) -> dict[str, Any]:
-    """Rank 2 leaves between its first and its second gather; the others say what they saw, and how fast."""
-    gather.set_timeout(20)
-    ranks = [0, 1, 2]
-    with gather.get_tensors_parallel(torch.tensor([rank]), ranks, workspace_path=workspace):
-        pass
-    dist.barrier()
-    if rank == 2:
-        if how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        os._exit(0)
-    start = time.monotonic()
-    try:
-        with gather.get_tensors_parallel(torch.tensor([rank]), ranks, workspace_path=workspace):
-            text = "nothing seen"
-    except GatherError as error:
-        text = str(error)
-    return {"text": text, "seconds": time.monotonic() - start}
-
-
-def first_dies(rank: int) -> dict[str, Any]:
-    gather.set_timeout(20)
-    with gather.get_tensors_parallel(torch.tensor([rank]), [0, 1]):
-        pass
-    dist.barrier()
-    if rank == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        for _ in range(10):
-            with gather.get_tensors_parallel(torch.tensor([rank]), [0, 1]):
-                time.sleep(0.01)
-        text = "nothing seen"
-    except GatherError as error:
-        text = str(error)
-    return {"text": text}
-
-
-def leave_early(rank: int, workspace: str | None) -> list[int]:
-    """The senders end at once; what they sent is still received, some of it after they have gone."""
-    seen = []
-    for step in range(3):
-        with gather.get_tensors_parallel(torch.full((70000,), rank * 10 + step), [0, 1, 2], workspace_path=workspace) as t:
-            if rank == 0:
-                time.sleep(0.3)
-                seen += [int(x.unique()) for x in t[1:]]
-    return seen
-
-
-def slow_receiver(rank: int, workspace: str | None) -> dict[str, Any]:
-    """The first rank does not come: the sender may run ahead by its buffers, then says who is late."""
-    os.environ["MODELEXPORT_GATHER_BUFFERS"] = "2"
-    gather.connect([0, 1], None, workspace)
-    dist.barrier()
-    sent, text = 0, ""
-    if rank == 1:
-        gather.set_timeout(0.5)
-        try:
-            for _ in range(5):
-                with gather.get_tensors_parallel(torch.tensor([1]), [0, 1], workspace_path=workspace):
-                    sent += 1
-        except GatherError as error:
-            text = str(error)
-    dist.barrier()
-    return {"sent": sent, "text": text}
-
-
-def late_sender(rank: int, workspace: str | None) -> dict[str, Any]:
-    gather.connect([0, 1, 2], None, workspace)
-    dist.barrier()
-    text = ""
-    if rank == 0:
-        gather.set_timeout(0.5)
-        try:
-            with gather.get_tensors_parallel(None, [0, 1, 2], workspace_path=workspace):
-                pass
-        except GatherError as error:
-            text = str(error)
-    elif rank == 1:
-        with gather.get_tensors_parallel(torch.tensor([1]), [0, 1, 2], workspace_path=workspace):
-            pass
-    dist.barrier()
-    return {"text": text}
-
-
-def cannot_pack(rank: int, workspace: str | None) -> dict[str, Any]:
-    """Rank 1's config holds an object that cannot travel: it raises, and the first rank says why at once."""
-    gather.set_timeout(20)
-    start = time.monotonic()
-    try:
-        with gather.get_configs_parallel({"a": object() if rank else 1}, [0, 1], None, workspace):
-            text = "nothing seen"
-    except (GatherError, TypeError) as error:
-        text = f"{type(error).__name__}: {error}"
-    dist.barrier()
-    return {"text": text, "seconds": time.monotonic() - start}
-
-
-def never_meets(rank: int) -> dict[str, Any]:
-    gather.set_timeout(0.5)
-    text = ""
-    if rank != 2:
-        try:
-            gather.connect([0, 1, 2])
-        except GatherError as error:
-            text = str(error)
-    dist.barrier()
-    return {"text": text}
-
-
 def many_tensors(rank: int) -> bool:
     """More tensors than fit in a message, all kept, then every other one let go."""
     config = [torch.full((3,), i) for i in range(6000)]
@@ -379,23 +270,6 @@ def many_tensors(rank: int) -> bool:
             kept[i] = None
         assert all(int(kept[i][0]) == i for i in range(1, len(kept), 2))
     return True
-
-
-def starved(rank: int) -> dict[str, Any]:
-    """Rank 1 may not make files of more than 8 MB; the first rank hears of it."""
-    import resource
-
-    gather.set_timeout(20)
-    gather.connect([0, 1])
-    if rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 20, 8 << 20))
-    text = ""
-    try:
-        with gather.get_tensors_parallel(torch.zeros(16 << 20, dtype=torch.uint8), [0, 1]):
-            pass
-    except GatherError as error:
-        text = str(error)
-    return {"text": text}
 
 
 def again_after_restart(rank: int, folder: str) -> bool:
@@ -431,4 +305,17 @@ def workspace_api(rank: int, path: str) -> list[Any]:
         seen.append([config["version"], config["rank"], weights["w"].tolist()])
     dist.barrier()
     workspace.close()
+    return seen
+
+
+def leave_early(rank: int, workspace: str | None) -> list[int]:
+    """The senders end at once; what they sent is still received, some of it after they have gone."""
+    seen = []
+    for step in range(3):
+        with gather.get_tensors_parallel(
+            torch.full((70000,), rank * 10 + step), [0, 1, 2], workspace_path=workspace
+        ) as t:
+            if rank == 0:
+                time.sleep(0.3)
+                seen += [int(x.unique()) for x in t[1:]]
     return seen

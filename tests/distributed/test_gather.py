@@ -11,6 +11,7 @@ import torch
 
 from modelexport.distributed import gather
 from modelexport.errors import GatherError
+from tests.distributed import _gather_failures as failures
 from tests.distributed import _gather_targets as targets
 from tests.distributed._gather_targets import run_ranks
 
@@ -96,13 +97,13 @@ def test_senders_need_not_stay(workspace: str | None, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["kill", "exit"])
 def test_a_rank_that_dies_is_named(workspace: str | None, tmp_path: Path, how: str) -> None:
-    first, second, dead = run_ranks(targets.die_in_gather, 3, tmp_path / "ranks", how, workspace, alive=False)
+    first, second, dead = run_ranks(failures.die_in_gather, 3, tmp_path / "ranks", how, workspace, alive=False)
     assert dead is None
     assert "rank 2" in first["text"]
     if workspace is None:
         assert "closed its connection before it sent payload 1" in first["text"]
     else:
-        assert "the processes of ranks [2] have ended" in first["text"]
+        assert "ranks [2] have ended or closed the workspace" in first["text"]
         assert "rank 2: missing" in first["text"]
         assert "last heartbeat" in first["text"]
     assert first["seconds"] < 10  # of a time-out of 20
@@ -110,27 +111,27 @@ def test_a_rank_that_dies_is_named(workspace: str | None, tmp_path: Path, how: s
 
 
 def test_the_first_rank_dies(tmp_path: Path) -> None:
-    results = run_ranks(targets.first_dies, 2, tmp_path / "ranks", alive=False)
+    results = run_ranks(failures.first_dies, 2, tmp_path / "ranks", alive=False)
     assert "rank 0" in results[1]["text"]
     assert "closed its connection" in results[1]["text"]
 
 
 def test_a_slow_receiver_is_named_by_a_sender_that_ran_ahead(workspace: str | None, tmp_path: Path) -> None:
-    results = run_ranks(targets.slow_receiver, 2, tmp_path / "ranks", workspace)
+    results = run_ranks(failures.slow_receiver, 2, tmp_path / "ranks", workspace)
     assert results[1]["sent"] == 2
     assert "which collects, has not" in results[1]["text"]
     assert "rank 0" in results[1]["text"]
 
 
 def test_a_late_sender_is_named(workspace: str | None, tmp_path: Path) -> None:
-    text = run_ranks(targets.late_sender, 3, tmp_path / "ranks", workspace)[0]["text"]
+    text = run_ranks(failures.late_sender, 3, tmp_path / "ranks", workspace)[0]["text"]
     assert "arrived: [1]" in text
     assert "rank 2" in text
     assert "missing" in text
 
 
 def test_a_sender_that_fails_fails_the_first_rank_with_its_reason(workspace: str | None, tmp_path: Path) -> None:
-    first, second = run_ranks(targets.cannot_pack, 2, tmp_path / "ranks", workspace)
+    first, second = run_ranks(failures.cannot_pack, 2, tmp_path / "ranks", workspace)
     assert second["text"].startswith("TypeError: a config cannot carry builtins.object at 'a'")
     assert "rank 1 could not hand over" in first["text"]
     assert "cannot carry builtins.object" in first["text"]
@@ -138,12 +139,12 @@ def test_a_sender_that_fails_fails_the_first_rank_with_its_reason(workspace: str
 
 
 def test_ranks_that_never_meet_are_named(tmp_path: Path) -> None:
-    results = run_ranks(targets.never_meets, 3, tmp_path / "ranks")
+    results = run_ranks(failures.never_meets, 3, tmp_path / "ranks")
     assert "missing: [2]" in results[0]["text"]
 
 
 def test_no_room_at_a_sender(tmp_path: Path) -> None:
-    first, second = run_ranks(targets.starved, 2, tmp_path / "ranks")
+    first, second = run_ranks(failures.starved, 2, tmp_path / "ranks")
     assert "ulimit -f" in second["text"]
     assert "rank 1 could not hand over" in first["text"]
 
@@ -209,3 +210,18 @@ def test_forked_child_starts_without_connections() -> None:
             return
         time.sleep(0.01)
     raise AssertionError("the child hangs")
+
+
+def test_a_rank_that_leaves_in_good_order_is_named_too(workspace: str | None, tmp_path: Path) -> None:
+    first, second = run_ranks(failures.leave_without_sending, 2, tmp_path / "ranks", workspace)
+    assert "rank 1" in first["text"]
+    assert "closed" in first["text"]
+    assert first["of_peer"] is True
+    assert first["seconds"] < 10  # of a time-out of 20
+    assert second["text"] == ""
+
+
+def test_ranks_may_gather_again_after_a_failure(workspace: str | None, tmp_path: Path) -> None:
+    first, second = run_ranks(failures.fail_and_go_on, 2, tmp_path / "ranks", workspace)
+    assert first["errors"] == ["TypeError"]
+    assert second["errors"] == ["LostPeerError"]

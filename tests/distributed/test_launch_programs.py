@@ -141,6 +141,22 @@ def test_no_process_survives_a_killed_launcher(how: str, method: str, hanging: C
     wait_until(lambda: not any(map(alive, pids)))
 
 
+@pytest.mark.parametrize("unread", [b"", b"{}"])
+def test_a_rank_ends_when_its_launcher_hangs_up(unread: bytes) -> None:
+    code = """
+import socket, sys, threading
+from modelexport.distributed.phase_board import new_board_file
+from modelexport.distributed.status import RankStatus
+launcher, rank = socket.socketpair()
+RankStatus(rank, new_board_file("test")).start()
+launcher.recv(4096)
+rank.send(sys.argv[1].encode())  # what a launcher leaves unread resets the connection
+launcher.close()
+threading.Event().wait(60)
+"""
+    assert finish(start_program(code, unread.decode()), status=113) == ("", "")
+
+
 def test_ctrl_c_ends_the_ranks(hanging: Callable) -> None:
     program, pids = hanging("hang", "forkserver")
     program.send_signal(signal.SIGINT)

@@ -167,7 +167,11 @@ def test_register_config_takes_dataclasses_only() -> None:
 
 def test_a_payload_is_a_safetensors_file() -> None:
     safetensors_torch = pytest.importorskip("safetensors.torch")
-    tree = {"w": torch.randn(3, 2).to(torch.bfloat16), "s": torch.tensor(1.5), "c": torch.ones(2, dtype=torch.complex128)}
+    tree = {
+        "w": torch.randn(3, 2).to(torch.bfloat16),
+        "s": torch.tensor(1.5),
+        "c": torch.ones(2, dtype=torch.complex128),
+    }
     packed = payload.pack(tree)
     raw = packed.header + b"".join(bytes(payload.as_bytes(tensor).tolist()) for tensor in packed.tensors)
     assert len(raw) == packed.nbytes

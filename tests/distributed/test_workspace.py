@@ -169,8 +169,17 @@ def test_the_directory_may_vanish_while_another_rank_opens_it(tmp_path: Path, mo
     heart = heartbeat.Heart(tmp_path / "run", 0)
     assert len(calls) == 2
     assert "opened the workspace" in heartbeat.last_heartbeat(tmp_path / "run", 0)
+    assert heartbeat.condition(tmp_path / "run", 0) == "living"
     heart.stop()
+    assert heartbeat.condition(tmp_path / "run", 0) == "closed"
     heart.remove()
+    assert heartbeat.condition(tmp_path / "run", 0) == "absent"
+
+
+def test_a_workspace_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="cannot write into the workspace"):
+        NFSWorkspace(tmp_path / "file")
 
 
 def test_killed_runs_are_swept_and_living_ones_are_not(tmp_path: Path) -> None:
@@ -191,10 +200,10 @@ def test_killed_runs_are_swept_and_living_ones_are_not(tmp_path: Path) -> None:
         (tmp_path / "run-unknown").mkdir()
         heartbeat.sweep_dead_runs(tmp_path, own)
         assert doomed.exists()
-        assert not heartbeat.is_dead(doomed, 0)
+        assert heartbeat.condition(doomed, 0) == "living"
         process.send_signal(signal.SIGKILL)
         deadline = time.monotonic() + 30
-        while not heartbeat.is_dead(doomed, 0):  # before it is waited for
+        while heartbeat.condition(doomed, 0) != "dead":  # before it is waited for
             assert time.monotonic() < deadline
             time.sleep(0.01)
         heartbeat.sweep_dead_runs(tmp_path, own)

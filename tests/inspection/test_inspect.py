@@ -211,6 +211,15 @@ def test_unknown_architecture_without_config(tmp_path: Path) -> None:
     assert "did you mean 'llama'" in inspect_checkpoint(tmp_path).tensor_parallel_note
 
 
+def test_unknown_architecture_may_have_tensors_of_its_own_but_no_stray_scales(tmp_path: Path) -> None:
+    gate = "model.layers.0.mlp.gate"
+    tensors = {f"{gate}.weight": torch.zeros(4, 8), f"{gate}.e_score_correction_bias": torch.zeros(4)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert inspect_checkpoint(tmp_path).warnings == []
+    save_file({**tensors, f"{gate}.weight_scale": torch.ones(4, 1)}, tmp_path / "model.safetensors")
+    assert [text.split(" ")[0] for text in inspect_checkpoint(tmp_path).warnings] == [f"{gate}.weight_scale"]
+
+
 @pytest.mark.parametrize("as_json", [False, True])
 def test_command_line_prints_text_and_json(as_json: bool, capsys: pytest.CaptureFixture[str]) -> None:
     model = make_llama()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -28,7 +30,7 @@ def assert_tiles(ranges: tuple[tuple[int, int], ...], size: int) -> None:
     assert ranges[0][0] == 0
     assert ranges[-1][1] == size
     assert all(start <= stop for start, stop in ranges)
-    assert all(left[1] == right[0] for left, right in zip(ranges, ranges[1:], strict=False))
+    assert all(left[1] == right[0] for left, right in pairwise(ranges))
 
 
 @given(count=st.integers(0, 300), unit=units, parts=parts)

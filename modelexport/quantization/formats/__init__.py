@@ -1,7 +1,7 @@
 """Number formats: one small file each, named as its ``--quant`` name with "-" written "_".
 
-A file defines ``FORMAT``, a :class:`~modelexport.quantization.formats.base.NumberFormat` subclass. Being in this
-directory registers it. Listing the names imports neither them nor torch.
+A file defines ``FORMAT``, a subclass of :class:`~modelexport.quantization.formats.base.NumberFormat`; being
+in this directory registers it. Listing the names imports neither them nor torch.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""What a number format is: how a linear's weight becomes stored tensors, and what engines are told about them.
+"""What a number format is: how a linear's weight becomes stored tensors, and what engines are told of them.
 
-A weight is always ``[out_features, in_features]`` (or a shard of one), in bfloat16, float16 or float32. Scales are
-stored in the weight's dtype, as compressed-tensors checkpoints have them, and the weight is divided by the scale
-as *stored*, in float32: the quantised values are then the nearest ones to what an engine will multiply out.
+A weight is always ``[out_features, in_features]`` (or a shard of one), in bfloat16, float16 or float32.
+Scales are stored in the weight's dtype, as compressed-tensors checkpoints have them, and the weight is
+divided by the scale as *stored*, in float32: its values are then nearest to what an engine multiplies out.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from modelexport.quantization import kernels
 __all__ = ["NumberFormat", "RowScaledFormat", "TensorSpec"]
 
 SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_ROWS_AT_A_TIME = 256
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class TensorSpec:
         suffix: its name after the module's, e.g. ``"weight_scale"``.
         dtype: as stored.
         shape: of the whole linear, as stored.
-        units: ``units[d]`` is how many elements of the weight along its dim d one element of this tensor along
-            its dim d covers; None where it does not vary with the weight's dim d, so that it is the same on all
-            ranks when the weight is cut there.
+        units: ``units[d]`` is how many elements of the weight along its dim d one element of this tensor
+            along its dim d covers; None where it does not vary with the weight's dim d, so that all ranks
+            have the same when the weight is cut there.
     """
 
     suffix: str
@@ -51,9 +51,17 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class NumberFormat(ABC):
-    """A number format; subclasses say the class attributes below and the methods that raise here.
+    """A number format: subclasses give the class attributes without a value, and the abstract methods.
 
     Attributes:
+        name: as ``--quant`` has it.
+        description: one line for people.
+        weight_bits: bits of a stored weight, scales not counted.
+        checkpoint_format: compressed-tensors' name for how the tensors are laid out.
+        quantised: whether anything is rounded.
+        needs_row_amax: whether a scale spans a whole row, so that ranks that hold parts of a row must agree
+            on the row's largest magnitude first (:meth:`row_amax`, then the maximum over ranks).
+        group_sizes, default_group_size: of the formats with groups.
         group_size: columns that share a scale, None where the format has no groups.
     """
 
@@ -75,15 +83,16 @@ class NumberFormat(ABC):
         Raises:
             UsageError: the format has no groups, or not of that size.
         """
-        if group_size is not None and group_size not in cls.group_sizes:
-            if not cls.group_sizes:
-                raise UsageError(
-                    f"{cls.name} has no groups, but a group size of {group_size} was given: leave it out"
-                )
+        if group_size is None:
+            return cls(group_size=cls.default_group_size)
+        if not cls.group_sizes:
             raise UsageError(
-                f"{cls.name} has no group size {group_size}; choose one of {', '.join(map(str, cls.group_sizes))}"
+                f"number format {cls.name} has no groups, but group size {group_size} was given: leave it out"
             )
-        return cls(group_size=cls.default_group_size if group_size is None else group_size)
+        if group_size not in cls.group_sizes:
+            sizes = ", ".join(map(str, cls.group_sizes))
+            raise UsageError(f"number format {cls.name} has no group size {group_size}; choose from {sizes}")
+        return cls(group_size=group_size)
 
     @property
     def alignment(self) -> tuple[int, int]:
@@ -104,10 +113,10 @@ class NumberFormat(ABC):
 
     @abstractmethod
     def config_group(self) -> dict[str, Any] | None:
-        """The entry of ``quantization_config.config_groups`` (compressed-tensors), None where nothing is quantised."""
+        """The entry of compressed-tensors' ``quantization_config.config_groups`` (or None)."""
 
     def fake_quantise_activations(self, x: Tensor) -> Tensor:
-        """What an engine's rounding of a linear's input does to it; the input itself for weight-only formats."""
+        """A linear's input as an engine rounds it; the input itself for weight-only formats."""
         return x
 
     def check_shape(self, module: str, shape: Sequence[int]) -> None:
@@ -118,12 +127,12 @@ class NumberFormat(ABC):
         """
         if len(shape) != 2:
             raise PlanError(
-                f"{module}: a weight of shape {tuple(shape)} is not a matrix; {self.name} holds [out, in] weights: "
-                f"leave this module out"
+                f"{module}: a weight of shape {tuple(shape)} is not a matrix; number format {self.name} "
+                f"holds [out, in]: leave this module out"
             )
 
     def row_amax(self, weight: Tensor) -> Tensor:
-        """Largest magnitude of each row of this shard: float32 ``[rows]``, non-finite where there is NaN or Inf."""
+        """Largest magnitude of each row of this shard: float32 ``[rows]``, non-finite for NaN or Inf."""
         self._check_weight(weight, "weight")
         return kernels.row_amax(weight)
 
@@ -140,36 +149,38 @@ class NumberFormat(ABC):
 
         Args:
             weight: ``[rows, cols]`` bf16, fp16 or float32, any strides.
-            amax: float32 ``[rows]``, the whole rows' largest magnitudes, where ``needs_row_amax`` and the weight
-                was cut along dim 1. None: the rows' own.
+            amax: float32 ``[rows]``, the whole rows' largest magnitudes, where ``needs_row_amax`` and the
+                weight was cut along dim 1. None: the rows' own.
             global_shape: of the whole weight, where this is a shard.
-            out: tensors to fill (shapes as :meth:`specs` gives them for this shard, any strides); fresh if None.
+            out: tensors to fill (shapes as :meth:`specs` gives them for this shard, any strides); None: new.
             name: the tensor's name, for errors.
 
         Raises:
-            CheckpointError: the weight holds NaN or Inf (how many, and where the first is), or is not a matrix of
-                floating-point numbers.
+            CheckpointError: the weight holds NaN or Inf (how many, and where the first is), or is not a
+                matrix of floating-point numbers. What is in ``out`` then is undefined.
             PlanError: the shard's columns do not end on a group boundary.
+            ValueError: ``amax`` or ``out`` does not fit the weight or the format.
         """
         self._check_weight(weight, name)
-        self.check_shape(name, tuple(weight.shape))
-        if amax is not None and tuple(amax.shape) != (weight.shape[0],):
-            raise ValueError(
-                f"{name}: amax has shape {tuple(amax.shape)}, but the weight has {weight.shape[0]} rows"
-            )
-        specs = self.specs(tuple(weight.shape), weight.dtype)
+        shape = (weight.shape[0], weight.shape[1])
+        self.check_shape(name, shape)
+        if amax is not None:
+            self._check_amax(amax, shape[0], name)
+        specs = self.specs(shape, weight.dtype)
         tensors = _allocate(specs, weight) if out is None else _checked(specs, out, name)
         bad = self._fill(weight, amax, tensors)
         if bad >= 0:
             raise CheckpointError(_describe_non_finite(weight, amax, bad, name))
-        self._fill_constants(tuple(weight.shape if global_shape is None else global_shape), tensors)
+        self._fill_constants(shape if global_shape is None else tuple(global_shape), tensors)
         return tensors
 
-    def _fill_constants(self, global_shape: tuple[int, ...], out: Mapping[str, Tensor]) -> None:
+    def _fill_constants(  # noqa: B027  (most formats have none)
+        self, global_shape: tuple[int, ...], out: Mapping[str, Tensor]
+    ) -> None:
         """Fills what does not depend on the values."""
 
     def dequantise(self, tensors: Mapping[str, Tensor], *, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight that the stored tensors stand for: ``[rows, cols]``, multiplied in float32, then rounded."""
+        """The weight that stored tensors stand for, ``[rows, cols]``: computed in float32, then rounded."""
         q, scale = self._parts(tensors)
         if scale is None:
             return q.to(dtype, copy=True)
@@ -187,6 +198,8 @@ class NumberFormat(ABC):
         """
         self._check_weight(weight, "weight")
         q, scale = self._parts(tensors)
+        if self._stored_shape(q) != tuple(weight.shape):
+            raise ValueError(f"the weight is {tuple(weight.shape)}, but {self._stored_shape(q)} is stored")
         out = torch.empty(weight.shape[0], 2, dtype=torch.float64, device=weight.device)
         kernels.squared_error(weight, q, scale, out)
         return out
@@ -198,31 +211,40 @@ class NumberFormat(ABC):
 
     def _check_weight(self, weight: Tensor, name: str) -> None:
         if weight.dtype not in SUPPORTED_DTYPES:
-            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in SUPPORTED_DTYPES)
+            given, *known = (str(dtype).removeprefix("torch.") for dtype in (weight.dtype, *SUPPORTED_DTYPES))
             raise CheckpointError(
-                f"{name}: its dtype is {str(weight.dtype).removeprefix('torch.')}, but {self.name} is made from "
-                f"{known}: convert the checkpoint first, or leave this module out"
+                f"{name}: its dtype is {given}, but number format {self.name} is made from {', '.join(known)}"
+                f": convert the checkpoint first, or leave this module out"
             )
         if weight.dim() != 2:
-            raise CheckpointError(
-                f"{name}: its shape is {tuple(weight.shape)}, but a linear's weight is [out, in]"
-            )
+            shape = tuple(weight.shape)
+            raise CheckpointError(f"{name}: its shape is {shape}, but a linear's weight is [out, in]")
+
+    def _check_amax(self, amax: Tensor, rows: int, name: str) -> None:
+        if not self.needs_row_amax:
+            raise ValueError(f"{name}: amax was given, but no scale of number format {self.name} spans a row")
+        if tuple(amax.shape) != (rows,) or amax.dtype != torch.float32:
+            raise ValueError(f"{name}: amax is {amax.dtype} {tuple(amax.shape)}, not torch.float32 ({rows},)")
 
 
 @dataclass(frozen=True)
 class RowScaledFormat(NumberFormat):
-    """8-bit formats with one scale per output channel: ``weight`` ``[out, in]`` and ``weight_scale`` ``[out, 1]``.
+    """8-bit formats with one scale per output channel: amax / limit.
 
-    Activations are rounded by the engine, one scale per token, so nothing about them is stored.
+    ``weight`` is ``[out, in]``, ``weight_scale`` ``[out, 1]``. Activations are rounded by the engine, one
+    scale per token, so nothing about them is stored.
+
+    Attributes:
+        storage: dtype of the stored weight.
+        limit: the magnitude in it onto which a row's largest is laid.
+        number_type: compressed-tensors' word for such numbers, "int" or "float".
     """
 
     weight_bits: ClassVar[int] = 8
     needs_row_amax: ClassVar[bool] = True
     storage: ClassVar[torch.dtype]
     limit: ClassVar[float]
-    """Magnitude in the stored dtype onto which a row's amax is laid."""
     number_type: ClassVar[str]
-    """compressed-tensors' word for the stored numbers: "int" or "float"."""
 
     def specs(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[TensorSpec, ...]:
         rows, cols = shape
@@ -255,9 +277,7 @@ class RowScaledFormat(NumberFormat):
         wide = x.float()
         amax = wide.abs().amax(dim=-1, keepdim=True) if x.shape[-1] else wide.new_zeros(*x.shape[:-1], 1)
         scale = amax / amax.new_full((1,), self.limit)
-        scale = torch.where(
-            amax == 0, torch.ones_like(scale), scale.clamp(min=torch.finfo(torch.float32).tiny)
-        )
+        scale = torch.where(amax == 0, torch.ones_like(scale), scale.clamp(min=2.0**-126))
         ratio = (wide / scale).clamp(-self.limit, self.limit)
         rounded = ratio.round() if self.storage == torch.int8 else ratio.to(self.storage).float()
         return (rounded * scale).to(x.dtype)
@@ -273,10 +293,10 @@ def _checked(specs: Sequence[TensorSpec], out: Mapping[str, Tensor], name: str) 
     if set(wanted) != set(out):
         raise ValueError(f"{name}: out holds {sorted(out)}, but the format stores {sorted(wanted)}")
     for suffix, spec in wanted.items():
-        given = out[suffix]
-        if tuple(given.shape) != spec.shape or given.dtype != spec.dtype:
+        shape, dtype = tuple(out[suffix].shape), out[suffix].dtype
+        if (shape, dtype) != (spec.shape, spec.dtype):
             raise ValueError(
-                f"{name}: out[{suffix!r}] is {given.dtype} {tuple(given.shape)}, but {spec.dtype} {spec.shape} is stored"
+                f"{name}: out[{suffix!r}] is {dtype} {shape}, but {spec.dtype} {spec.shape} is stored"
             )
     return {suffix: out[suffix] for suffix in wanted}
 
@@ -285,18 +305,18 @@ def _describe_non_finite(weight: Tensor, amax: Tensor | None, row: int, name: st
     """Counts what is wrong with a weight of which ``row`` is the first bad one."""
     nans = infs = 0
     first: tuple[int, int] | None = None
-    for index in range(row, weight.shape[0]):
-        values = weight[index].float()
+    for start in range(row, weight.shape[0], _ROWS_AT_A_TIME):
+        values = weight[start : start + _ROWS_AT_A_TIME]
         bad = (~torch.isfinite(values)).nonzero()
         if bad.numel():
-            first = first or (index, int(bad[0, 0]))
+            first = first or (start + int(bad[0, 0]), int(bad[0, 1]))
             nans += int(values.isnan().sum())
             infs += int(values.isinf().sum())
     if first is None:
         assert amax is not None
         return (
-            f"{name}: the largest magnitude of row {row} is {float(amax[row])}, though this shard's part of the row is "
-            f"finite: another shard holds NaN or Inf. Repair the source checkpoint"
+            f"{name}: the largest magnitude of row {row} is {float(amax[row])}, though this shard's part "
+            f"of it is finite: another shard holds NaN or Inf. Repair the source checkpoint"
         )
     return (
         f"{name}: {nans} NaN and {infs} Inf among {weight.numel()} values, the first at row {first[0]}, "
@@ -308,25 +328,17 @@ def refuse_indivisible(number_format: NumberFormat, module: str, in_features: in
     """Refuses an input width that the groups do not divide, with the choices there are.
 
     Raises:
-        PlanError: always said with the width, the group size, the sizes that would do and the formats without groups.
+        PlanError: with the width, the group size, the sizes that would do and the formats without groups.
     """
     group = number_format.group_size
     assert group is not None
     if in_features % group == 0:
         return
-    fitting = [size for size in number_format.group_sizes if in_features % size == 0]
-    sizes = (
-        f"--group-size {' or '.join(map(str, fitting))}"
-        if fitting
-        else "no group size that it has divides it"
-    )
+    choices = [f"--group-size {size}" for size in number_format.group_sizes if in_features % size == 0]
+    known = ", ".join(map(str, number_format.group_sizes))
+    why = "" if choices else f" (nor by any other that it has: {known})"
+    choices += ["a format without groups (--quant fp8, --quant int8)", "leave this module out"]
     raise PlanError(
-        f"{module}: in_features {in_features} is not divisible by the group size {group} of {number_format.name} "
-        f"({in_features} = {in_features // group} * {group} + {in_features % group}): {sizes}; "
-        f"or a format without groups (--quant fp8, --quant int8); or leave this module out"
+        f"{module}: in_features {in_features} is not divisible by the group size {group} of number format "
+        f"{number_format.name}{why}: {', or '.join(choices)}"
     )
-
-
-def fields_of(number_format: NumberFormat) -> dict[str, Any]:
-    """The format as JSON-able data: its name and fields."""
-    return {"name": number_format.name, **dataclasses.asdict(number_format)}

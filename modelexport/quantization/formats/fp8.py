@@ -1,7 +1,7 @@
 """fp8: float8_e4m3fn weights, one scale per output channel, activations rounded per token at run time.
 
-compressed-tensors "float-quantized" (the FP8_DYNAMIC preset; read by vLLM, SGLang, transformers). e4m3fn is that of
-"FP8 Formats for Deep Learning" (Micikevicius et al., 2022): no infinity, 448 the largest value.
+compressed-tensors "float-quantized" (the FP8_DYNAMIC preset; read by vLLM, SGLang, transformers). e4m3fn is
+that of "FP8 Formats for Deep Learning" (Micikevicius et al., 2022): no infinity, 448 the largest value.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from modelexport.quantization.formats.base import RowScaledFormat
 
 @dataclass(frozen=True)
 class Fp8Format(RowScaledFormat):
-    """``weight`` float8_e4m3fn ``[out, in]`` = nearest(w / scale), ties to even; ``weight_scale`` = amax / 448."""
+    """``weight`` e4m3fn ``[out, in]``: w / scale to nearest, ties to even; ``weight_scale``: amax / 448."""
 
     name: ClassVar[str] = "fp8"
     description: ClassVar[str] = "FP8: e4m3 weights, a scale per channel; e4m3 activations, dynamic per token"

@@ -21,14 +21,15 @@ _PER_WORD = 8
 
 @dataclass(frozen=True)
 class Int4Format(NumberFormat):
-    """``weight_packed`` int32 ``[out, in / 8]``, ``weight_scale`` ``[out, in / group]``, ``weight_shape`` int64 ``[2]``.
+    """``weight_packed`` int32 ``[out, in / 8]``, ``weight_scale`` ``[out, in / group]``, ``weight_shape``.
 
-    A value is round half to even(w / scale) in -8..7, stored + 8, the first of eight in the lowest bits.
+    A value is w / scale rounded half to even, -8..7, stored + 8, the first of eight in the lowest bits.
+    ``weight_shape`` is int64 ``[2]``, the whole weight's shape.
 
-    The scale is amax / 7.5, the middle between the ranges of the two signs (it is also what compressed-tensors' own
-    observers compute). Measured on the demo model's linears with bf16 scales, groups of 128, amax / 7 against
-    amax / 7.5: relative mean squared error 0.01399 against 0.01247, SQNR 18.54 dB against 19.04 dB; for groups of
-    64, 19.31 against 19.71; of 32, 20.22 against 20.43.
+    The scale is amax / 7.5, the middle between the ranges of the two signs (compressed-tensors' own observers
+    compute the same). Measured on the demo model's linears with bf16 scales, amax / 7 against amax / 7.5: in
+    groups of 128 a relative mean squared error of 0.01399 against 0.01247 (SQNR 18.54 against 19.04 dB), in
+    groups of 64 19.31 against 19.71 dB, of 32 20.22 against 20.43 dB.
     """
 
     name: ClassVar[str] = "int4"

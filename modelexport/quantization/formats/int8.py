@@ -15,7 +15,7 @@ from modelexport.quantization.formats.base import RowScaledFormat
 
 @dataclass(frozen=True)
 class Int8Format(RowScaledFormat):
-    """``weight`` int8 ``[out, in]`` = round half to even(w / scale) in -128..127; ``weight_scale`` = amax / 127."""
+    """``weight`` int8 ``[out, in]``: w / scale, half to even, in -128..127; ``weight_scale``: amax / 127."""
 
     name: ClassVar[str] = "int8"
     description: ClassVar[str] = (

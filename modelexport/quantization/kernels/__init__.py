@@ -1,8 +1,8 @@
-"""Which kernels run: the fused ones on CPU where numba imports, else the plain torch ones; same bits either way.
+"""Which kernels run: the fused ones on CPU where numba imports, else the plain torch ones; the same bits.
 
-``MODELEXPORT_KERNELS=reference|fused`` forces one. Tensors on other devices always take the reference. Nothing
-is imported until a kernel or :func:`backend` is first asked for; a launcher that forks its ranks imports
-``modelexport.quantization.kernels.fused`` beforehand, so that the ranks inherit compiled kernels.
+``MODELEXPORT_KERNELS=reference|fused`` forces one. Tensors on other devices always take the reference.
+Nothing is imported until a kernel or :func:`backend` is first asked for; a launcher that forks its ranks
+imports ``modelexport.quantization.kernels.fused`` beforehand, so that they inherit compiled kernels.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from modelexport.errors import UsageError
@@ -59,9 +60,7 @@ def _load(forced: str) -> tuple[Backend, Any]:
     from modelexport.quantization.kernels import reference
 
     if forced not in ("", "reference", "fused"):
-        raise UsageError(
-            f"MODELEXPORT_KERNELS is {forced!r}; known kernels are 'reference' and 'fused': set one of these or unset it"
-        )
+        raise UsageError(f"MODELEXPORT_KERNELS is {forced!r}: set it to 'reference' or 'fused', or unset it")
     if forced == "reference":
         return Backend("reference", "MODELEXPORT_KERNELS=reference"), reference
     try:
@@ -69,7 +68,7 @@ def _load(forced: str) -> tuple[Backend, Any]:
     except ImportError as error:
         if forced:
             raise UsageError(
-                f"MODELEXPORT_KERNELS=fused, but numba cannot be imported ({error}): pip install numba, or unset it"
+                f"MODELEXPORT_KERNELS=fused, but numba cannot be imported ({error}): install it or unset that"
             ) from error
         return Backend("reference", f"numba cannot be imported: {error}"), reference
     from modelexport.quantization.kernels import fused
@@ -123,7 +122,7 @@ def _split_rows(weight: Tensor, work: Callable[[slice], int | None]) -> int:
         found = work(slice(0, rows))
         return -1 if found is None else found
     cuts = [rows * part // parts for part in range(parts + 1)]
-    ranges = [slice(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False)]
+    ranges = [slice(start, stop) for start, stop in pairwise(cuts)]
     pool = _executor(threads - 1)
     futures = [pool.submit(work, part) for part in ranges[1:]]
     results = [work(ranges[0]), *(future.result() for future in futures)]

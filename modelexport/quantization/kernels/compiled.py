@@ -10,7 +10,7 @@ Each gives the same bits as its twin in :mod:`.reference`. What makes the loops 
   and make no array views (each costs two atomic operations): LLVM turns them into vector instructions;
 - no fastmath: divisions are true divisions, denormals stay, sums keep their order.
 
-A tensor arrives as its bytes, from the first element to the last, the distance of its rows in elements, and a kind.
+A tensor arrives as its bytes (first element to last), the distance of its rows in elements, and a kind.
 All of it is in this one file, because numba's cache watches only the file of the kernel itself for changes.
 """
 
@@ -107,7 +107,7 @@ def _widen(shorts, floats, kind, begin, count, wide):
 
 @_inline
 def _amax(shorts, words, kind, begin, groups, group, amax):
-    """Largest magnitude of each of the groups from ``begin`` on, as float32; whether all of them are finite."""
+    """Largest magnitude of each of the groups from ``begin`` on, as float32; whether all are finite."""
     largest = _U32(0)
     if kind == FP32:
         for g in range(groups):
@@ -175,7 +175,7 @@ def _clamped(ratio, low, high):
 
 @_inline
 def _encode(values, begin, groups, group, scales, out, to, code):
-    """Values (bfloat16 bits or float32) / their group's scale, a byte each: int8, e4m3, or an int4's value + 8."""
+    """Values (bfloat16 bits or float32) / their scale, a byte each: int8, e4m3, or an int4's value + 8."""
     if code == INT8:
         for g in range(groups):
             scale, first, at = scales[g], begin + g * group, to + g * group
@@ -311,7 +311,7 @@ def _decode(codes, begin, groups, group, scales, first, out, to, code):
 
 @_inline
 def _decode_block(q, begin, start, count, group, code, steps, nibbles, pairs, out, to):
-    """float32 values of ``count`` columns from ``start`` on, of the stored row that begins at byte ``begin``."""
+    """float32 values of ``count`` columns from ``start`` on, of the row stored from byte ``begin`` on."""
     if code == INT4:
         for j in range(count // 2):  # a byte 0xBA becomes a little-endian pair of bytes, 0x0B0A
             byte = _U16(q[_U64(begin + start // 2 + j)])

@@ -1,8 +1,8 @@
 """The fused kernels for CPU tensors: tensors in, :mod:`.compiled` loops over their bytes.
 
-Importing this module compiles every loop (a few seconds, once), or loads it from numba's cache: beside the package,
-else in the user's cache directory, else nowhere. It starts no thread and runs no torch operation, so a process
-that will fork may import it.
+Importing this module compiles every loop (a few seconds, once), or loads it from numba's cache: beside the
+package, else in the user's cache directory, else nowhere. It starts no thread and runs no torch operation, so
+a process that will fork may import it.
 """
 
 from __future__ import annotations

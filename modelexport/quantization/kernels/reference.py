@@ -1,10 +1,10 @@
-"""The number formats' arithmetic in plain torch: any device, no compiler, and the words the fused kernels must match.
+"""The number formats' arithmetic in plain torch: any device, no compiler; what the fused kernels must match.
 
 Every function here has a twin of the same name and signature in :mod:`.fused` that gives the same bits. Three
 things make that possible on every device: magnitudes are compared as integers (so NaN and Inf surface as
 the largest magnitudes instead of vanishing in a maximum), division is always by a *tensor* (torch multiplies
-by the reciprocal when a GPU tensor is divided by a Python number, which rounds differently), and sums of squares
-are added lane by lane in a fixed order.
+by the reciprocal when a GPU tensor is divided by a Python number, which rounds differently), and squares are
+added lane by lane in a fixed order.
 
 Weights are ``[rows, cols]`` in bfloat16, float16 or float32; rows may be further apart than ``cols``. Large
 weights are worked through in blocks of rows, so that temporaries stay a few megabytes.
@@ -55,7 +55,7 @@ def row_amax(weight: Tensor) -> Tensor:
 
 
 def scale_of(amax: Tensor, limit: float, dtype: torch.dtype) -> Tensor:
-    """``amax / limit`` in float32, rounded to ``dtype``: never zero, a bf16 / fp32 denormal or infinite; 1 for zeros."""
+    """``amax / limit`` in float32, as ``dtype``: never 0, infinite or a bf16 / fp32 denormal; 1 for 0."""
     scale = amax / amax.new_full((1,), limit)
     scale = scale.clamp(max=torch.finfo(dtype).max).to(dtype)
     floor = torch.full_like(scale, _SCALE_FLOOR[dtype])
@@ -68,8 +68,10 @@ def _first_bad(amax: Tensor, start: int) -> int:
 
 
 def quantise_rows(weight: Tensor, amax: Tensor | None, q: Tensor, scale: Tensor, limit: float) -> int:
-    """One scale per row, ``limit`` steps to amax; ``q`` (int8 or float8_e4m3fn, ``[rows, cols]``) and ``scale``
-    (``[rows, 1]``, the weight's dtype) are filled. ``amax`` (float32 ``[rows]``) replaces the rows' own.
+    """One scale per row, amax / ``limit``.
+
+    Fills ``q`` (int8 or float8_e4m3fn, ``[rows, cols]``) and ``scale`` (``[rows, 1]``, the weight's dtype).
+    ``amax`` (float32 ``[rows]``) replaces the rows' own.
 
     Returns the first row that holds NaN or Inf (or whose ``amax`` is non-finite), else -1.
     """
@@ -114,7 +116,7 @@ def quantise_groups(weight: Tensor, group: int, q: Tensor, scale: Tensor, limit:
 
 
 def copy_finite(weight: Tensor, out: Tensor) -> int:
-    """Copies ``weight`` into ``out`` (same shape and dtype); returns the first row with NaN or Inf, else -1."""
+    """Copies ``weight`` into ``out`` (same shape, dtype); returns the first row with NaN or Inf, else -1."""
     for block in _row_blocks(*weight.shape):
         bad = _first_bad(_amax(weight[block]), block.start)
         if bad >= 0:
@@ -124,7 +126,7 @@ def copy_finite(weight: Tensor, out: Tensor) -> int:
 
 
 def _decode(q: Tensor, scale: Tensor | None) -> Tensor:
-    """float32 values of quantised rows; packed int4 where ``q`` is int32, plain values where there is no scale."""
+    """float32 values of stored rows: packed int4 where ``q`` is int32, plain where there is no scale."""
     if scale is None:
         return q.float()
     if q.dtype == torch.int32:

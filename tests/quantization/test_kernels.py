@@ -1,0 +1,232 @@
+"""The fused kernels against the reference, bit for bit, and both against torch's own conversions."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from modelexport.quantization.kernels import fused, reference
+from tests.quantization._weights import DTYPES, as_view, random_weight, raw
+
+E4M3 = torch.float8_e4m3fn
+LIMITS = {torch.int8: 127.0, E4M3: 448.0}
+SHAPES = [(1, 1), (1, 7), (3, 31), (8, 32), (9, 129), (17, 1000), (8, 2048), (5, 2049), (4, 4224)]
+
+
+def _rows(module, weight: Tensor, storage: torch.dtype, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    q = torch.empty(weight.shape, dtype=storage)
+    scale = torch.empty(weight.shape[0], 1, dtype=weight.dtype)
+    assert module.quantise_rows(weight, amax, q, scale, LIMITS[storage]) == -1
+    return q, scale
+
+
+def _groups(module, weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    rows, cols = weight.shape
+    q = torch.empty(rows, cols // 8, dtype=torch.int32)
+    scale = torch.empty(rows, cols // group, dtype=weight.dtype)
+    assert module.quantise_groups(weight, group, q, scale, 7.5) == -1
+    return q, scale
+
+
+def _after(module, weight: Tensor, q: Tensor, scale: Tensor | None) -> list[Tensor]:
+    """What is computed from stored tensors: the errors and the weights in every dtype."""
+    errors = torch.empty(weight.shape[0], 2, dtype=torch.float64)
+    module.squared_error(weight, q, scale, errors)
+    if scale is None:
+        return [errors]
+    outputs = [torch.empty(weight.shape, dtype=dtype) for dtype in DTYPES]
+    for output in outputs:
+        module.dequantise(q, scale, output)
+    return [errors, *outputs]
+
+
+def _assert_same(left: list[Tensor], right: list[Tensor]) -> None:
+    assert len(left) == len(right)
+    for one, other in zip(left, right, strict=True):
+        assert torch.equal(raw(one), raw(other))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("storage", [torch.int8, E4M3])
+def test_row_formats_agree(shape: tuple[int, int], storage: torch.dtype, dtype: torch.dtype) -> None:
+    weight = random_weight(*shape, dtype)
+    expected = _rows(reference, weight, storage)
+    for source in (weight, as_view(weight), weight.t().contiguous().t()):
+        _assert_same(list(_rows(fused, source, storage)), list(expected))
+        _assert_same(_after(fused, source, *expected), _after(reference, weight, *expected))
+    _assert_same([fused.row_amax(weight)], [reference.row_amax(weight)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("shape", "group"),
+    [((1, 32), 32), ((9, 128), 32), ((9, 192), 64), ((17, 128), 128), ((4, 2176), 128), ((3, 4416), 64)],
+)
+def test_group_formats_agree(shape: tuple[int, int], group: int, dtype: torch.dtype) -> None:
+    weight = random_weight(*shape, dtype)
+    weight[0, :group] = 0.0
+    expected = _groups(reference, weight, group)
+    for source in (weight, as_view(weight), weight.t().contiguous().t()):
+        _assert_same(list(_groups(fused, source, group)), list(expected))
+        _assert_same(_after(fused, source, *expected), _after(reference, weight, *expected))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_plain_copies_agree(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    weight = random_weight(*shape, dtype)
+    for module in (reference, fused):
+        copy = torch.empty_like(weight)
+        assert module.copy_finite(as_view(weight), copy) == -1
+        assert torch.equal(raw(copy), raw(weight))
+    changed = (weight.float() * 0.75).to(dtype)
+    _assert_same(_after(fused, weight, changed, None), _after(reference, weight, changed, None))
+
+
+@given(data=st.data())
+def test_any_float_agrees(data: st.DataObject) -> None:
+    """Rows of arbitrary bits (no NaN, no Inf), an arbitrary amax where one is given."""
+    dtype = data.draw(st.sampled_from(DTYPES))
+    rows, cols = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([1, 8, 33, 64]))
+    width = {torch.bfloat16: 32, torch.float16: 16, torch.float32: 32}[dtype]
+    numbers = st.floats(allow_nan=False, allow_infinity=False, width=width)
+    values = data.draw(st.lists(numbers, min_size=rows * cols, max_size=rows * cols))
+    weight = torch.tensor(values, dtype=torch.float32).view(rows, cols).to(dtype)
+    weight = torch.where(torch.isfinite(weight), weight, torch.ones_like(weight))
+    positive = st.floats(0.0, 2.0**127, width=32)
+    amax = None
+    if data.draw(st.booleans()):
+        amax = torch.tensor(data.draw(st.lists(positive, min_size=rows, max_size=rows)), dtype=torch.float32)
+    for storage in (torch.int8, E4M3):
+        stored = _rows(reference, weight, storage, amax)
+        _assert_same(list(_rows(fused, weight, storage, amax)), list(stored))
+        _assert_same(_after(fused, weight, *stored), _after(reference, weight, *stored))
+    if cols % 32 == 0:
+        stored = _groups(reference, weight, 32)
+        _assert_same(list(_groups(fused, weight, 32)), list(stored))
+        _assert_same(_after(fused, weight, *stored), _after(reference, weight, *stored))
+
+
+def _all_bfloat16() -> Tensor:
+    values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    return values[torch.isfinite(values)]
+
+
+def _e4m3_neighbourhoods() -> Tensor:
+    """float32: every e4m3 value, every midpoint of two, and the four floats next to each; and random bits."""
+    codes = torch.arange(256, dtype=torch.uint8).view(E4M3).float()
+    values = codes[torch.isfinite(codes)].unique()
+    middles = (values[1:] + values[:-1]) / 2
+    exact = torch.cat([values, middles, torch.tensor([448.0, 464.0, 480.0, 1e9, -1e9, -0.0])])
+    bits = exact.view(torch.int32)
+    around = torch.cat([(bits + step).view(torch.float32) for step in (-2, -1, 0, 1, 2)])
+    generator = torch.Generator().manual_seed(1)
+    noise = torch.randint(-(2**31), 2**31 - 1, (1 << 20,), generator=generator, dtype=torch.int64)
+    everything = torch.cat([around, noise.to(torch.int32).view(torch.float32)])
+    return everything[torch.isfinite(everything)]
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**-9, 0.3125, 3.0, 1.7e-3, 2.0**-100])
+def test_every_bfloat16_rounds_to_e4m3_and_int8_as_torch_does(scale: float) -> None:
+    values = _all_bfloat16().unsqueeze(0)
+    for storage, limit in LIMITS.items():
+        amax = torch.tensor([scale * limit])
+        q, stored = _rows(fused, values, storage, amax)
+        ratio = (values.float() / stored.float()).clamp(-limit - (storage == torch.int8), limit)
+        expected = ratio.round().to(torch.int8) if storage == torch.int8 else ratio.to(E4M3)
+        assert torch.equal(raw(q), raw(expected))
+
+
+def test_every_boundary_of_e4m3_rounds_as_torch_does() -> None:
+    values = _e4m3_neighbourhoods().unsqueeze(0)
+    q, scale = _rows(fused, values, E4M3, torch.tensor([448.0]))
+    assert float(scale) == 1.0
+    assert torch.equal(raw(q), raw(values.clamp(-448.0, 448.0).to(E4M3)))
+
+
+def test_every_stored_byte_decodes_as_torch_does() -> None:
+    for storage, dtype in itertools.product((torch.int8, E4M3), DTYPES):
+        q = torch.arange(256, dtype=torch.uint8).view(storage).unsqueeze(0)
+        scale = torch.tensor([[0.37]], dtype=dtype)
+        out = torch.empty(1, 256)
+        fused.dequantise(q, scale, out)
+        expected = q.float() * scale.float()
+        assert torch.equal(out.isnan(), expected.isnan())
+        assert torch.equal(out.nan_to_num(0.0), expected.nan_to_num(0.0))
+
+
+def test_every_float16_is_widened_exactly() -> None:
+    values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    values = values[torch.isfinite(values)].unsqueeze(1)
+    assert torch.equal(fused.row_amax(values), values.float().abs().squeeze(1))
+    # int8 with scale 1: what is left of a value between -1/2 and 1/2 is its sign of rounding, so use the error.
+    errors = torch.empty(len(values), 2, dtype=torch.float64)
+    fused.squared_error(values, torch.zeros_like(values), None, errors)
+    assert torch.equal(errors[:, 0], values.double().square().squeeze(1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("limit", [127.0, 448.0, 7.5])
+def test_scales_agree_for_every_amax(dtype: torch.dtype, limit: float) -> None:
+    """All bfloat16 magnitudes and a sample of float32 ones, as amax."""
+    generator = torch.Generator().manual_seed(2)
+    noise = torch.randint(0, 0x7F800000, (1 << 16,), generator=generator).to(torch.int32).view(torch.float32)
+    amax = torch.cat([_all_bfloat16().float().abs().unique(), noise])
+    weight = torch.zeros(len(amax), 1, dtype=dtype)
+    q, scale = torch.empty(weight.shape, dtype=torch.int8), torch.empty_like(weight)
+    assert fused.quantise_rows(weight, amax, q, scale, limit) == -1
+    assert torch.equal(raw(scale.squeeze(1)), raw(reference.scale_of(amax, limit, dtype)))
+    floor = 2.0**-24 if dtype == torch.float16 else 2.0**-126
+    assert bool(torch.isfinite(scale).all())
+    assert float(scale.min()) == floor
+    assert float(scale[0]) == 1.0  # amax 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_the_first_bad_row_is_found(dtype: torch.dtype, bad: float) -> None:
+    weight = random_weight(8, 256, dtype)
+    weight[5, 255] = bad
+    weight[7, 0] = bad
+    for module in (reference, fused):
+        assert not bool(torch.isfinite(module.row_amax(weight)[5]))
+        scale = torch.empty(8, 1, dtype=dtype)
+        for storage in (torch.int8, E4M3):
+            q = torch.empty(8, 256, dtype=storage)
+            assert module.quantise_rows(weight, None, q, scale, 127.0) == 5
+            assert module.quantise_rows(weight, torch.ones(8), q, scale, 127.0) == 5
+            given = torch.ones(8)
+            given[3] = bad
+            assert module.quantise_rows(weight, given.abs(), q, scale, 127.0) == 3
+        packed, scales = torch.empty(8, 32, dtype=torch.int32), torch.empty(8, 2, dtype=dtype)
+        assert module.quantise_groups(weight, 128, packed, scales, 7.5) == 5
+        assert module.copy_finite(weight, torch.empty_like(weight)) == 5
+
+
+def test_squared_error_is_the_sum_in_the_order_that_is_promised() -> None:
+    """Recomputed here in plain Python, lane by lane."""
+    cols = 300
+    weight = random_weight(1, cols, torch.float32, seed=3)
+    other = weight + torch.randn(1, cols, generator=torch.Generator().manual_seed(4)) * 0.01
+    lanes = [0.0] * reference.LANES
+    for column in range(cols):
+        difference = struct.unpack("f", struct.pack("f", float(weight[0, column]) - float(other[0, column])))[0]
+        lanes[column % reference.LANES] += difference * difference
+    sixteen = [0.0] * 16
+    for lane, value in enumerate(lanes):
+        sixteen[lane % 16] += value
+    total = 0.0
+    for value in sixteen:
+        total += value
+    for module in (reference, fused):
+        errors = torch.empty(1, 2, dtype=torch.float64)
+        module.squared_error(weight, other, None, errors)
+        assert float(errors[0, 0]) == total
+        assert float(errors[0, 1]) == pytest.approx(float(weight.double().square().sum()), rel=1e-14)

@@ -1,0 +1,367 @@
+"""The package's shape: who may import whom, what stays light, and habits that a program can check."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import modelexport
+
+PACKAGE = Path(modelexport.__file__).parent
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+# From the top down. A module may import from lower layers; within a layer, see SAME.
+# Longest prefix decides; every module of the package must be covered.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("modelexport.__main__",),
+    ("modelexport.cli",),
+    ("modelexport.summary",),
+    ("modelexport.exporter",),
+    ("modelexport.export_rank", "modelexport.export_audit", "modelexport.export_record"),
+    ("modelexport.export_plan", "modelexport.export_steps"),
+    ("modelexport.inspection",),
+    ("modelexport.checkpoints", "modelexport.families", "modelexport.quantization"),
+    ("modelexport.layers",),
+    ("modelexport.sharding",),
+    ("modelexport.distributed",),
+    ("modelexport.recipe", "modelexport.assets", "modelexport.tables"),
+    ("modelexport.errors",),
+    ("modelexport",),  # __version__
+)
+
+# Siblings that may import each other: the parts of one export step, and whatever shares a package.
+# (Packages of the third kind below are further bound by BASES.)
+SAME: tuple[frozenset[str], ...] = (
+    frozenset({"modelexport.export_rank", "modelexport.export_audit", "modelexport.export_record"}),
+    frozenset({"modelexport.export_plan", "modelexport.export_steps"}),
+)
+
+# In these packages files are entries of a catalogue: they share only the base, not each other.
+BASES: dict[str, frozenset[str]] = {
+    "modelexport.families": frozenset({"base"}),
+    "modelexport.quantization.formats": frozenset({"base"}),
+    "modelexport.quantization.algorithms": frozenset({"base"}),
+}
+
+# Names wanted for annotations only, from a sibling package or above. Never imported when the program runs.
+TYPING_ONLY: frozenset[tuple[str, str]] = frozenset(
+    {("modelexport.checkpoints.hf", "modelexport.quantization.formats")},
+)
+
+# Importing these must not import torch (a second and a half) nor transformers.
+LIGHT = (
+    "modelexport",
+    "modelexport.errors",
+    "modelexport.recipe",
+    "modelexport.cli",
+    "modelexport.assets",
+    "modelexport.families",
+    "modelexport.families.llama",
+    "modelexport.sharding.plan",
+    "modelexport.checkpoints.safetensors_file",
+    "modelexport.checkpoints.staging",
+    "modelexport.checkpoints.hf",
+    "modelexport.checkpoints.source",
+    "modelexport.export_plan",
+    "modelexport.export_record",
+    "modelexport.exporter",
+    "modelexport.summary",
+    "modelexport.tables",
+)
+HEAVY = ("torch", "transformers", "numba", "safetensors", "huggingface_hub", "numpy")
+
+LONGEST_FILE = 400
+
+# Modules that may unpickle: what they read comes from this program's own launcher, never from a file.
+UNPICKLE = {
+    "modelexport.distributed.rank_main",  # the function and arguments of a rank, as multiprocessing itself sends them
+}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+NAMES = {module_name(path) for path in MODULES}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One module of ours importing another."""
+
+    importer: str
+    imported: str
+    line: int
+    typing_only: bool
+
+    def __str__(self) -> str:
+        return f"{self.importer}:{self.line} imports {self.imported}"
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def imports_in(source: str, importer: str, *, package: bool, names: set[str]) -> list[Import]:
+    """Every import of ours in ``source``, inside functions too; ``from x import y`` is x.y where that is a module."""
+    tree = ast.parse(source)
+    guarded = {
+        id(child) for node in ast.walk(tree) if is_type_checking(node) for part in node.body for child in ast.walk(part)
+    }
+    found: list[Import] = []
+    for node in ast.walk(tree):
+        targets: list[str] = []
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = importer.split(".")[: len(importer.split(".")) - node.level + package]
+                base = ".".join([*above, *([node.module] if node.module else [])])
+            targets = [full if (full := f"{base}.{alias.name}") in names else base for alias in node.names]
+        found += [
+            Import(importer, target, getattr(node, "lineno", 0), id(node) in guarded)
+            for target in dict.fromkeys(targets)
+            if target == "modelexport" or target.startswith("modelexport.")
+        ]
+    return found
+
+
+def all_imports() -> list[Import]:
+    return [
+        item
+        for path in MODULES
+        for item in imports_in(
+            path.read_text(encoding="utf-8"), module_name(path), package=path.name == "__init__.py", names=NAMES
+        )
+    ]
+
+
+def layer_of(name: str) -> tuple[int, str]:
+    """(number of the layer, the prefix that put the module there); the longest prefix counts."""
+    hits = [
+        (len(prefix), number, prefix)
+        for number, prefixes in enumerate(LAYERS)
+        for prefix in prefixes
+        if name == prefix or (prefix != "modelexport" and name.startswith(prefix + "."))
+    ]
+    assert hits, f"{name} belongs to no layer: add it to LAYERS"
+    _, number, prefix = max(hits)
+    return number, prefix
+
+
+def is_allowed(item: Import) -> bool:
+    """Whether the arrow points down, or stays where siblings may meet."""
+    if item.typing_only and any(
+        (item.importer, prefix) in TYPING_ONLY for prefix in (item.imported, item.imported.rpartition(".")[0])
+    ):
+        return True
+    above, mine = layer_of(item.importer)
+    below, theirs = layer_of(item.imported)
+    if above != below:
+        return above < below
+    if mine != theirs:
+        return any({mine, theirs} <= group for group in SAME)
+    for package, bases in BASES.items():
+        inside = item.importer.startswith(package + ".") and item.imported.startswith(package + ".")
+        if inside and item.importer.removeprefix(package + ".").split(".")[0] not in bases:
+            return item.imported.removeprefix(package + ".").split(".")[0] in bases
+    return True
+
+
+def test_no_arrow_points_upwards() -> None:
+    imports = all_imports()
+    assert len(imports) > 50
+    assert not [str(item) for item in imports if not is_allowed(item)]
+
+
+def test_the_exceptions_are_still_needed() -> None:
+    imports = all_imports()
+    for importer, imported in TYPING_ONLY:
+        assert any(
+            item.importer == importer and item.typing_only and item.imported.startswith(imported) for item in imports
+        ), f"{importer} no longer imports {imported}: strike it off TYPING_ONLY"
+
+
+@pytest.mark.parametrize(
+    ("importer", "line", "allowed"),
+    [
+        ("modelexport.cli", "from modelexport.exporter import export", True),
+        ("modelexport.exporter", "from modelexport.cli import main", False),
+        ("modelexport.exporter", "def f():\n    import modelexport.cli", False),
+        ("modelexport.distributed.gather", "from modelexport.layers import merge", False),
+        ("modelexport.distributed.gather", "from modelexport.errors import GatherError", True),
+        ("modelexport.distributed.gather", "from modelexport.distributed import tree", True),
+        ("modelexport.distributed.gather", "from . import tree", True),
+        ("modelexport.distributed.gather", "from ..families import llama", False),
+        ("modelexport.layers", "from modelexport.distributed.tree import split", True),
+        ("modelexport.sharding.plan", "from modelexport.families import Family", False),
+        ("modelexport.sharding.plan", "from modelexport.distributed import gather", True),
+        ("modelexport.families.llama", "from modelexport.families.base import Family", True),
+        ("modelexport.families.llama", "from modelexport.families.qwen2 import FAMILY", False),
+        ("modelexport.families.llama", "from modelexport.checkpoints import hf", False),
+        ("modelexport.quantization.formats.int4", "from modelexport.quantization import kernels", True),
+        ("modelexport.quantization.formats.int4", "from modelexport.quantization.formats import int8", False),
+        ("modelexport.checkpoints.hf", "from modelexport.quantization import formats", False),
+        (
+            "modelexport.checkpoints.hf",
+            "if TYPE_CHECKING:\n    from modelexport.quantization.formats.base import NumberFormat",
+            True,
+        ),
+        (
+            "modelexport.checkpoints.staging",
+            "if TYPE_CHECKING:\n    from modelexport.exporter import Prepared",
+            False,
+        ),
+        ("modelexport.inspection.verify", "from modelexport.checkpoints import hf", True),
+        ("modelexport.checkpoints.hf", "from modelexport.inspection import verify", False),
+        ("modelexport.inspection.inspect", "from modelexport.exporter import export", False),
+        ("modelexport.export_rank", "from modelexport.export_audit import audit", True),
+        ("modelexport.errors", "from modelexport.recipe import ExportRecipe", False),
+    ],
+)
+def test_the_rule_itself(importer: str, line: str, allowed: bool) -> None:
+    names = NAMES | {"modelexport.families.qwen2", "modelexport.quantization.formats.int8"}
+    [item] = imports_in(line, importer, package=False, names=names)
+    assert is_allowed(item) == allowed
+
+
+def test_every_module_has_its_layer() -> None:
+    for name in NAMES:
+        layer_of(name)
+
+
+# ------------------------------------------------------------------------ light
+
+
+def test_light_modules_import_nothing_heavy() -> None:
+    """One process imports them one by one, so that the first culprit is named."""
+    code = (
+        "import importlib, sys\n"
+        "for name in sys.argv[1].split(','):\n"
+        "    importlib.import_module(name)\n"
+        "    heavy = [h for h in sys.argv[2].split(',') if h in sys.modules]\n"
+        "    assert not heavy, f'{name} imports {heavy}'\n"
+        "print('light')\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, ",".join(LIGHT), ",".join(HEAVY)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=PACKAGE.parent,
+    )
+    assert result.stderr == ""
+    assert result.stdout == "light\n"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["inspect", "--help"], ["--nonsense"], ["--tp", "0"]])
+def test_answers_that_need_no_torch(arguments: list[str]) -> None:
+    code = (
+        "import sys\n"
+        "from modelexport.cli import main\n"
+        "try:\n"
+        "    main(sys.argv[2:])\n"
+        "except SystemExit:\n"
+        "    pass\n"
+        "print([h for h in sys.argv[1].split(',') if h in sys.modules], file=sys.stderr)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, ",".join(HEAVY), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=PACKAGE.parent,
+    )
+    assert result.stderr.splitlines()[-1:] == ["[]"], result.stderr
+
+
+# ----------------------------------------------------------------------- habits
+
+
+def sources() -> list[object]:
+    return [pytest.param(path, id=module_name(path)) for path in MODULES]
+
+
+def called(node: ast.Call) -> str:
+    return ast.unparse(node.func)
+
+
+@pytest.mark.parametrize("path", sources())
+def test_no_code_from_data(path: Path) -> None:
+    """Nothing is unpickled, nor evaluated, nor loaded by torch without weights_only=True; YAML is safe."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+            loaders = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"} & set(names)
+            assert not loaders or module_name(path) in UNPICKLE, f"line {node.lineno} imports {loaders}"
+        if not isinstance(node, ast.Call):
+            continue
+        name, keywords = called(node), {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        if name == "torch.load":
+            assert keywords.get("weights_only") == "True", f"line {node.lineno}: torch.load without weights_only=True"
+        assert name not in ("eval", "exec", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "os.system"), (
+            f"line {node.lineno}: {name}"
+        )
+        assert keywords.get("allow_pickle", "False") == "False", f"line {node.lineno}"
+        assert keywords.get("trust_remote_code", "False") == "False", f"line {node.lineno}"
+        assert keywords.get("shell", "False") == "False", f"line {node.lineno}"
+
+
+@pytest.mark.parametrize("path", sources())
+def test_text_habits(path: Path) -> None:
+    text = path.read_bytes().decode("ascii")
+    lines = text.splitlines()
+    assert len(lines) <= LONGEST_FILE, f"{len(lines)} lines: cut the file in two"
+    assert not text or text.endswith("\n")
+    assert "\t" not in text
+    assert "\r" not in text
+
+
+def is_public(name: str) -> bool:
+    return not name.startswith("_")
+
+
+def undocumented(tree: ast.Module) -> list[str]:
+    """Public functions and classes of a module that have no docstring."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    public = [node for node in tree.body if isinstance(node, kinds) and is_public(node.name)]
+    return [node.name for node in public if ast.get_docstring(node) is None]
+
+
+@pytest.mark.parametrize("path", sources())
+def test_what_is_public_says_what_it_does(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    if tree.body:
+        assert ast.get_docstring(tree), "the module says nothing"
+    assert undocumented(tree) == []
+
+
+@pytest.mark.parametrize("path", sources())
+def test_nothing_happens_at_import(path: Path) -> None:
+    """No logging is configured, nothing is printed, no thread or process is started at a module's top level."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            assert called(node) not in ("logging.basicConfig", "logging.disable", "warnings.simplefilter"), node.lineno
+    for statement in tree.body:
+        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) or is_main_guard(statement):
+            continue
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Call):
+                word = called(node)
+                assert word not in ("print", "os.environ.setdefault", "torch.set_num_threads"), f"{word} at import"
+                assert not word.endswith(".start"), f"{word} at import"
+
+
+def is_main_guard(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)

@@ -1,0 +1,105 @@
+"""The report of an export: numbers that add up, and nothing left out without a word."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from modelexport.export_record import ExportResult, TypeRow
+from modelexport.summary import summary
+from modelexport.tables import size_text, table
+
+ROWS = [
+    TypeRow("model.embed_tokens", 1, "bf16", 27008, 54016, 16.0, None, None),
+    TypeRow("self_attn.q_proj", 12, "int4", 196608, 102000, 4.15, 18.987, "model.layers.3.self_attn.q_proj"),
+]
+RESULT = ExportResult(
+    source="org/name",
+    out="ckpt",
+    quant="int4",
+    tp=4,
+    rows=ROWS,
+    source_bytes=447_232,
+    output_bytes=156_016,
+    files=["model.safetensors"],
+    peak_rank_bytes=2_500_000,
+    tensor_parallel_sizes=[1, 2, 4],
+    unquantised={"lm_head": "head", "model.embed_tokens": "embedding"},
+    left_out={},
+    seconds=1.26,
+)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (1536, "1.54 kB"),
+        (99_949, "99.9 kB"),
+        (999_499, "999 kB"),
+        (999_500, "1 MB"),
+        (7_354_000, "7.35 MB"),
+        (2_471_645_608, "2.47 GB"),
+        (5 * 10**12, "5 TB"),
+        (1234 * 10**12, "1.23e+03 TB"),
+    ],
+)
+def test_sizes(nbytes: int, text: str) -> None:
+    assert size_text(nbytes) == text
+
+
+@given(st.integers(0, 10**15))
+def test_sizes_are_right_to_three_digits(nbytes: int) -> None:
+    number, unit = size_text(nbytes).split()
+    scale = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}[unit]
+    assert float(number) * scale == pytest.approx(nbytes, rel=0.005)
+    assert float(number) < 1000 or unit == "TB"
+
+
+def test_a_table_is_aligned() -> None:
+    lines = list(table(("module", "n"), [("a", "10"), ("longer name", "7")]))
+    assert lines == ["module        n", "a            10", "longer name   7"]
+    assert list(table(("module", "n"), [])) == ["module  n"]
+
+
+def test_the_whole_report() -> None:
+    assert summary(RESULT).splitlines() == [
+        "module              count  format  bits/weight    size  worst SQNR",
+        "model.embed_tokens      1    bf16        16.00   54 kB           -",
+        "self_attn.q_proj       12    int4         4.15  102 kB    18.99 dB",
+        "",
+        "weights: 447 kB -> 156 kB (2.87 times smaller) in 1 file",
+        "not quantised: lm_head (head)",
+        "not quantised: model.embed_tokens (embedding)",
+        "loads at tensor-parallel sizes: 1, 2, 4",
+        "wrote ckpt in 1.3 s",
+    ]
+
+
+def test_a_dry_run_says_that_nothing_is_written() -> None:
+    text = summary(replace(RESULT, out=None, files=["a", "b", "c"], seconds=0.0))
+    assert "in 3 files" in text
+    assert "wrote" not in text
+    assert "dry run, nothing written: 4 ranks, buffers of at most 2.5 MB each" in text
+    assert "1 rank, buffers" in summary(replace(RESULT, out=None, tp=1))
+
+
+def test_reasons_are_said_once_with_names_and_a_count() -> None:
+    left_out = {f"t{i}": "a buffer" for i in range(5)} | {"x.bin": "weights in another format"}
+    lines = summary(replace(RESULT, left_out=left_out, unquantised={})).splitlines()
+    assert "not written: t0, t1, t2 and 2 more (a buffer)" in lines
+    assert "not written: x.bin (weights in another format)" in lines
+    assert not any(line.startswith("not quantised") for line in lines)
+    exactly_three = summary(replace(RESULT, left_out={f"t{i}": "a buffer" for i in range(3)}))
+    assert "not written: t0, t1, t2 (a buffer)" in exactly_three
+
+
+def test_every_reason_is_in_the_report() -> None:
+    notes = {f"module{i}": f"reason {i}" for i in range(20)}
+    text = summary(replace(RESULT, unquantised=notes))
+    assert all(f"not quantised: {name} ({reason})" in text for name, reason in notes.items())
