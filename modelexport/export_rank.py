@@ -280,7 +280,7 @@ class RankExport:
             layer = quantised.layer
             payload: Any = layer
             if self.job.transport == "direct":
-                pieces = [piece.as_json() for piece in self.write(layer)]
+                pieces = [piece.as_json() for piece in self.write([layer])]
                 payload = {"layer": describe(layer), "pieces": pieces}
             with self._gathered(payload) as parts:
                 if parts:
@@ -295,28 +295,37 @@ class RankExport:
             yield parts
 
     def record(self, step: Step, parts: list[Any]) -> None:
-        """First rank: merge what the ranks emitted, write it unless they did, and note the step as done."""
+        """First rank: write what the ranks emitted (unless they did), and note the step as done."""
         if self.job.transport == "direct":
-            layer = merge([part["layer"] for part in parts])
+            layers = [part["layer"] for part in parts]
             pieces = [piece for part in parts for piece in part["pieces"]]
         else:
-            layer = merge(parts)
-            pieces = [piece.as_json() for piece in self.write(layer)]
-        described, _ = split(describe(layer))
+            layers = [describe(part) for part in parts]
+            pieces = [piece.as_json() for piece in self.write(parts)]
+        described, _ = split(merge(layers))
         entry = {"layer": json.loads(described), "pieces": pieces}
         self.records[step.id] = entry
         self.staging.record(step.id, entry)
         report({"kind": "step", "step": step.id, "bytes": step.output_bytes})
 
-    def write(self, layer: LayerConfig) -> list[Piece]:
-        """Write the layer's shards at their places, with a checksum of each for the audit to compare."""
+    def write(self, parts: list[LayerConfig]) -> list[Piece]:
+        """Write the parts' shards at their places, with a checksum of each for the audit to compare.
+
+        Not merged in memory first: the writer joins what lies side by side on its way into the file.
+        """
+        shards: dict[str, list[TensorShard]] = {}
+        for layer in parts:
+            for path, module in layer.modules.items():
+                for name, shard in module.tensors.items():
+                    shards.setdefault(layer.tensor_name(path, name), []).append(shard)
         pieces = []
-        for path, module in layer.modules.items():
-            for name, shard in module.tensors.items():
+        for name, found in shards.items():
+            placed = []
+            for shard in found:
                 assert shard.data is not None
-                full = layer.tensor_name(path, name)
-                self.writer.write(full, shard.data, offset=shard.offset)
-                pieces.append(Piece(full, shard.offset, shard.shape, _crc32(shard.data)))
+                placed.append((shard.data, shard.offset))
+                pieces.append(Piece(name, shard.offset, shard.shape, _crc32(shard.data)))
+            self.writer.write_pieces(name, placed)
         return pieces
 
     # ---------------------------------------------------------------- finish
@@ -371,4 +380,4 @@ def _padded(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 def _crc32(tensor: Tensor) -> int:
     flat = tensor.contiguous().view(-1)
-    return zlib.crc32(memoryview(flat.view(torch.uint8).numpy())) if flat.numel() else 0
+    return zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
