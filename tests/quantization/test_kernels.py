@@ -173,20 +173,29 @@ def test_every_float16_is_widened_exactly() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("limit", [127.0, 448.0, 7.5])
-def test_scales_agree_for_every_amax(dtype: torch.dtype, limit: float) -> None:
+@pytest.mark.parametrize("storage", [torch.int8, E4M3])
+def test_scales_agree_for_every_amax(storage: torch.dtype, dtype: torch.dtype) -> None:
     """All bfloat16 magnitudes and a sample of float32 ones, as amax."""
     generator = torch.Generator().manual_seed(2)
     noise = torch.randint(0, 0x7F800000, (1 << 16,), generator=generator).to(torch.int32).view(torch.float32)
     amax = torch.cat([_all_bfloat16().float().abs().unique(), noise])
     weight = torch.zeros(len(amax), 1, dtype=dtype)
-    q, scale = torch.empty(weight.shape, dtype=torch.int8), torch.empty_like(weight)
-    assert fused.quantise_rows(weight, amax, q, scale, limit) == -1
-    assert torch.equal(raw(scale.squeeze(1)), raw(reference.scale_of(amax, limit, dtype)))
+    limit = LIMITS[storage]
+    _, scale = _rows(fused, weight, storage, amax)
+    assert torch.equal(raw(scale.squeeze(1)), raw(reference.scale_of(amax, limit, storage, dtype)))
     floor = 2.0**-24 if dtype == torch.float16 else 2.0**-126
     assert bool(torch.isfinite(scale).all())
     assert float(scale.min()) == floor
     assert float(scale[0]) == 1.0  # amax 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("storage", "top"), [(torch.int8, 128.0), (E4M3, 448.0), (torch.int32, 8.0)])
+def test_the_largest_scale_is_the_largest_that_never_overflows(
+    storage: torch.dtype, top: float, dtype: torch.dtype
+) -> None:
+    scale = torch.tensor(reference.largest_scale(storage, dtype), dtype=dtype)
+    assert float(scale) * top <= torch.finfo(dtype).max < float(scale * (1 + torch.finfo(dtype).eps)) * top
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -136,8 +136,8 @@ def _rounded(bits, drop):
 
 
 @_inline
-def _scale_of(amax, limit, kind):
-    """amax / limit as it will be stored (bf16, fp16 or float32), back in float32."""
+def _scale_of(amax, limit, cap, kind):
+    """amax / limit as it will be stored (bf16, fp16 or float32), at most ``cap``, back in float32."""
     if amax == _ZERO:
         return _ONE
     scale = _F32(amax / limit)
@@ -145,12 +145,10 @@ def _scale_of(amax, limit, kind):
         if scale < _F32(2.0**-14):  # a float16 denormal: units of 2^-24, those of float32 in [0.5, 1)
             scale = _F32(_F32(scale + _F32(0.5)) - _F32(0.5))
             return max(scale, _F32(2.0**-24))
-        scale = _U32(_rounded(scale.view(np.uint32), 13)).view(np.float32)
-        return min(scale, _F32(65504.0))
+        return min(_U32(_rounded(scale.view(np.uint32), 13)).view(np.float32), cap)
     if kind == BF16:
         scale = _U32(_rounded(scale.view(np.uint32), 16)).view(np.float32)
-        scale = min(scale, _U32(0x7F7F0000).view(np.float32))
-    return max(scale, _SMALLEST_NORMAL)
+    return max(min(scale, cap), _SMALLEST_NORMAL)
 
 
 @_inline
@@ -210,19 +208,19 @@ def _pack(pairs, packed, at, count):
 
 
 @_inline
-def _scales(amax, limit, kind, steps, shorts, words, at):
+def _scales(amax, limit, cap, kind, steps, shorts, words, at):
     """Each group's scale, into ``steps`` and, as stored, from element ``at`` on."""
     if kind == BF16:  # the same loop for each kind: with a kind that it knows, LLVM makes vectors of it
         for g in range(steps.size):
-            steps[g] = _scale_of(amax[g], limit, BF16)
+            steps[g] = _scale_of(amax[g], limit, cap, BF16)
             _store_scale(shorts, words, _U64(at + g), steps[g], BF16)
     elif kind == FP16:
         for g in range(steps.size):
-            steps[g] = _scale_of(amax[g], limit, FP16)
+            steps[g] = _scale_of(amax[g], limit, cap, FP16)
             _store_scale(shorts, words, _U64(at + g), steps[g], FP16)
     else:
         for g in range(steps.size):
-            steps[g] = _scale_of(amax[g], limit, FP32)
+            steps[g] = _scale_of(amax[g], limit, cap, FP32)
             _store_scale(shorts, words, _U64(at + g), steps[g], FP32)
 
 
@@ -235,8 +233,8 @@ def row_amax(src, stride, kind, rows, cols, out):
         out[i] = amax[0]
 
 
-@_jit(_int(_bytes, _int, _int, _int, _int, _int, _int, types.float32, _floats, _bytes, _int, _bytes, _int))
-def quantise(src, stride, kind, rows, cols, group, code, limit, amax, q, q_stride, scales, scale_stride):
+@_jit(_int(_bytes, *[_int] * 6, types.float32, types.float32, _floats, _bytes, _int, _bytes, _int))
+def quantise(src, stride, kind, rows, cols, group, code, limit, cap, amax, q, q_stride, scales, scale_stride):
     """``amax`` is empty, or the largest magnitude of each row (then ``group`` is ``cols``)."""
     shorts, words, floats = _views(src)
     scale_shorts, scale_words, _ = _views(scales)
@@ -255,7 +253,7 @@ def quantise(src, stride, kind, rows, cols, group, code, limit, amax, q, q_strid
             finite &= own[0] < np.inf
         if not finite:
             return i
-        _scales(own, limit, kind, steps, scale_shorts, scale_words, i * scale_stride)
+        _scales(own, limit, cap, kind, steps, scale_shorts, scale_words, i * scale_stride)
         if kind == BF16:
             _encode(shorts, begin, groups, group, steps, out, to, code)
         elif kind == FP32:

@@ -53,7 +53,8 @@ def _quantise(weight: Tensor, amax: Tensor | None, group: int, q: Tensor, scale:
     limits = _NO_AMAX if amax is None else amax.detach().contiguous().numpy()
     source, output = _span(_dense_rows(weight)), (*_span(dense_q, 1), *_span(dense_scale))
     kind, code = _KIND[weight.dtype], _CODE[q.dtype]
-    bad = compiled.quantise(*source, kind, *weight.shape, group, code, limit, limits, *output)
+    cap = reference.largest_scale(q.dtype, weight.dtype)
+    bad = compiled.quantise(*source, kind, *weight.shape, group, code, limit, cap, limits, *output)
     if dense_q is not q:
         q.copy_(dense_q)
     if dense_scale is not scale:

@@ -13,6 +13,7 @@ weights are worked through in blocks of rows, so that temporaries stay a few meg
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ LANES = 128
 _SAME_SIZE_INT = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 _MAGNITUDE_MASK = {torch.bfloat16: 0x7FFF, torch.float16: 0x7FFF, torch.float32: 0x7FFFFFFF}
 _SCALE_FLOOR = {torch.bfloat16: 2.0**-126, torch.float16: 2.0**-24, torch.float32: 2.0**-126}
+_LARGEST_VALUE = {torch.int8: 128.0, torch.float8_e4m3fn: FP8_MAX, torch.int32: 8.0}
 _BLOCK_ELEMENTS = 1 << 20
 
 
@@ -54,12 +56,24 @@ def row_amax(weight: Tensor) -> Tensor:
     return out
 
 
-def scale_of(amax: Tensor, limit: float, dtype: torch.dtype) -> Tensor:
-    """``amax / limit`` in float32, as ``dtype``: never 0, infinite or a bf16 / fp32 denormal; 1 for 0."""
-    scale = amax / amax.new_full((1,), limit)
-    scale = scale.clamp(max=torch.finfo(dtype).max).to(dtype)
-    floor = torch.full_like(scale, _SCALE_FLOOR[dtype])
-    return torch.where(amax == 0, torch.ones_like(scale), torch.maximum(scale, floor))
+@cache
+def largest_scale(storage: torch.dtype, dtype: torch.dtype) -> float:
+    """The largest scale in ``dtype`` of which no multiple that ``storage`` holds overflows ``dtype``."""
+    top = torch.finfo(dtype).max
+    scale = torch.tensor(top / _LARGEST_VALUE[storage], dtype=torch.float64).to(dtype)
+    if float(scale) * _LARGEST_VALUE[storage] > top:
+        scale = (scale.view(_SAME_SIZE_INT[dtype]) - 1).view(dtype)  # the next one below
+    return float(scale)
+
+
+def scale_of(amax: Tensor, limit: float, storage: torch.dtype, dtype: torch.dtype) -> Tensor:
+    """``amax / limit`` in float32, rounded to ``dtype``; 1 for amax 0.
+
+    It is never zero, nor a denormal of bf16 or float32, and at most :func:`largest_scale`.
+    """
+    scale = (amax / amax.new_full((1,), limit)).clamp(max=torch.finfo(dtype).max).to(dtype)
+    scale = scale.clamp(min=_SCALE_FLOOR[dtype], max=largest_scale(storage, dtype))
+    return torch.where(amax == 0, torch.ones_like(scale), scale)
 
 
 def _first_bad(amax: Tensor, start: int) -> int:
@@ -82,7 +96,7 @@ def quantise_rows(weight: Tensor, amax: Tensor | None, q: Tensor, scale: Tensor,
         bad = _first_bad(torch.where(torch.isfinite(own), used, own), block.start)
         if bad >= 0:
             return bad
-        step = scale_of(used, limit, weight.dtype).unsqueeze(1)
+        step = scale_of(used, limit, q.dtype, weight.dtype).unsqueeze(1)
         ratio = values.float() / step.float()
         if q.dtype == torch.int8:
             q[block] = ratio.clamp(-128.0, 127.0).round().to(torch.int8)
@@ -106,7 +120,7 @@ def quantise_groups(weight: Tensor, group: int, q: Tensor, scale: Tensor, limit:
         bad = _first_bad(amax, block.start)
         if bad >= 0:
             return bad
-        step = scale_of(amax, limit, weight.dtype)
+        step = scale_of(amax, limit, torch.int32, weight.dtype)
         ratio = values.float() / step.float().unsqueeze(-1)
         codes = ratio.clamp(-8.0, 7.0).round().to(torch.int32) + 8
         words = codes.reshape(-1, cols // 8, 8) << shifts
