@@ -84,12 +84,13 @@ def export(recipe: ExportRecipe | None = None, **settings: Any) -> ExportResult:
     began = time.perf_counter()
     if recipe.out is None and not recipe.dry_run:
         raise UsageError("no target given: add --out DIR")
+    if recipe.tp > 1 and not recipe.dry_run:
+        launch.prestart(PRELOAD)
+    number_format = _number_format(recipe)  # a wrong name is said before a model is downloaded
     source = resolve_source(recipe.model, recipe.revision)
     if recipe.out is not None and source.directory.resolve().is_relative_to(Path(recipe.out).resolve()):
         raise UsageError(f"--out {recipe.out} would replace the source, {source.directory}: choose another target")
-    if recipe.tp > 1 and not recipe.dry_run:
-        launch.prestart(PRELOAD)
-    prepared = prepare(recipe, source)
+    prepared = prepare(recipe, source, number_format)
     if recipe.dry_run:
         return ExportResult.preview(prepared.plan, source.label, prepared.layout)
     assert recipe.out is not None
@@ -114,10 +115,10 @@ def _evaluated(result: ExportResult, source: Source) -> ExportResult:
     return replace(result, evaluation=evaluation)
 
 
-def prepare(recipe: ExportRecipe, source: Source) -> Prepared:
+def prepare(recipe: ExportRecipe, source: Source, number_format: NumberFormat) -> Prepared:
     """Read the headers and plan the export; no weight is read and nothing is written."""
     checkpoint = open_checkpoint(source.directory)
-    plan = build_plan(checkpoint, _number_format(recipe), Parallelism(tp=recipe.tp))
+    plan = build_plan(checkpoint, number_format, Parallelism(tp=recipe.tp))
     layout = plan_layout(list(plan.outputs()), max_shard_bytes=recipe.max_shard_bytes)
     return Prepared(recipe, source, checkpoint, plan, layout)
 
@@ -152,8 +153,11 @@ def _write_around(prepared: Prepared, staging: Staging) -> tuple[SideFiles, dict
     Also returns the steps that are done already, with their records: none if a weight file had to be made.
     """
     payload, directory = staging.directory, prepared.source.directory
-    side = copy_side_files(directory, payload)
-    quantization = quantization_config(prepared.plan.number_format, ignore=["lm_head"])
+    weights = {info.path for info in prepared.checkpoint.infos.values()}
+    side = copy_side_files(directory, payload, weights)
+    plan = prepared.plan
+    heads = [module.path for module in plan.family.after if module.kind == "head"]
+    quantization = quantization_config(plan.number_format, ignore=heads)
     write_config(directory, payload, quantization)
     made = prepared.layout.create(payload)
     if len(prepared.layout.files) > 1:

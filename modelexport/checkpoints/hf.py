@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -71,11 +71,14 @@ def write_config(source: Path, target: Path, quantization: dict[str, Any] | None
     (target / "config.json").write_bytes(content)
 
 
-def copy_side_files(source: Path, target: Path) -> SideFiles:
+def copy_side_files(source: Path, target: Path, weights: Collection[Path] = ()) -> SideFiles:
     """Copy everything of the checkpoint that is neither weights nor rewritten: tokenizer, templates, licence.
 
     Links to files are followed (a hub cache is made of them). Hidden directories stay behind, the staging directory
     of a target inside ``source`` among them.
+
+    Args:
+        weights: the files that the checkpoint's tensors were read from; other safetensors files are noted.
 
     Raises:
         CheckpointError: a file or a directory cannot be read.
@@ -85,10 +88,11 @@ def copy_side_files(source: Path, target: Path) -> SideFiles:
         name = path.relative_to(source)
         if path.name in _NOT_A_MODELS or str(name) in _REWRITTEN:
             continue
-        if path.name.endswith(".index.json") or path.suffix == ".safetensors":
-            continue  # the weights themselves
+        if path in weights or path.name.endswith(".index.json"):
+            continue
         if path.suffix in _WEIGHTS:
-            side.left_out[str(name)] = "weights in another format"
+            other = "weights that the checkpoint does not use" if path.suffix == ".safetensors" else "weights in another format"
+            side.left_out[str(name)] = other
             continue
         destination = target / name
         destination.parent.mkdir(parents=True, exist_ok=True)

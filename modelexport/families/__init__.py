@@ -7,7 +7,7 @@ import pkgutil
 from functools import cache
 from typing import Any
 
-from modelexport.errors import PlanError, UsageError, nearest
+from modelexport.errors import CheckpointError, PlanError, nearest
 from modelexport.families.base import Dimensions, Family, Module, read_dimensions
 
 __all__ = ["Dimensions", "Family", "Module", "family_of", "known_model_types", "read_dimensions"]
@@ -34,12 +34,12 @@ def family_of(config: dict[str, Any]) -> Family:
     """The family of the model that ``config`` (a config.json's content) describes.
 
     Raises:
-        UsageError: config.json has no ``model_type``.
+        CheckpointError: config.json has no ``model_type``.
         PlanError: no family file knows the type; the message lists those that are known.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
-        raise UsageError("config.json has no model_type; is this a language model's checkpoint?")
+        raise CheckpointError("config.json has no model_type; is this a language model's checkpoint?")
     family = _families().get(model_type)
     if family is None:
         raise PlanError(f"unknown architecture '{model_type}'{nearest(model_type, known_model_types())}")

@@ -90,13 +90,15 @@ def test_config_gains_quantisation_and_keeps_the_rest(tmp_path: Path, target: Pa
 def test_everything_but_weights_comes_along(tmp_path: Path, target: Path) -> None:
     kept = ["tokenizer.json", "generation_config.json", "LICENSE", "chat_template.jinja", "figures/a.png", "a/b/c"]
     rewritten = ["config.json", "modelexport.json"]
-    weights = ["model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+    weights = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    index, unused = "model.safetensors.index.json", "consolidated.safetensors"
     others = ["pytorch_model.bin", "original/consolidated.00.pth", "model.gguf", "onnx/model.onnx"]
-    source = fill(tmp_path / "source", *kept, *rewritten, *weights, *others)
-    side = copy_side_files(source, target)
+    source = fill(tmp_path / "source", *kept, *rewritten, *weights, index, unused, *others)
+    side = copy_side_files(source, target, {source / name for name in weights})
     assert copied(target) == {name: name for name in kept}
     assert side.copied == sorted(kept)
-    assert side.left_out == dict.fromkeys(others, "weights in another format")
+    left_out = dict.fromkeys(others, "weights in another format")
+    assert side.left_out == {**left_out, unused: "weights that the checkpoint does not use"}
 
 
 def test_links_to_files_are_followed_as_a_hub_cache_has_them(tmp_path: Path, target: Path) -> None:

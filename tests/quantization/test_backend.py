@@ -125,7 +125,7 @@ _COMPILED_OR_LOADED = """
 
 
 def _compiled_or_loaded(directory: Path, **environment: str) -> str:
-    """A kernel as ours in a package that is as good as unwritable (also for root, whom no permission stops)."""
+    """A kernel like ours in a package that is as good as unwritable (also for root, whom no mode stops)."""
     directory.mkdir(exist_ok=True)
     (directory / "kernel_of_a_test.py").write_text(_KERNEL)
     (directory / "__pycache__").write_text("a file where numba would make its directory")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -30,12 +31,12 @@ def _cuts(data: st.DataObject, size: int, unit: int) -> list[slice]:
     """The dim of that size in up to four uneven parts, cut on multiples of ``unit``; parts may be empty."""
     marks = data.draw(st.lists(st.integers(0, size // unit), max_size=3))
     edges = [0, *sorted(mark * unit for mark in marks), size]
-    return [slice(start, stop) for start, stop in zip(edges, edges[1:], strict=False)]
+    return [slice(start, stop) for start, stop in pairwise(edges)]
 
 
 @given(data=st.data())
 def test_parts_of_a_weight_give_the_parts_of_the_whole(data: st.DataObject) -> None:
-    """Any blocks of rows and columns, with the rows' amax reduced first, into views of the whole's tensors."""
+    """Any blocks of rows and columns, the rows' amax reduced first, into views of the whole's tensors."""
     name, group = data.draw(st.sampled_from(FORMATS))
     number_format = formats.get(name, group_size=group)
     dtype = data.draw(st.sampled_from(DTYPES))
@@ -113,10 +114,14 @@ def test_int8_divides_by_the_scale_as_stored() -> None:
     stored = formats.get("int8").quantise(torch.tensor([[1.0, 0.5]], dtype=torch.bfloat16))
     assert stored["weight_scale"].item() == 129 * 2.0**-14
     assert stored["weight"].tolist() == [[127, round(0.5 / (129 * 2.0**-14))]]
-    # Where the stored scale came out smaller, the largest value is still clamped to 127: 255 * 2^-15 < 1 / 127 * 0.99
-    row = torch.tensor([[0.98828125, -0.98828125]], dtype=torch.bfloat16)
-    stored = formats.get("int8").quantise(row)
-    assert stored["weight"].tolist() == [[127, -127]]
+
+
+def test_int8_clamps_where_the_stored_scale_came_out_smaller() -> None:
+    """An amax that another rank or a search chose may be smaller than the row's own, too."""
+    weight = torch.tensor([[3.0, -3.0, 0.5]])
+    stored = formats.get("int8").quantise(weight, amax=torch.tensor([1.27]))
+    assert stored["weight"].tolist() == [[127, -128, 50]]
+    assert formats.get("fp8").quantise(weight, amax=torch.tensor([1.0]))["weight"][0, 0].item() == 448.0
 
 
 def test_fp8_by_hand() -> None:
@@ -175,8 +180,8 @@ def test_no_scale_is_zero_denormal_or_infinite(name: str, group: int | None, dty
         values = number_format.dequantise(stored)
         assert bool(torch.isfinite(values).all())
         assert bool(torch.isfinite(number_format.dequantise(stored, dtype=dtype)).all())
-        # An eighth: int4 near the dtype's largest (the scale stays where -8 times it is finite), and fp8 with a
-        # float16 scale of two of its smallest steps.
+        # An eighth: int4 near the dtype's largest (the scale stays where -8 times it is finite), and fp8 with
+        # a float16 scale of two of its smallest steps.
         assert torch.allclose(values, weight.float(), rtol=0.1251, atol=2.0**-24)
 
 
@@ -254,7 +259,9 @@ def test_names_and_choice() -> None:
         assert number_format.description
     assert formats.get("int4").group_size == 128
     assert formats.get("int4", group_size=32).alignment == (1, 32)
-    with pytest.raises(UsageError, match=r"unknown number format 'int5'; did you mean 'int[48]'\? \(known: fp8"):
+    with pytest.raises(
+        UsageError, match=r"unknown number format 'int5'; did you mean 'int[48]'\? \(known: fp8"
+    ):
         formats.get("int5")
     with pytest.raises(UsageError, match="int4 has no group size 48; choose from 32, 64, 128"):
         formats.get("int4", group_size=48)
