@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import threading
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from modelexport.checkpoints.safetensors_file import Checkpoint, Reader, TensorInfo
+from modelexport.checkpoints.safetensors_file import Checkpoint, Reader, TensorInfo, torch_dtype
 from modelexport.errors import CheckpointError
+from modelexport.quantization import kernels
 from modelexport.sharding.plan import scale_range
 
 if TYPE_CHECKING:
@@ -165,8 +167,32 @@ def share(items: Iterable[Item], rank: int, world: int) -> list[Item]:
     return mine
 
 
+class _Scratch(threading.local):
+    """This thread's buffers, by name: memory touched for the first time costs more than what is done with it."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def take(self, name: str, info: TensorInfo, rows: tuple[int, int] | None) -> Tensor | None:
+        """Room for some rows of a tensor; None for a scalar, which may be read into memory of its own."""
+        if rows is None or info.dtype.startswith("F4"):
+            return None
+        dtype, shape = torch_dtype(info.dtype), (rows[1] - rows[0], *info.shape[1:])
+        nbytes = math.prod(shape) * dtype.itemsize
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < nbytes:
+            buffer = self._buffers[name] = torch.empty(max(nbytes, CHUNK_BYTES), dtype=torch.uint8)
+        return buffer[:nbytes].view(dtype).view(shape)
+
+
+_scratch = _Scratch()
+
+
 def read_chunks(item: Item, out_reader: Reader, source_reader: Reader | None) -> Iterator[Chunk]:
-    """Read a module's tensors, and its source, in pieces of a few MB, each byte once."""
+    """Read a module's tensors, and its source, in pieces of a few MB, each byte once.
+
+    A chunk's tensors are valid until the next one of this thread is asked for.
+    """
     weight = item.source or max(item.tensors.values(), key=lambda info: info.nbytes)
     kept: dict[str, Tensor] = {}
     for rows in _row_chunks(weight):
@@ -178,10 +204,15 @@ def read_chunks(item: Item, out_reader: Reader, source_reader: Reader | None) ->
             if span is None:  # does not vary with the rows
                 span = (0, info.shape[0]) if info.shape else None
                 kept[key] = out_reader.read(info, rows=span)
-            chunk.tensors[key] = kept[key] if key in kept else out_reader.read(info, rows=span)
+            if key in kept:
+                chunk.tensors[key] = kept[key]
+            else:
+                chunk.tensors[key] = out_reader.read(info, rows=span, out=_scratch.take(key, info, span))
             chunk.spans[key] = span
         if item.source is not None and source_reader is not None:
-            chunk.original = source_reader.read(item.source, rows=rows if item.source.shape else None)
+            span = rows if item.source.shape else None
+            room = _scratch.take("source of it", item.source, span)
+            chunk.original = source_reader.read(item.source, rows=span, out=room)
         yield chunk
 
 
@@ -236,12 +267,15 @@ def value_faults(key: str, data: Tensor) -> dict[str, int]:
     """What must not be in a tensor called ``key`` within its module -> how many of it there are; empty if none."""
     code_mask = _NOT_A_NUMBER.get(data.dtype)
     if code_mask is not None:
-        bad = int(((data.view(torch.uint8) & code_mask) == code_mask).sum())
-        return {"NaN": bad} if bad else {}
-    if not data.dtype.is_floating_point or data.dtype.itemsize < 2:
+        codes = data.view(torch.uint8) & code_mask
+        bad = data.numel() > 0 and int(codes.max()) == code_mask
+        return {"NaN": int((codes == code_mask).sum())} if bad else {}
+    if not data.dtype.is_floating_point or data.dtype.itemsize < 2 or not data.numel():
         return {}
     counts = {}
-    if not bool(torch.isfinite(data).all()):
+    wide = data.dtype == torch.float64
+    amax = data if wide else kernels.row_amax(data.view(data.shape[0] if data.dim() > 1 else 1, -1))
+    if not bool(torch.isfinite(amax).all()):
         counts = {"NaN": int(data.isnan().sum()), "Inf": int(data.isinf().sum())}
     if "scale" in key:
         counts["values that are zero or less, though it is a scale"] = int((data <= 0).sum())
@@ -283,8 +317,6 @@ def _rows_of(
     if item.number_format is None or key == "bias":
         same = info.shape[:1] == weight.shape[:1]
         return rows if same and info.shape else None
-    from modelexport.checkpoints.safetensors_file import torch_dtype
-
     shape = weight.shape[0], weight.shape[1]
     for spec in item.number_format.specs(shape, torch_dtype(weight.dtype)):
         if spec.suffix == key:

@@ -27,8 +27,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from modelexport.summary import size_text, table
+REPOSITORY = str(Path(__file__).resolve().parents[2])
+sys.path.insert(0, REPOSITORY)
+from modelexport.tables import size_text, table
 from tests.benchmarks._measuring import Run, become_reaper, run
 
 QUANTS = ("none", "int8", "fp8", "int4")
@@ -289,6 +290,8 @@ def main() -> int:
     if options.torch_loop:
         torch_loop(options.model, options.out, options.torch_loop)
         return 0
+    # The commands run this tree's package, wherever this is called from and whatever is installed.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (REPOSITORY, os.environ.get("PYTHONPATH"))))
     become_reaper()
     with tempfile.TemporaryDirectory(prefix="bench_export.", dir=options.scratch) as temporary:
         return _measure_all(Path(temporary), options)
@@ -308,13 +311,12 @@ def _measure_all(scratch: Path, options: argparse.Namespace) -> int:
     print(f"{model}: {config['num_hidden_layers']} layers, {size_text(size)}; {os.cpu_count()} cores", flush=True)
     found = cases(model, options)
     for case in found:  # the untimed runs first: they also fill the caches of compiled kernels
-        _progress(f"sampling {case.name} tp {case.tp}")
         measure(case, scratch, model, sample=True, timeout=options.timeout)
+        _progress(f"sampled: {case.name}, tp {case.tp}")
     for number in range(options.repeat):
         for case in found:
-            _progress(f"run {number + 1} of {options.repeat}: {case.name} tp {case.tp}")
             measure(case, scratch, model, sample=False, timeout=options.timeout)
-    _progress("")
+            _progress(f"run {number + 1} of {options.repeat}: {case.name}, tp {case.tp}: {case.runs[-1].wall:.2f} s")
     print("\n".join(report(found, _layer_bytes(config), options)))
     if options.json:
         options.json.write_text(json.dumps([asdict(case) for case in found], indent=1) + "\n")
@@ -328,8 +330,7 @@ def _layer_bytes(config: dict) -> int:
 
 
 def _progress(text: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

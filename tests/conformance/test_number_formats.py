@@ -110,9 +110,7 @@ def test_the_same_scales_give_the_same_stored_bytes(name: str, group: int | None
         dtype=_stored_values(number_format, stored).dtype,
     )
     assert torch.equal(q.view(torch.uint8), _stored_values(number_format, stored).view(torch.uint8))
-    assert torch.equal(
-        dequantize(q, wide["weight_scale"], None, scheme.weights), number_format.dequantise(stored)
-    )
+    assert torch.equal(dequantize(q, wide["weight_scale"], None, scheme.weights), number_format.dequantise(stored))
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
@@ -187,9 +185,7 @@ def test_activations_are_rounded_as_theirs(name: str) -> None:
     number_format = formats.get(name)
     args = _scheme(number_format).input_activations
     assert args is not None
-    x = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(12)) * torch.logspace(-2, 2, 5).view(
-        1, 5, 1
-    )
+    x = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(12)) * torch.logspace(-2, 2, 5).view(1, 5, 1)
     scale, _ = compute_dynamic_scales_and_zp(x, args, torch.nn.Identity())
     if name == "int8":
         scale = x.abs().amax(-1, keepdim=True) / torch.tensor([127.0])

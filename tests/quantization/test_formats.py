@@ -259,9 +259,7 @@ def test_names_and_choice() -> None:
         assert number_format.description
     assert formats.get("int4").group_size == 128
     assert formats.get("int4", group_size=32).alignment == (1, 32)
-    with pytest.raises(
-        UsageError, match=r"unknown number format 'int5'; did you mean 'int[48]'\? \(known: fp8"
-    ):
+    with pytest.raises(UsageError, match=r"unknown number format 'int5'; did you mean 'int[48]'\? \(known: fp8"):
         formats.get("int5")
     with pytest.raises(UsageError, match="int4 has no group size 48; choose from 32, 64, 128"):
         formats.get("int4", group_size=48)

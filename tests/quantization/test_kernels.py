@@ -166,13 +166,13 @@ def test_every_float16_is_widened_exactly() -> None:
     values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
     values = values[torch.isfinite(values)].unsqueeze(1)
     assert torch.equal(fused.row_amax(values), values.float().abs().squeeze(1))
-    # And with its sign: the error against zeros is the value's square, against itself nothing.
+    # With its sign, too: as a value (its squared error against zero) and as a scale (of a row of ones).
     errors = torch.empty(len(values), 2, dtype=torch.float64)
     fused.squared_error(values, torch.zeros_like(values), None, errors)
     assert torch.equal(errors[:, 0], values.double().square().squeeze(1))
     q, one = torch.zeros_like(values, dtype=torch.int8), torch.ones(len(values), 1, dtype=torch.float16)
     out = torch.empty(values.shape)
-    fused.dequantise(q + 1, values, out)  # the values as scales
+    fused.dequantise(q + 1, values, out)
     assert torch.equal(raw(out), raw(values.float()))
     fused.squared_error(values, q, one, errors)
     assert torch.equal(errors[:, 0], errors[:, 1])
@@ -232,9 +232,7 @@ def test_squared_error_is_the_sum_in_the_order_that_is_promised() -> None:
     other = weight + torch.randn(1, cols, generator=torch.Generator().manual_seed(4)) * 0.01
     lanes = [0.0] * reference.LANES
     for column in range(cols):
-        difference = struct.unpack("f", struct.pack("f", float(weight[0, column]) - float(other[0, column])))[
-            0
-        ]
+        difference = struct.unpack("f", struct.pack("f", float(weight[0, column]) - float(other[0, column])))[0]
         lanes[column % reference.LANES] += difference * difference
     sixteen = [0.0] * 16
     for lane, value in enumerate(lanes):

@@ -24,9 +24,7 @@ _NOT_FORMATS = {"base"}
 def names() -> list[str]:
     """The ``--quant`` names there are, sorted."""
     modules = (module.name for module in pkgutil.iter_modules(__path__))
-    return sorted(
-        name.replace("_", "-") for name in modules if name not in _NOT_FORMATS and not name.startswith("_")
-    )
+    return sorted(name.replace("_", "-") for name in modules if name not in _NOT_FORMATS and not name.startswith("_"))
 
 
 def get(name: str, *, group_size: int | None = None) -> NumberFormat:

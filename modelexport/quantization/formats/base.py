@@ -295,9 +295,7 @@ def _checked(specs: Sequence[TensorSpec], out: Mapping[str, Tensor], name: str) 
     for suffix, spec in wanted.items():
         shape, dtype = tuple(out[suffix].shape), out[suffix].dtype
         if (shape, dtype) != (spec.shape, spec.dtype):
-            raise ValueError(
-                f"{name}: out[{suffix!r}] is {dtype} {shape}, but {spec.dtype} {spec.shape} is stored"
-            )
+            raise ValueError(f"{name}: out[{suffix!r}] is {dtype} {shape}, but {spec.dtype} {spec.shape} is stored")
     return {suffix: out[suffix] for suffix in wanted}
 
 

@@ -33,9 +33,7 @@ class Int4Format(NumberFormat):
     """
 
     name: ClassVar[str] = "int4"
-    description: ClassVar[str] = (
-        "W4A16: int4 weights, a scale per group of input channels; activations as they are"
-    )
+    description: ClassVar[str] = "W4A16: int4 weights, a scale per group of input channels; activations as they are"
     weight_bits: ClassVar[int] = 4
     checkpoint_format: ClassVar[str] = "pack-quantized"
     group_sizes: ClassVar[tuple[int, ...]] = (32, 64, 128)
@@ -61,9 +59,7 @@ class Int4Format(NumberFormat):
         )
 
     def _fill(self, weight: Tensor, amax: Tensor | None, out: Mapping[str, Tensor]) -> int:
-        return kernels.quantise_groups(
-            weight, self.group_size, out["weight_packed"], out["weight_scale"], self.limit
-        )
+        return kernels.quantise_groups(weight, self.group_size, out["weight_packed"], out["weight_scale"], self.limit)
 
     def _fill_constants(self, global_shape: tuple[int, ...], out: Mapping[str, Tensor]) -> None:
         out["weight_shape"].copy_(torch.tensor(global_shape, dtype=torch.int64))

@@ -18,9 +18,7 @@ class Int8Format(RowScaledFormat):
     """``weight`` int8 ``[out, in]``: w / scale, half to even, in -128..127; ``weight_scale``: amax / 127."""
 
     name: ClassVar[str] = "int8"
-    description: ClassVar[str] = (
-        "W8A8: int8 weights, a scale per channel; int8 activations, dynamic per token"
-    )
+    description: ClassVar[str] = "W8A8: int8 weights, a scale per channel; int8 activations, dynamic per token"
     checkpoint_format: ClassVar[str] = "int-quantized"
     storage: ClassVar[torch.dtype] = torch.int8
     limit: ClassVar[float] = 127.0

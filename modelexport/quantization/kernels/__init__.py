@@ -126,9 +126,7 @@ def _split_rows(weight: Tensor, work: Callable[[slice], int | None]) -> int:
     pool = _executor(threads - 1)
     futures = [pool.submit(work, part) for part in ranges[1:]]
     results = [work(ranges[0]), *(future.result() for future in futures)]
-    bad = [
-        part.start + row for part, row in zip(ranges, results, strict=True) if row is not None and row >= 0
-    ]
+    bad = [part.start + row for part, row in zip(ranges, results, strict=True) if row is not None and row >= 0]
     return min(bad, default=-1)
 
 
@@ -170,9 +168,7 @@ def quantise_rows(weight: Tensor, amax: Tensor | None, q: Tensor, scale: Tensor,
 def quantise_groups(weight: Tensor, group: int, q: Tensor, scale: Tensor, limit: float) -> int:
     """See :func:`.reference.quantise_groups`."""
     module = _kernels(weight)
-    return _split_rows(
-        weight, lambda part: module.quantise_groups(weight[part], group, q[part], scale[part], limit)
-    )
+    return _split_rows(weight, lambda part: module.quantise_groups(weight[part], group, q[part], scale[part], limit))
 
 
 def copy_finite(weight: Tensor, out: Tensor) -> int:
@@ -192,7 +188,5 @@ def squared_error(weight: Tensor, q: Tensor, scale: Tensor | None, out: Tensor) 
     module = _kernels(weight)
     _split_rows(
         weight,
-        lambda part: module.squared_error(
-            weight[part], q[part], None if scale is None else scale[part], out[part]
-        ),
+        lambda part: module.squared_error(weight[part], q[part], None if scale is None else scale[part], out[part]),
     )

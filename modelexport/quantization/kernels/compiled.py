@@ -46,9 +46,7 @@ def _jit(signature: Any) -> Callable[[Callable[..., Any]], Any]:
         options = {"nogil": True, "error_model": "numpy"}
         try:
             return njit(signature, cache=True, **options)(function)
-        except (
-            Exception
-        ):  # no directory, a full disk, a torn file; a fault of the function is raised again below
+        except Exception:  # no directory, a full disk, a torn file; a fault of the function is raised again below
             return njit(signature, **options)(function)
 
     return compiled
@@ -226,6 +224,7 @@ def _scales(amax, limit, cap, kind, steps, shorts, words, at):
 
 @_jit(types.void(_bytes, _int, _int, _int, _int, _floats))
 def row_amax(src, stride, kind, rows, cols, out):
+    """Each row's largest magnitude into float32 ``out``; NaN and Inf are the largest."""
     shorts, words, _ = _views(src)
     amax = np.empty(1, np.float32)
     for i in range(rows):
@@ -235,7 +234,10 @@ def row_amax(src, stride, kind, rows, cols, out):
 
 @_jit(_int(_bytes, *[_int] * 6, types.float32, types.float32, _floats, _bytes, _int, _bytes, _int))
 def quantise(src, stride, kind, rows, cols, group, code, limit, cap, amax, q, q_stride, scales, scale_stride):
-    """``amax`` is empty, or the largest magnitude of each row (then ``group`` is ``cols``)."""
+    """Fills ``q`` and ``scales``; the first row that holds NaN or Inf, or -1.
+
+    ``amax`` is empty, or the largest magnitude of each row (then ``group`` is ``cols``).
+    """
     shorts, words, floats = _views(src)
     scale_shorts, scale_words, _ = _views(scales)
     groups = cols // group
@@ -268,6 +270,7 @@ def quantise(src, stride, kind, rows, cols, group, code, limit, cap, amax, q, q_
 
 @_jit(_int(_bytes, _int, _int, _int, _int, _bytes, _int))
 def copy_finite(src, stride, kind, rows, cols, out, out_stride):
+    """Copies rows; the first that holds NaN or Inf, or -1."""
     shorts, words, _ = _views(src)
     size = 4 if kind == FP32 else 2
     amax = np.empty(1, np.float32)
@@ -343,9 +346,8 @@ def _fold(lanes):
 
 
 @_jit(types.void(_bytes, *[_int] * 6, _bytes, _int, _bytes, _int, _int, _doubles))
-def squared_error(
-    src, stride, kind, rows, cols, group, code, q, q_stride, scales, scale_stride, scale_kind, out
-):
+def squared_error(src, stride, kind, rows, cols, group, code, q, q_stride, scales, scale_stride, scale_kind, out):
+    """Per row sum((w - decoded)^2) and sum(w^2); ``q_stride`` is in values where ``code`` is PLAIN."""
     shorts, _, floats = _views(src)
     stored_shorts, _, stored_floats = _views(q)
     scale_shorts, _, scale_floats = _views(scales)
@@ -359,8 +361,8 @@ def squared_error(
     errors = np.empty(LANES, np.float64)
     squares = np.empty(LANES, np.float64)
     for i in range(rows):
-        errors[:] = 0.0
-        squares[:] = 0.0
+        for lane in range(LANES):
+            errors[lane] = squares[lane] = 0.0
         if code != PLAIN:
             _widen(scale_shorts, scale_floats, scale_kind, i * scale_stride, steps.size, steps)
         for start in range(0, cols, _BLOCK):
@@ -381,7 +383,7 @@ def squared_error(
 
 @_jit(types.void(_bytes, _int, _int, _int, _int, _int, _bytes, _int, _int, _bytes, _int))
 def dequantise(q, q_stride, rows, cols, group, code, scales, scale_stride, scale_kind, out, out_stride):
-    """``out`` is float32."""
+    """Stored rows times their scales, as float32, into the bytes of ``out``."""
     scale_shorts, _, scale_floats = _views(scales)
     _, _, floats = _views(out)
     nibbles = np.empty(_BLOCK, np.uint8)
