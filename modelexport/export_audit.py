@@ -47,9 +47,7 @@ def audit(
             f"{len(damaged)} piece(s) read back differ from what was written: {'; '.join(damaged[:3])}; "
             f"the storage or the memory is at fault: remove {payload.parent} and run the same command again"
         )
-    return [
-        {"name": check.name, "sha256": check.sha256, "sqnr_db": _finite(check.sqnr_db)} for check in checks
-    ]
+    return [{"name": check.name, "sha256": check.sha256, "sqnr_db": _finite(check.sqnr_db)} for check in checks]
 
 
 def plan_items(plan: ExportPlan, written: Checkpoint) -> Iterator[Item]:
@@ -79,9 +77,7 @@ def _same_structure(expected: Mapping[str, TensorInfo], written: Checkpoint) -> 
         found = written.infos.get(name)
         if found is None or (found.dtype, found.shape) != (info.dtype, info.shape):
             state = "is missing" if found is None else f"is {found.dtype} {list(found.shape)}"
-            raise CheckpointError(
-                f"read back: {name} {state}; {info.dtype} {list(info.shape)} was to be written"
-            )
+            raise CheckpointError(f"read back: {name} {state}; {info.dtype} {list(info.shape)} was to be written")
     extra = sorted(set(written.infos) - set(expected))
     if extra:
         raise CheckpointError(f"read back: {len(extra)} tensor(s) nobody planned, e.g. {extra[0]}")

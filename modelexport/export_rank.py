@@ -158,9 +158,7 @@ class RankExport:
     def read(self, step: Step) -> _Shards:
         """Read the shards of ``step`` that this rank owns, and nothing else."""
         slot = self.sources.get()
-        boxes = {
-            i: box for i, task in enumerate(step.tasks) if (box := task.owned_box(self.rank)) is not None
-        }
+        boxes = {i: box for i, task in enumerate(step.tasks) if (box := task.owned_box(self.rank)) is not None}
         dtypes = {i: torch_dtype(step.tasks[i].info.dtype) for i in boxes}
         slot.reserve(sum(_padded(_extent(boxes[i]), dtypes[i]) for i in boxes))
         tensors = {}
@@ -216,9 +214,7 @@ class RankExport:
 
         A maximum is exact in any order, so the scales are those of the whole row, whatever the cut.
         """
-        spanning = [
-            i for i, task in enumerate(step.tasks) if task.quantised and task.cut.dim == 1 and self.world > 1
-        ]
+        spanning = [i for i, task in enumerate(step.tasks) if task.quantised and task.cut.dim == 1 and self.world > 1]
         if not spanning or not self.format.needs_row_amax:
             return {}
         parts = []
@@ -237,9 +233,7 @@ class RankExport:
         phase(f"quantising {step.id}")
         return dict(zip(spanning, flat.split([part.numel() for part in parts]), strict=True))
 
-    def _quantise_linear(
-        self, task: TensorTask, weight: Tensor, amax: Tensor | None, slot: Slot
-    ) -> dict[str, Tensor]:
+    def _quantise_linear(self, task: TensorTask, weight: Tensor, amax: Tensor | None, slot: Slot) -> dict[str, Tensor]:
         shape = task.info.shape[0], task.info.shape[1]
         shared = self.job.transport == "shm" and self.world > 1
         out = {}

@@ -137,13 +137,9 @@ class ExportResult:
         return cls._build(plan, source, None, layout, {}, plan.left_out, 0.0)
 
     @classmethod
-    def of(
-        cls, record: dict[str, Any], plan: ExportPlan, out: Path, layout: Layout, seconds: float
-    ) -> ExportResult:
+    def of(cls, record: dict[str, Any], plan: ExportPlan, out: Path, layout: Layout, seconds: float) -> ExportResult:
         """The result of an export that published ``record``."""
-        return cls._build(
-            plan, record["source"], str(out), layout, record["sqnr_db"], record["left_out"], seconds
-        )
+        return cls._build(plan, record["source"], str(out), layout, record["sqnr_db"], record["left_out"], seconds)
 
     @classmethod
     def _build(

@@ -58,9 +58,7 @@ def test_demo_model_gives_the_same_directory_at_any_parallelism(tmp_path: Path, 
 @pytest.mark.parametrize("model", ["demo", "awkward"])
 @pytest.mark.parametrize("quant", QUANTS)
 @pytest.mark.timeout(900)
-def test_every_parallelism_and_gather_gives_the_same_directory(
-    tmp_path: Path, model: str, quant: str
-) -> None:
+def test_every_parallelism_and_gather_gives_the_same_directory(tmp_path: Path, model: str, quant: str) -> None:
     source = None if model == "demo" else str(make_llama(**AWKWARD))
     alone = run(tmp_path, "alone", model=source, quant=quant)
     for tp in (1, 2, 3, 4, 8):

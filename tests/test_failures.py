@@ -85,9 +85,7 @@ def test_a_hung_rank_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, k
 @pytest.mark.parametrize("tp", [1, 4])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight"])
-def test_nan_and_inf_are_refused_by_name(
-    tmp_path: Path, source: Path, name: str, value: float, tp: int
-) -> None:
+def test_nan_and_inf_are_refused_by_name(tmp_path: Path, source: Path, name: str, value: float, tp: int) -> None:
     tensors = load_file(source / "model.safetensors")
     tensors[name][3, -1] = value
     save_file(tensors, source / "model.safetensors")
@@ -160,9 +158,7 @@ def test_a_dimension_that_groups_do_not_divide_is_refused_before_weights_are_rea
 
 
 def test_hub_id_offline_says_so(tmp_path: Path) -> None:
-    result = cli(
-        "--model", "nobody/nothing", "--out", tmp_path / "out", env={**os.environ, "HF_HUB_OFFLINE": "1"}
-    )
+    result = cli("--model", "nobody/nothing", "--out", tmp_path / "out", env={**os.environ, "HF_HUB_OFFLINE": "1"})
     assert result.returncode == 1
     assert "offline" in result.stderr
     assert "--model DIR" in result.stderr
@@ -190,9 +186,7 @@ def test_disk_full(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_recipe_refuses_the_staging_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_recipe_refuses_the_staging_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAULT", "raise 0 3")
     with monkeypatch.context() as patch:
         patch.setattr(export_rank, "run_rank", _faults.misbehave)

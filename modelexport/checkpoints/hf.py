@@ -91,7 +91,11 @@ def copy_side_files(source: Path, target: Path, weights: Collection[Path] = ()) 
         if path in weights or path.name.endswith(".index.json"):
             continue
         if path.suffix in _WEIGHTS:
-            other = "weights that the checkpoint does not use" if path.suffix == ".safetensors" else "weights in another format"
+            other = (
+                "weights that the checkpoint does not use"
+                if path.suffix == ".safetensors"
+                else "weights in another format"
+            )
             side.left_out[str(name)] = other
             continue
         destination = target / name

@@ -10,11 +10,7 @@ from modelexport.families.base import Family, Module
 FAMILY = Family(
     name="llama",
     architecture="LlamaForCausalLM",
-    before=(
-        Module(
-            path="model.embed_tokens", kind="embedding", role="embedding", partition="column", axis="vocab"
-        ),
-    ),
+    before=(Module(path="model.embed_tokens", kind="embedding", role="embedding", partition="column", axis="vocab"),),
     layer=(
         Module(path="input_layernorm", kind="norm", role="attention.norm"),
         Module(

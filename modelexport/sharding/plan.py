@@ -69,9 +69,7 @@ def even_cut(size: int, unit: int, parts: int) -> tuple[Range, ...]:
     return tuple(ranges)
 
 
-def group_query_cut(
-    heads: int, kv_heads: int, head_dim: int, parts: int, *, unit: int = 1
-) -> tuple[Range, ...]:
+def group_query_cut(heads: int, kv_heads: int, head_dim: int, parts: int, *, unit: int = 1) -> tuple[Range, ...]:
     """The key/value features that each rank's query heads attend to, with queries cut evenly in ``unit`` heads.
 
     With fewer key/value heads than ranks, ranks hold the same head; where query heads do not divide evenly,

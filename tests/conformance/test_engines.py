@@ -51,9 +51,7 @@ def test_transformers_loads_it_and_computes_the_same(tmp_path: Path, model: str,
         source = str(make_llama(kv_heads=2, vocab=1003, hidden=256, attention_bias=True, mlp_bias=True))
         ids = ids % 1003
     export(model=source, out=str(tmp_path / "out"), quant=quant, tp=2, quiet=True, evaluate=False)
-    theirs, info = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out", dtype=torch.float32, output_loading_info=True
-    )
+    theirs, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     expected = logits_of(load_dequantised(tmp_path / "out"), ids)
@@ -94,5 +92,7 @@ def test_vllm_loads_it_and_computes_the_same(tmp_path: Path, quant: str, tp: int
     scores = torch.log_softmax(logits_of(load_dequantised(tmp_path / "out", dtype=torch.bfloat16), ids), dim=-1)
     expected = scores[0, :-1].gather(-1, ids[0, 1:, None])[:, 0]
     difference = (got - expected).abs()
-    print(f"{quant} tp {tp}: log-probabilities differ by {difference.mean():.4f} on average, {difference.max():.4f} at most")
+    print(
+        f"{quant} tp {tp}: log-probabilities differ by {difference.mean():.4f} on average, {difference.max():.4f} at most"
+    )
     assert difference.mean() <= (0.03 if quant in ("none", "int4") else 0.1)

@@ -128,7 +128,7 @@ class NumberFormat(ABC):
         if len(shape) != 2:
             raise PlanError(
                 f"{module}: a weight of shape {tuple(shape)} is not a matrix; number format {self.name} "
-                f"holds [out, in]: leave this module out"
+                f"holds [out, in]: export it with --quant none"
             )
 
     def row_amax(self, weight: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ class NumberFormat(ABC):
             given, *known = (str(dtype).removeprefix("torch.") for dtype in (weight.dtype, *SUPPORTED_DTYPES))
             raise CheckpointError(
                 f"{name}: its dtype is {given}, but number format {self.name} is made from {', '.join(known)}"
-                f": convert the checkpoint first, or leave this module out"
+                f": convert the checkpoint first, or export it with --quant none"
             )
         if weight.dim() != 2:
             shape = tuple(weight.shape)
@@ -335,7 +335,7 @@ def refuse_indivisible(number_format: NumberFormat, module: str, in_features: in
     choices = [f"--group-size {size}" for size in number_format.group_sizes if in_features % size == 0]
     known = ", ".join(map(str, number_format.group_sizes))
     why = "" if choices else f" (nor by any other that it has: {known})"
-    choices += ["a format without groups (--quant fp8, --quant int8)", "leave this module out"]
+    choices.append("a format without groups (--quant fp8, --quant int8)")
     raise PlanError(
         f"{module}: in_features {in_features} is not divisible by the group size {group} of number format "
         f"{number_format.name}{why}: {', or '.join(choices)}"
