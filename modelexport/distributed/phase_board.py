@@ -73,6 +73,7 @@ class PhaseBoard:
         text_start = start + 8 * _TEXT
         self._bytes[text_start : text_start + len(data)] = data
         words[first + _COUNT_AGAIN] = self._count
+        words[3] = 0  # where the last beat saw the main thread is out of date, and a hang may allow no other beat
         words[0] = slot
 
     def beat(self, resident_bytes: int, blocked: bool) -> None:

@@ -245,8 +245,13 @@ class Supervisor:
             return cause
         running = [rank for rank in self._ranks if not rank.exited and rank.failure is None]
         stopped = [rank for rank in running if self._is_stopped(rank, 2 * BEAT_SECONDS)]
+        # Where all ranks are ours, the one that is not waiting itself is the one that was waited for, however
+        # late it began; among strangers it has to look stuck too.
+        quiet = self._timeout / 2 if self._has_strangers else 0.0
         idle = [
-            rank for rank in running if not rank.state.waiting and self._clock - rank.progress_at >= self._timeout / 2
+            rank
+            for rank in running
+            if not rank.state.waiting and not rank.finished and self._clock - rank.progress_at >= quiet
         ]
         if stopped or idle:
             rank = stopped[0] if stopped else min(idle, key=lambda rank: rank.state.progress_ns)

@@ -27,11 +27,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-REPOSITORY = str(Path(__file__).resolve().parents[2])
-sys.path.insert(0, REPOSITORY)
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from modelexport.tables import size_text, table
 from tests.benchmarks._measuring import Run, become_reaper, run
 
+REPOSITORY = sys.path[0]
 QUANTS = ("none", "int8", "fp8", "int4")
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -158,8 +158,9 @@ def test_peers_that_disguise_the_loss_are_not_blamed() -> None:
 
 def test_a_rank_that_is_busy_but_never_comes() -> None:
     error, _ = failing(targets.busy_but_absent, 2, timeout=1.5)
-    assert (error.rank, error.phase) == (0, "waiting for peers")
-    assert "meanwhile rank 1: step" in error.summary
+    assert error.rank == 1
+    assert error.phase.startswith("step ")
+    assert "rank 0 gave up waiting" in error.summary
 
 
 def test_when_all_wait_the_one_that_waits_longest_is_named() -> None:
