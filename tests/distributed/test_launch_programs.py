@@ -62,7 +62,7 @@ launch_subprocesses(print, cfg, None, 0, "printed by a rank")
 assert "torch" not in sys.modules
 """
     out, err = finish(start_program(code))
-    assert out == "printed by a rank\n" * 2
+    assert out.count("printed by a rank") == 2  # two processes may interleave within a line
     assert err == ""
 
 
