@@ -1,8 +1,6 @@
 """``python -m modelexport``."""
 
-import sys
-
-from modelexport.cli import main
+from modelexport.cli import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from modelexport import __version__
 from modelexport.errors import ModelExportError, UsageError, nearest
 from modelexport.recipe import ExportRecipe, parse_assignments
+from modelexport.startup import quick_exit
 
 COMMANDS = ("inspect", "verify")
 _EXAMPLES = """\
@@ -51,6 +52,13 @@ def _run(arguments: list[str]) -> int:
     if arguments and not arguments[0].startswith("-"):
         raise UsageError(f"unknown command '{arguments[0]}'{nearest(arguments[0], COMMANDS)}")
     return _export(arguments)
+
+
+def run() -> NoReturn:
+    """Entry point of the program: :func:`main`, and a quick end."""
+    status = main()
+    quick_exit()
+    sys.exit(status)
 
 
 class _Parser(argparse.ArgumentParser):

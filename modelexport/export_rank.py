@@ -7,11 +7,7 @@ as large as the rank's largest step, and they are reused, since touching fresh p
 
 from __future__ import annotations
 
-import json
-import zlib
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
@@ -21,14 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from modelexport.checkpoints.safetensors_file import Checkpoint, Layout, Reader, Writer, torch_dtype
+from modelexport.checkpoints.safetensors_file import Checkpoint, Layout, Reader, torch_dtype
 from modelexport.checkpoints.staging import Staging
 from modelexport.distributed import gather, memory
 from modelexport.distributed.launch import phase, report
 from modelexport.export_audit import audit
+from modelexport.export_handover import HandOver
 from modelexport.export_plan import ExportPlan, Step, TensorTask
-from modelexport.inspection.audit import Piece
-from modelexport.layers import LayerConfig, ModuleConfig, TensorShard, describe, merge, split
+from modelexport.layers import LayerConfig, ModuleConfig, TensorShard
 from modelexport.quantization import formats, kernels
 
 
@@ -105,28 +101,22 @@ class RankExport:
 
     def __init__(self, job: RankJob, staging: Staging, rank: int, world: int) -> None:
         self.job, self.staging, self.rank, self.world = job, staging, rank, world
-        self.group = dist.group.WORLD if dist.is_initialized() else None
         self.format = job.plan.number_format
         self.plain = formats.get("none")
         self.reader = Reader(job.source)
-        self.writer = Writer(job.layout, staging.directory)
         self.steps = [step for step in job.plan.steps if step.id not in job.done]
-        self.records: dict[str, dict[str, Any]] = dict(job.done)
         self.sources: Queue[Slot] = _slots(2)
         self.results: Queue[Slot] = _slots(2)
-        self.writer.start_writeback()
         kernels.set_threads(torch.get_num_threads())
-        self.ranks = list(range(world))
-        self.workspace = job.workspace if job.transport == "nfs" else None
         gather.set_timeout(job.timeout)
-        gather.connect(self.ranks, self.group, self.workspace)
+        self.way = HandOver(job.layout, staging, job.transport, job.workspace, dict(job.done))
 
     def __enter__(self) -> RankExport:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.reader.close()
-        self.writer.close()
+        self.way.close()
 
     def run(self) -> None:
         """Read, quantise and hand over every step that is not done yet."""
@@ -164,8 +154,7 @@ class RankExport:
         tensors = {}
         for i, box in boxes.items():
             task = step.tasks[i]
-            shared = self.job.transport == "shm" and self.world > 1 and not task.quantised
-            allocate = memory.shared_empty if shared else slot.take
+            allocate = memory.shared_empty if self.way.wants_shared(task) and not task.quantised else slot.take
             tensors[i] = self.reader.read(
                 task.info,
                 rows=box[0],
@@ -229,20 +218,19 @@ class RankExport:
             parts.append(part)
         flat = torch.cat(parts)
         phase(f"reducing row maxima of {step.id}", waiting=True)
-        dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=self.group)
+        dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=self.way.group)
         phase(f"quantising {step.id}")
         return dict(zip(spanning, flat.split([part.numel() for part in parts]), strict=True))
 
     def _quantise_linear(self, task: TensorTask, weight: Tensor, amax: Tensor | None, slot: Slot) -> dict[str, Tensor]:
         shape = task.info.shape[0], task.info.shape[1]
-        shared = self.job.transport == "shm" and self.world > 1
-        out = {}
-        for spec in self.format.specs((weight.shape[0], weight.shape[1]), weight.dtype):
-            out[spec.suffix] = (memory.shared_empty if shared else slot.take)(spec.shape, spec.dtype)
+        allocate = memory.shared_empty if self.way.wants_shared(task) else slot.take
+        specs = self.format.specs((weight.shape[0], weight.shape[1]), weight.dtype)
+        out = {spec.suffix: allocate(spec.shape, spec.dtype) for spec in specs}
         return self.format.quantise(weight, amax=amax, global_shape=shape, out=out, name=task.info.name)
 
     def _result_bytes(self, task: TensorTask, weight: Tensor) -> int:
-        if not task.quantised or (self.job.transport == "shm" and self.world > 1):
+        if not task.quantised or self.way.wants_shared(task):
             return 0
         specs = self.format.specs((weight.shape[0], weight.shape[1]), weight.dtype)
         return sum(_padded(spec.shape, spec.dtype) for spec in specs)
@@ -266,92 +254,31 @@ class RankExport:
         if not bool(torch.isfinite(self.plain.row_amax(matrix)).all()):
             self.plain.quantise(matrix, name=name)  # counts them, says where the first is, and raises
 
-    # ------------------------------------------------------------- hand over
+    # --------------------------------------------------- hand over and finish
 
     def hand_over(self, step: Step, quantised: _Quantised) -> None:
-        """Get the step into the checkpoint: through the first rank, or straight from here (``direct``)."""
+        """Get the step into the checkpoint, and its slots back into use."""
         try:
-            layer = quantised.layer
-            payload: Any = layer
-            if self.job.transport == "direct":
-                pieces = [piece.as_json() for piece in self.write([layer])]
-                payload = {"layer": describe(layer), "pieces": pieces}
-            with self._gathered(payload) as parts:
-                if parts:
-                    self.record(step, parts)
+            self.way.step(step, quantised.layer)
         finally:  # also after an error, so that no stage waits for a slot for ever
             for queue, slot in quantised.slots:
                 queue.put(slot)
-
-    @contextmanager
-    def _gathered(self, payload: Any) -> Iterator[list[Any]]:
-        with gather.get_configs_parallel(payload, self.ranks, self.group, self.workspace) as parts:
-            yield parts
-
-    def record(self, step: Step, parts: list[Any]) -> None:
-        """First rank: write what the ranks emitted (unless they did), and note the step as done."""
-        if self.job.transport == "direct":
-            layers = [part["layer"] for part in parts]
-            pieces = [piece for part in parts for piece in part["pieces"]]
-        else:
-            layers = [describe(part) for part in parts]
-            pieces = [piece.as_json() for piece in self.write(parts)]
-        described, _ = split(merge(layers))
-        entry = {"layer": json.loads(described), "pieces": pieces}
-        self.records[step.id] = entry
-        self.staging.record(step.id, entry)
-        report({"kind": "step", "step": step.id, "bytes": step.output_bytes})
-
-    def write(self, parts: list[LayerConfig]) -> list[Piece]:
-        """Write the parts' shards at their places, with a checksum of each for the audit to compare.
-
-        Not merged in memory first: the writer joins what lies side by side on its way into the file.
-        """
-        shards: dict[str, list[TensorShard]] = {}
-        for layer in parts:
-            for path, module in layer.modules.items():
-                for name, shard in module.tensors.items():
-                    shards.setdefault(layer.tensor_name(path, name), []).append(shard)
-        pieces = []
-        for name, found in shards.items():
-            placed = []
-            for shard in found:
-                assert shard.data is not None
-                placed.append((shard.data, shard.offset))
-                pieces.append(Piece(name, shard.offset, shard.shape, _crc32(shard.data)))
-            self.writer.write_pieces(name, placed)
-        return pieces
-
-    # ---------------------------------------------------------------- finish
 
     def finish(self) -> None:
         """Reopen the files, compare them with what was produced and with the source, and report."""
         job = self.job
         with ThreadPoolExecutor(1) as flushing:  # the disk works while the page cache is read back
-            flushed = flushing.submit(self.writer.sync)
-            records = self._share_records()
+            flushed = flushing.submit(self.way.flush)
+            records = self.way.share_records()
             phase("reading back what was written")
             checks = audit(job.plan, job.layout, job.source, self.staging.directory, records, self.rank, self.world)
             phase("flushing weight files to disk")
             flushed.result()
-        with self._gathered({"checks": checks}) as parts:
+        with self.way.gathered({"checks": checks}) as parts:
             if parts:
                 merged = [check for part in parts for check in part["checks"]]
                 layers = [records[step.id]["layer"] for step in job.plan.steps]
                 report({"kind": "result", "checks": merged, "layers": layers})
-
-    def _share_records(self) -> dict[str, dict[str, Any]]:
-        """Every rank gets the first rank's record of all steps (a byte broadcast of JSON)."""
-        if self.world == 1:
-            return self.records
-        phase("waiting for the other ranks to finish writing", waiting=True)
-        text = torch.frombuffer(bytearray(json.dumps(self.records).encode()), dtype=torch.uint8)
-        size = torch.tensor([text.numel()])
-        dist.broadcast(size, 0, group=self.group)
-        if self.rank != 0:
-            text = torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(text, 0, group=self.group)
-        return json.loads(bytes(text.numpy()))
 
 
 def _slots(count: int) -> Queue[Slot]:
@@ -370,8 +297,3 @@ def _padded(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     for size in shape:
         nbytes *= size
     return -(-nbytes // 64) * 64
-
-
-def _crc32(tensor: Tensor) -> int:
-    flat = tensor.contiguous().view(-1)
-    return zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0

@@ -35,6 +35,7 @@ from modelexport.export_plan import ExportPlan, build_plan
 from modelexport.export_record import ExportResult, make_record
 from modelexport.recipe import ExportRecipe
 from modelexport.sharding.plan import Parallelism
+from modelexport.startup import quick_imports
 
 if TYPE_CHECKING:
     from modelexport.quantization.formats.base import NumberFormat
@@ -108,7 +109,10 @@ def export(recipe: ExportRecipe | None = None, **settings: Any) -> ExportResult:
 def _evaluated(result: ExportResult, source: Source) -> ExportResult:
     """Add perplexity and a sentence, before and after: the demo model comes with text that it has not seen."""
     from modelexport.assets import demo_documents
-    from modelexport.inspection.evaluate import evaluate
+    with quick_imports():
+        import transformers  # noqa: F401 (most of what an evaluation has to wait for)
+
+        from modelexport.inspection.evaluate import evaluate
 
     assert result.out is not None
     evaluation = evaluate(result.out, source.directory, demo_documents("heldout"), max_windows=EVALUATED_WINDOWS)
@@ -126,7 +130,8 @@ def prepare(recipe: ExportRecipe, source: Source, number_format: NumberFormat) -
 def _number_format(recipe: ExportRecipe) -> NumberFormat:
     from modelexport.quantization import formats
 
-    return formats.get(recipe.quant, group_size=recipe.group_size)
+    with quick_imports():
+        return formats.get(recipe.quant, group_size=recipe.group_size)
 
 
 def _fingerprint(prepared: Prepared) -> dict[str, Any]:
@@ -167,7 +172,8 @@ def _write_around(prepared: Prepared, staging: Staging) -> tuple[SideFiles, dict
 
 def _run_ranks(prepared: Prepared, done: dict[str, Any]) -> dict[str, Any]:
     """Run the rank processes; returns the first rank's result: the checks and the layers' descriptions."""
-    from modelexport.export_rank import RankJob, run_rank
+    with quick_imports():
+        from modelexport.export_rank import RankJob, run_rank
 
     recipe = prepared.recipe
     assert recipe.out is not None

@@ -20,6 +20,8 @@ from modelexport.distributed.rank_main import main as rank_main
 from modelexport.distributed.supervisor import RankHandle
 from modelexport.errors import UsageError
 
+PRELOADING = "modelexport.distributed.preloading"  # by name: importing it here would do its work here
+PRELOAD_VARIABLE = "MODELEXPORT_PRELOAD"
 _server_environ: dict[str, str] = {}  # what the fork server was started with
 
 
@@ -32,9 +34,9 @@ def prestart(preload: Sequence[str] = ("torch", "safetensors")) -> None:
     server: Any = multiprocessing.forkserver._forkserver
     former = server._preload_modules
     # Imported once for all ranks: what runs in them first, and what they would all import next.
-    modules = list(dict.fromkeys([*preload, rank_main.__module__]))
-    with _start_environment() as environ:
-        multiprocessing.forkserver.set_forkserver_preload(modules)
+    modules = dict.fromkeys([*preload, rank_main.__module__])
+    with _start_environment(",".join(modules)) as environ:
+        multiprocessing.forkserver.set_forkserver_preload([PRELOADING])
         pid = server._forkserver_pid
         try:
             multiprocessing.forkserver.ensure_running()
@@ -46,7 +48,7 @@ def prestart(preload: Sequence[str] = ("torch", "safetensors")) -> None:
 
 
 @contextmanager
-def _start_environment() -> Iterator[dict[str, str]]:
+def _start_environment(preload: str = "") -> Iterator[dict[str, str]]:
     """The environment for processes that import torch and later wait a lot.
 
     OpenMP reads its policy when it is loaded. The fork server of Python 3.11 and older finds only modules on
@@ -55,6 +57,7 @@ def _start_environment() -> Iterator[dict[str, str]]:
     changed = {
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        PRELOAD_VARIABLE: preload,
     }
     before = {name: os.environ.get(name) for name in changed}
     os.environ.update(changed)
