@@ -9,6 +9,7 @@ to first   ``segment`` number, size, sealed (+ fd)   a segment of the sender's a
 to first   ``payload`` seq, segment, offset,         where payload ``seq`` is described: ``entries`` times three
            entries, header                           uint64 (segment number, offset, bytes), one for each tensor,
                                                      then ``header`` bytes, the payload's safetensors header
+to first   ``hello`` token, rank                    who connects; answered by ``welcome``
 to first   ``nothing`` seq                           this rank passes None
 to first   ``failed`` seq, error                     this rank could not make its payload
 to sender  ``ack`` seq, kept                         payload ``seq`` is consumed; unless ``kept`` its memory is free

@@ -176,9 +176,7 @@ def connect_to_first(key: str, ranks: Sequence[int], me: int, limit: int, second
         if uid != os.geteuid():
             raise PermissionError(f"it runs as user {uid}, this rank as {os.geteuid()}")
         link = SendingLink(sock, first, limit)
-        link.post({"kind": "hello", "token": info["token"], "rank": me})
-        link.wait(deadline - time.monotonic())
-        if link.read() is None:
+        if not link.greet(info["token"], me, deadline - time.monotonic()):
             link.close()
             raise ConnectionError("it did not answer")
     except OSError as error:

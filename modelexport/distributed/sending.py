@@ -18,6 +18,9 @@ from modelexport.distributed.segments import Segment
 __all__ = ["SendingLink"]
 
 _MAX_ERROR = 8000  # characters of this rank's error text
+# Longest wait for a message in seconds: another thread that reclaims memory may read the very message that this one
+# waits for, and then no other may come.
+_GLANCE = 0.02
 
 
 class SendingLink(Link):
@@ -30,6 +33,7 @@ class SendingLink(Link):
         self._announced: set[int] = set()
         self._held: dict[int, dict[int, _memory.Region]] = {}  # seq -> entry -> what the first rank may still read
         self._unacknowledged: dict[int, float] = {}  # seq -> when it was sent
+        self._welcome = False
         self._wanted = -1
         self._lock = threading.Lock()
         self._arena.add_reclaimer(self._reclaim)
@@ -47,6 +51,25 @@ class SendingLink(Link):
         self._wait_until(self.flush, seconds)
         if self.deaf:
             raise self._lost()
+
+    def greet(self, token: str, me: int, seconds: float) -> bool:
+        """Introduce this rank; whether the first rank answered in time.
+
+        The answer is read where every message is: another thread that looks for memory to reclaim may be the one
+        that finds it.
+        """
+        with self._lock:
+            self.post({"kind": "hello", "token": token, "rank": me})
+        deadline = time.monotonic() + seconds
+        while True:
+            with self._lock:
+                self._process()
+                if self._welcome or self.closed:
+                    return self._welcome
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            self.wait(min(left, _GLANCE))
 
     def send_failure(self, seq: int, error: str) -> None:
         with self._lock:
@@ -135,7 +158,7 @@ class SendingLink(Link):
                     f"{self}, which collects, has not acknowledged the payloads {sorted(self._unacknowledged)}; "
                     f"waited {seconds:g} s, the oldest was sent {time.monotonic() - oldest:.1f} s ago"
                 )
-            self.wait(left)
+            self.wait(min(left, _GLANCE))
 
     def _lost(self) -> LostPeerError:
         return LostPeerError(f"{self}, which collects, has closed its connection: its process ended or failed")
@@ -149,7 +172,11 @@ class SendingLink(Link):
 
     def _process(self) -> None:
         while not self.closed and (received := self.read()) is not None:
-            message, seq = received[0], received[0]["seq"]
+            message = received[0]
+            if message["kind"] == "welcome":
+                self._welcome = True
+                continue
+            seq = message["seq"]
             if message["kind"] == "ack":
                 self._unacknowledged.pop(seq, None)
                 entries = [-1] if message["kept"] else list(self._held.get(seq, ()))

@@ -319,3 +319,32 @@ def leave_early(rank: int, workspace: str | None) -> list[int]:
                 time.sleep(0.3)
                 seen += [int(x.unique()) for x in t[1:]]
     return seen
+
+
+def meet_while_memory_is_reclaimed(rank: int) -> list[int]:
+    """The main thread meets the other ranks anew again and again; another one allocates, and so reads the links."""
+    stop = threading.Event()
+
+    def allocate() -> None:
+        kept: list[torch.Tensor] = []
+        while not stop.is_set():
+            kept.append(memory.shared_empty((len(kept) + 1,), torch.uint8))  # never room in what came free
+            if len(kept) == 20000:
+                kept.clear()
+
+    thread = threading.Thread(target=allocate)
+    thread.start()
+    sums = []
+    try:
+        for first in range(3):
+            for _ in range(10):
+                ranks = [first, (first + 1) % 3, (first + 2) % 3]
+                with gather.get_configs_parallel({"rank": rank}, ranks) as configs:
+                    sums.append(sum(config["rank"] for config in configs))
+                dist.barrier()
+                gather.close()
+                dist.barrier()
+    finally:
+        stop.set()
+        thread.join()
+    return sums

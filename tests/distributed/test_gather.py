@@ -225,3 +225,10 @@ def test_ranks_may_gather_again_after_a_failure(workspace: str | None, tmp_path:
     first, second = run_ranks(failures.fail_and_go_on, 2, tmp_path / "ranks", workspace)
     assert first["errors"] == ["TypeError"]
     assert second["errors"] == ["LostPeerError"]
+
+
+def test_ranks_meet_while_another_thread_reclaims_memory(tmp_path: Path) -> None:
+    """The answer to a hello may be read by whichever thread looks for memory that has come free."""
+    results = run_ranks(targets.meet_while_memory_is_reclaimed, 3, tmp_path)
+    expected = [[3 if rank == first else 0 for first in range(3) for _ in range(10)] for rank in range(3)]
+    assert results == expected
