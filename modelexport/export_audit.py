@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from modelexport.checkpoints.safetensors_file import Checkpoint, Layout, TensorInfo, open_checkpoint
+from modelexport.distributed.launch import phase
 from modelexport.errors import CheckpointError
 from modelexport.export_plan import ExportPlan, full_name
 from modelexport.inspection.audit import Item, Piece, run_audit, share
@@ -40,7 +41,10 @@ def audit(
             piece = Piece.from_json(value)
             pieces.setdefault(piece.name, []).append(piece)
     items = share(plan_items(plan, written), rank, world)
-    checks = run_audit(items, written, source, pieces, threads=torch.get_num_threads())
+    threads = torch.get_num_threads()
+    checks = run_audit(
+        items, written, source, pieces, threads=threads, progress=lambda name: phase(f"reading back {name}")
+    )
     damaged = [text for check in checks for text in check.damaged]
     if damaged:
         raise CheckpointError(

@@ -6,9 +6,10 @@ directory is the same to the byte whatever the parallelism.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,11 +28,17 @@ _NUMERICAL_PACKAGES = ("torch", "numpy", "numba", "safetensors")
 
 
 def make_record(
-    plan: ExportPlan, recipe: ExportRecipe, source: str, side: SideFiles, outcome: dict[str, Any]
+    plan: ExportPlan,
+    recipe: ExportRecipe,
+    source: str,
+    side: SideFiles,
+    files: Mapping[str, Path],
+    outcome: dict[str, Any],
 ) -> dict[str, Any]:
     """The content of modelexport.json.
 
     Args:
+        files: name -> path of every file written beside the weights.
         outcome: the first rank's result: ``layers`` (a described LayerConfig per step, as JSON) and ``checks``
             (per module: SHA-256 of its tensors as read back, SQNR in dB against the source).
     """
@@ -50,7 +57,7 @@ def make_record(
         "tensor_parallel_sizes": plan.admissible_tp(),
         "unquantised": plan.unquantised,
         "left_out": {**plan.left_out, **side.left_out},
-        "side_files": side.copied,
+        "file_sha256": {n: hashlib.sha256(path.read_bytes()).hexdigest() for n, path in sorted(files.items())},
         "layers": _joined_layers(outcome["layers"]),
         "sqnr_db": {n: c["sqnr_db"] for n, c in sorted(checks.items()) if c["sqnr_db"] is not None},
         "sha256": {t: h for _, check in sorted(checks.items()) for t, h in check["sha256"].items()},

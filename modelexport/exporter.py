@@ -98,7 +98,10 @@ def export(recipe: ExportRecipe | None = None, **settings: Any) -> ExportResult:
     with Staging.open(Path(recipe.out), _fingerprint(prepared), overwrite=recipe.overwrite) as staging:
         side, done = _write_around(prepared, staging)
         outcome = _run_ranks(prepared, done)
-        record = make_record(prepared.plan, recipe, source.label, side, outcome)
+        weights = {file.name for file in prepared.layout.files}
+        files = {str(p.relative_to(staging.directory)): p for p in staging.directory.rglob("*") if p.is_file()}
+        beside = {name: path for name, path in files.items() if name not in weights | {RECORD}}
+        record = make_record(prepared.plan, recipe, source.label, side, beside, outcome)
         (staging.directory / RECORD).write_text(json.dumps(record, indent=1) + "\n")
         staging.publish()
     seconds = time.perf_counter() - began
@@ -109,6 +112,7 @@ def export(recipe: ExportRecipe | None = None, **settings: Any) -> ExportResult:
 def _evaluated(result: ExportResult, source: Source) -> ExportResult:
     """Add perplexity and a sentence, before and after: the demo model comes with text that it has not seen."""
     from modelexport.assets import demo_documents
+
     with quick_imports():
         import transformers  # noqa: F401 (most of what an evaluation has to wait for)
 

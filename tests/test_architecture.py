@@ -22,7 +22,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("modelexport.cli",),
     ("modelexport.summary",),
     ("modelexport.exporter",),
-    ("modelexport.export_rank", "modelexport.export_audit", "modelexport.export_record"),
+    (
+        "modelexport.export_rank",
+        "modelexport.export_handover",
+        "modelexport.export_audit",
+        "modelexport.export_record",
+    ),
     ("modelexport.export_plan", "modelexport.export_steps"),
     ("modelexport.inspection",),
     ("modelexport.checkpoints", "modelexport.families", "modelexport.quantization"),
@@ -30,14 +35,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("modelexport.sharding",),
     ("modelexport.distributed",),
     ("modelexport.recipe", "modelexport.assets", "modelexport.tables"),
-    ("modelexport.errors",),
+    ("modelexport.errors", "modelexport.startup"),
     ("modelexport",),  # __version__
 )
 
 # Siblings that may import each other: the parts of one export step, and whatever shares a package.
 # (Packages of the third kind below are further bound by BASES.)
 SAME: tuple[frozenset[str], ...] = (
-    frozenset({"modelexport.export_rank", "modelexport.export_audit", "modelexport.export_record"}),
+    frozenset({"modelexport.export_rank", "modelexport.export_audit", "modelexport.export_handover"}),
     frozenset({"modelexport.export_plan", "modelexport.export_steps"}),
 )
 

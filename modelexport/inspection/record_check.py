@@ -35,12 +35,11 @@ def _name_problems(hashes: Mapping[str, Any], checkpoint: Checkpoint) -> Iterato
 
 
 def _file_problems(record: Mapping[str, Any], checkpoint: Checkpoint) -> Iterator[str]:
-    for name in record.get("side_files", []):
-        if not (checkpoint.directory / name).is_file():
-            yield f"{name} is missing, though it was exported"
     for name, recorded in record.get("file_sha256", {}).items():
         path = checkpoint.directory / name
-        if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() != recorded:
+        if not path.is_file():
+            yield f"{name} is missing, though it was exported"
+        elif hashlib.sha256(path.read_bytes()).hexdigest() != recorded:
             yield f"{name} is not the file that was exported: it has been edited or replaced"
 
 

@@ -24,11 +24,11 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+import torch
+from torch import Tensor
 
-from modelexport.quantization import formats, kernels  # noqa: E402
-from modelexport.quantization.formats.base import NumberFormat  # noqa: E402
+from modelexport.quantization import formats, kernels
+from modelexport.quantization.formats.base import NumberFormat
 
 GOALS = {"int8": 6.0, "int4": 4.0, "fp8": 3.0}
 ERROR_GOAL = 4.0

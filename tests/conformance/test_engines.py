@@ -92,7 +92,6 @@ def test_vllm_loads_it_and_computes_the_same(tmp_path: Path, quant: str, tp: int
     scores = torch.log_softmax(logits_of(load_dequantised(tmp_path / "out", dtype=torch.bfloat16), ids), dim=-1)
     expected = scores[0, :-1].gather(-1, ids[0, 1:, None])[:, 0]
     difference = (got - expected).abs()
-    print(
-        f"{quant} tp {tp}: log-probabilities differ by {difference.mean():.4f} on average, {difference.max():.4f} at most"
-    )
+    mean, most = difference.mean(), difference.max()
+    print(f"{quant} tp {tp}: log-probabilities differ by {mean:.4f} on average, {most:.4f} at most")
     assert difference.mean() <= (0.03 if quant in ("none", "int4") else 0.1)
