@@ -107,6 +107,24 @@ class TypeRow:
 
 
 @dataclass(frozen=True)
+class CutRow:
+    """How the modules of one name are cut.
+
+    Attributes:
+        partition: ``column``, ``row`` or ``replicated``.
+        dim: the dimension of ``shape`` that is cut, None where nothing is.
+        owned, held: elements along it that each rank reads and emits, and that its part of the model needs.
+    """
+
+    name: str
+    partition: str
+    dim: int | None
+    shape: tuple[int, ...]
+    owned: list[int]
+    held: list[int]
+
+
+@dataclass(frozen=True)
 class ExportResult:
     """What an export wrote, or would write (``out`` None: a dry run).
 
@@ -116,6 +134,8 @@ class ExportResult:
         tensor_parallel_sizes: at which an engine can load the result.
         seconds: wall time of the export, 0 for a dry run.
         evaluation: perplexity and a sentence before and after; of the demo model only.
+        cuts: which part of each kind of module the ranks read.
+        kernels: ``fused``, or which slower ones were used and why.
     """
 
     source: str
@@ -132,6 +152,8 @@ class ExportResult:
     left_out: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
     evaluation: Evaluation | None = None
+    cuts: list[CutRow] = field(default_factory=list)
+    kernels: str = "fused"
 
     def as_json(self) -> dict[str, Any]:
         """JSON-able form, for ``--json``."""
@@ -173,7 +195,32 @@ class ExportResult:
             unquantised=plan.unquantised,
             left_out=left_out,
             seconds=seconds,
+            cuts=_cuts(plan),
+            kernels=_kernels(),
         )
+
+
+def _cuts(plan: ExportPlan) -> list[CutRow]:
+    """One row for each name of a module, from the first layer that has it."""
+    rows: dict[str, CutRow] = {}
+    described: dict[str, str] = {}  # module's name -> the layer that its row describes
+    for step in plan.steps:
+        for task in step.tasks:
+            path, cut = task.path or step.layer, task.cut
+            if task.parameter != "weight" or described.setdefault(path, step.layer) != step.layer:
+                continue
+            row = rows.setdefault(path, CutRow(path, task.module.partition, cut.dim, task.info.shape, [], []))
+            for sizes, ranges in ((row.owned, cut.owned), (row.held, cut.held)):
+                before = sizes or [0] * len(ranges)  # of the slabs of rows before this one
+                sizes[:] = [n + stop - start for n, (start, stop) in zip(before, ranges, strict=True)]
+    return list(rows.values())
+
+
+def _kernels() -> str:
+    from modelexport.quantization import kernels
+
+    backend = kernels.backend()
+    return backend.name if backend.name == "fused" else f"{backend.name} ({backend.reason})"
 
 
 def _rows(plan: ExportPlan, sqnr: dict[str, float]) -> list[TypeRow]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -98,9 +99,7 @@ def export(recipe: ExportRecipe | None = None, **settings: Any) -> ExportResult:
     with Staging.open(Path(recipe.out), _fingerprint(prepared), overwrite=recipe.overwrite) as staging:
         side, done = _write_around(prepared, staging)
         outcome = _run_ranks(prepared, done)
-        weights = {file.name for file in prepared.layout.files}
-        files = {str(p.relative_to(staging.directory)): p for p in staging.directory.rglob("*") if p.is_file()}
-        beside = {name: path for name, path in files.items() if name not in weights | {RECORD}}
+        beside = _files_beside_weights(prepared.layout, staging.directory)
         record = make_record(prepared.plan, recipe, source.label, side, beside, outcome)
         (staging.directory / RECORD).write_text(json.dumps(record, indent=1) + "\n")
         staging.publish()
@@ -174,6 +173,13 @@ def _write_around(prepared: Prepared, staging: Staging) -> tuple[SideFiles, dict
     return side, {} if made else dict(staging.done)
 
 
+def _files_beside_weights(layout: Layout, directory: Path) -> dict[str, Path]:
+    """Name -> path of every file of a checkpoint but its weights and the record that is yet to be written."""
+    other = {file.name for file in layout.files} | {RECORD}
+    paths = {str(path.relative_to(directory)): path for path in directory.rglob("*") if path.is_file()}
+    return {name: path for name, path in paths.items() if name not in other}
+
+
 def _run_ranks(prepared: Prepared, done: dict[str, Any]) -> dict[str, Any]:
     """Run the rank processes; returns the first rank's result: the checks and the layers' descriptions."""
     with quick_imports():
@@ -224,7 +230,7 @@ def _progress(prepared: Prepared, done: dict[str, Any], *, quiet: bool) -> Itera
     total = sum(step.output_bytes for step in steps.values())
     resumed = sum(steps[name].output_bytes for name in done if name in steps)
     if resumed and not quiet:
-        tqdm.write(f"resuming: {len(done)} of {len(steps)} steps are done already")
+        tqdm.write(f"resuming: {len(done)} of {len(steps)} steps are done already", file=sys.stderr)
     with tqdm(
         total=total,
         initial=resumed,

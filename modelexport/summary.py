@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from modelexport.export_record import ExportResult
+from modelexport.export_record import CutRow, ExportResult
 from modelexport.tables import size_text, table
 
 
@@ -36,7 +36,10 @@ def summary(result: ExportResult) -> str:
     lines += _notes("not written", result.left_out)
     sizes = ", ".join(map(str, result.tensor_parallel_sizes))
     lines.append(f"loads at tensor-parallel sizes: {sizes}")
+    if result.kernels != "fused":
+        lines.append(f"kernels: {result.kernels}, which are many times slower")
     if result.out is None:
+        lines += ["", *_plan(result)]
         lines.append(
             f"dry run, nothing written: {result.tp} rank{'s' if result.tp > 1 else ''}, buffers of at most "
             f"{size_text(result.peak_rank_bytes)} each, beside what importing torch takes"
@@ -46,6 +49,26 @@ def summary(result: ExportResult) -> str:
             lines += result.evaluation.lines()
         lines.append(f"wrote {result.out} in {result.seconds:.1f} s")
     return "\n".join(lines)
+
+
+def _plan(result: ExportResult) -> Iterator[str]:
+    """Who reads what: the elements along the cut, per rank, or their range where there are many ranks."""
+    few = result.tp <= 8
+    ranks = [f"rank {rank}" for rank in range(result.tp)] if few else ["least", "most"]
+    rows = [_cut(row, few) for row in result.cuts]
+    yield from table(("who reads what", "cut", *ranks), rows)
+    if any(cell.startswith("(") for row in rows for cell in row):
+        yield "(in brackets: what a rank holds too, but another one reads)"
+
+
+def _cut(row: CutRow, few: bool) -> tuple[str, ...]:
+    if row.dim is None:
+        return (row.name, "whole", *(["all", *["-"] * (len(row.owned) - 1)] if few else ["-", "all"]))
+    what = f"dim {row.dim} of {list(row.shape)}"
+    if not few:
+        return (row.name, what, str(min(row.owned)), str(max(row.owned)))
+    pairs = zip(row.owned, row.held, strict=True)
+    return (row.name, what, *(str(owned) if owned or not held else f"({held})" for owned, held in pairs))
 
 
 def _notes(title: str, notes: dict[str, str]) -> Iterator[str]:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modelexport.export_record import ExportResult, TypeRow
+from modelexport.exporter import export
 from modelexport.summary import summary
 from modelexport.tables import size_text, table
 
@@ -103,3 +104,15 @@ def test_every_reason_is_in_the_report() -> None:
     notes = {f"module{i}": f"reason {i}" for i in range(20)}
     text = summary(replace(RESULT, unquantised=notes))
     assert all(f"not quantised: {name} ({reason})" in text for name, reason in notes.items())
+
+
+def test_a_dry_run_says_who_reads_what() -> None:
+    """Eight ranks on four key/value heads: every second rank holds a head that its neighbour reads."""
+    text = summary(export(tp=8, dry_run=True))
+    plan = {line.split()[0]: line for line in text.partition("who reads what")[2].splitlines() if line}
+    assert plan["self_attn.k_proj"].split("]")[1].split() == ["64", "(64)"] * 4
+    assert plan["model.embed_tokens"].split("]")[1].split() == ["256"] * 8
+    assert plan["input_layernorm"].split()[1:] == ["whole", "all", *["-"] * 7]
+    assert "in brackets" in text
+    many = summary(export(tp=9, dry_run=True))
+    assert "227  228" in many
