@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from modelexport import export_rank
 from modelexport.errors import CheckpointError, PlanError, RankFailedError
+from modelexport.export_plan import Step
 from modelexport.exporter import export
 from tests import _faults
 from tests._models import make_llama
@@ -225,3 +226,25 @@ def test_torch_is_not_asked_to_unpickle(tmp_path: Path, source: Path) -> None:
     torch.save(tensors, source / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="pickle"):
         export(model=str(source), out=str(tmp_path / "out"))
+
+
+def test_a_resumed_export_does_only_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAULT", "raise 0 3")
+    with monkeypatch.context() as patch:
+        patch.setattr(export_rank, "run_rank", _faults.misbehave)
+        with pytest.raises(RankFailedError, match=r"quantising model\.layers\.2"):
+            export(out=str(tmp_path / "out"), quiet=True, evaluate=False)
+    done = [json.loads(line) for line in (tmp_path / ".out.modelexport" / "journal.jsonl").read_text().splitlines()]
+    quantised = []
+    original = export_rank.RankExport.quantise
+
+    def noting(self: export_rank.RankExport, step: Step, shards: export_rank._Shards) -> export_rank._Quantised:
+        quantised.append(step.id)
+        return original(self, step, shards)
+
+    monkeypatch.setattr(export_rank.RankExport, "quantise", noting)
+    export(out=str(tmp_path / "out"), quiet=True, evaluate=False)
+    every = ["model.embed_tokens", *(f"model.layers.{i}" for i in range(4)), "model.norm"]
+    finished = len(done) - 1  # the first line is the fingerprint
+    assert finished >= 2
+    assert quantised == every[finished:]
