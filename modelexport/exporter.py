@@ -97,8 +97,12 @@ def export(recipe: ExportRecipe | None = None, **settings: Any) -> ExportResult:
         return ExportResult.preview(prepared.plan, source.label, prepared.layout)
     assert recipe.out is not None
     with Staging.open(Path(recipe.out), _fingerprint(prepared), overwrite=recipe.overwrite) as staging:
+        if staging.restarted and not recipe.quiet:
+            print("the machine has restarted since an export here was cut off: it begins anew", file=sys.stderr)
         side, done = _write_around(prepared, staging)
         outcome = _run_ranks(prepared, done)
+        if len(prepared.layout.files) > 1:  # last: without it nobody takes the files for a checkpoint
+            (staging.directory / INDEX_NAME).write_text(prepared.layout.index_json())
         beside = _files_beside_weights(prepared.layout, staging.directory)
         record = make_record(prepared.plan, recipe, source.label, side, beside, outcome)
         (staging.directory / RECORD).write_text(json.dumps(record, indent=1) + "\n")
@@ -156,7 +160,7 @@ def _fingerprint(prepared: Prepared) -> dict[str, Any]:
 
 
 def _write_around(prepared: Prepared, staging: Staging) -> tuple[SideFiles, dict[str, Any]]:
-    """Everything but the weights: side files, config.json, the weight files' headers and their index.
+    """Everything but the weights: side files, config.json, the weight files' headers.
 
     Also returns the steps that are done already, with their records: none if a weight file had to be made.
     """
@@ -168,8 +172,6 @@ def _write_around(prepared: Prepared, staging: Staging) -> tuple[SideFiles, dict
     quantization = quantization_config(plan.number_format, ignore=heads)
     write_config(directory, payload, quantization)
     made = prepared.layout.create(payload)
-    if len(prepared.layout.files) > 1:
-        (payload / INDEX_NAME).write_text(prepared.layout.index_json())
     return side, {} if made else dict(staging.done)
 
 
