@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from modelexport import __version__
 from modelexport.errors import ModelExportError, UsageError, nearest
 from modelexport.recipe import ExportRecipe, parse_assignments
-from modelexport.startup import quick_exit
+from modelexport.startup import exempt_everything
 
 COMMANDS = ("inspect", "verify")
 _EXAMPLES = """\
@@ -57,7 +57,7 @@ def _run(arguments: list[str]) -> int:
 def run() -> NoReturn:
     """Entry point of the program: :func:`main`, and a quick end."""
     status = main()
-    quick_exit()
+    exempt_everything()
     sys.exit(status)
 
 

@@ -13,17 +13,20 @@ from contextlib import contextmanager
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Imports inside run without the collector; what they made is then exempt from it for good."""
+    """Imports inside run without the collector."""
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
         if enabled:
             gc.enable()
 
 
-def quick_exit() -> None:
-    """Call last: the interpreter's own end finds nothing left to walk. Everything else of an exit still happens."""
+def exempt_everything() -> None:
+    """Take all that lives now out of the collector's sight, for good: only in a process that is ours alone.
+
+    Called last, it lets the interpreter's own end find nothing to walk; called before ranks are forked, it keeps
+    the collector from touching, and so copying, the pages that they share.
+    """
     gc.freeze()

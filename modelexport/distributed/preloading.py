@@ -1,7 +1,6 @@
 """Imported by the fork server, once: it imports the modules that the ranks will share.
 
-Their names come in an environment variable. The collector is off meanwhile, and what is there at the end is taken
-out of its sight: in a rank it would touch every object, and so copy every page that fork shares.
+Their names come in an environment variable.
 """
 
 from __future__ import annotations
@@ -11,10 +10,11 @@ import importlib
 import os
 
 from modelexport.distributed.starting import PRELOAD_VARIABLE
-from modelexport.startup import quick_imports
+from modelexport.startup import exempt_everything, quick_imports
 
 with quick_imports():
     for name in os.environ.pop(PRELOAD_VARIABLE, "").split(","):
         if name:
             with contextlib.suppress(ImportError):  # the rank that needs it will say so, with its name
                 importlib.import_module(name)
+exempt_everything()
