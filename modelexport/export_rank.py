@@ -27,6 +27,8 @@ from modelexport.export_plan import ExportPlan, Step, TensorTask
 from modelexport.layers import LayerConfig, ModuleConfig, TensorShard
 from modelexport.quantization import formats, kernels
 
+SMALL_BYTES = 1 << 20  # tensors up to this size are copied rather than kept where they were read
+
 
 @dataclass(frozen=True)
 class RankJob:
@@ -183,8 +185,11 @@ class RankExport:
                 tensors = self._quantise_linear(task, weight, amax.get(i), slot)
             else:
                 self._check_finite(weight, task.info.name)
+                if self._is_copied(task, weight):
+                    weight = slot.take(tuple(weight.shape), weight.dtype).copy_(weight)
+                elif not self.way.wants_shared(task):
+                    kept_source = True
                 tensors = {task.parameter: weight}
-                kept_source = True
             for out in task.outputs:
                 box = task.output_box(out, self.rank)
                 if box is not None:
@@ -229,8 +234,14 @@ class RankExport:
         out = {spec.suffix: allocate(spec.shape, spec.dtype) for spec in specs}
         return self.format.quantise(weight, amax=amax, global_shape=shape, out=out, name=task.info.name)
 
+    def _is_copied(self, task: TensorTask, weight: Tensor) -> bool:
+        """Whether a tensor that passes through leaves its slot: a norm must not hold up a whole layer's."""
+        return not self.way.wants_shared(task) and weight.nbytes <= SMALL_BYTES
+
     def _result_bytes(self, task: TensorTask, weight: Tensor) -> int:
-        if not task.quantised or self.way.wants_shared(task):
+        if not task.quantised:
+            return _padded(tuple(weight.shape), weight.dtype) if self._is_copied(task, weight) else 0
+        if self.way.wants_shared(task):
             return 0
         specs = self.format.specs((weight.shape[0], weight.shape[1]), weight.dtype)
         return sum(_padded(spec.shape, spec.dtype) for spec in specs)
