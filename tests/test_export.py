@@ -49,7 +49,6 @@ def run(tmp_path: Path, name: str, **settings: object) -> dict[str, str]:
 
 @pytest.mark.parametrize("model", ["demo", "awkward"])
 @pytest.mark.parametrize("quant", QUANTS)
-@pytest.mark.timeout(900)
 def test_every_parallelism_and_gather_gives_the_same_directory(tmp_path: Path, model: str, quant: str) -> None:
     """Awkward: two key/value heads on four ranks, a vocabulary of 1003, biases everywhere, an untied head."""
     source = None if model == "demo" else str(make_llama(**AWKWARD))
