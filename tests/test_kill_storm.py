@@ -62,8 +62,8 @@ def all_gone(processes: list[psutil.Process], seconds: float = 10.0) -> list[psu
     return alive
 
 
-def storm(tmp_path: Path, kills: int, seed: int) -> int:
-    """Kill a random rank or the whole group ``kills`` times, at random moments; returns how many exports it cut off."""
+def storm(tmp_path: Path, kills: int, seed: int) -> None:
+    """Kill a random rank or the whole group at random moments, publishing included, until ``kills`` were cut off."""
     source = make_llama(**SIZE)
     shm_before = sorted(os.listdir("/dev/shm"))
     for name in ("warm-up", "reference"):
@@ -73,10 +73,13 @@ def storm(tmp_path: Path, kills: int, seed: int) -> int:
     reference = digests(tmp_path / "reference")
     dice = random.Random(seed)
     interrupted = 0
-    for number in range(kills):
+    number = -1
+    while interrupted < kills:
+        number += 1
+        assert number < 3 * kills, f"only {interrupted} of {number} exports were cut off"
         out = tmp_path / f"out-{number}"
         process = start(source, out, dice.choice(["shm", "direct"]))
-        time.sleep(dice.uniform(0.1, 0.8) * duration)
+        time.sleep(dice.uniform(0.05, 1.0) * duration)
         members = family(process)
         try:
             ranks = [p for p in members if p.ppid() in {q.pid for q in members[1:]}]
@@ -97,16 +100,15 @@ def storm(tmp_path: Path, kills: int, seed: int) -> int:
         leftover = [path.name for path in tmp_path.iterdir() if path.name.startswith(f".out-{number}.")]
         assert leftover in ([], [f".out-{number}.modelexport"]) if status else leftover == []
         assert sorted(os.listdir("/dev/shm")) == shm_before
-    print(f"{kills} kills, {interrupted} exports cut off, all hashes equal")
-    return interrupted
+    print(f"{number + 1} kills, {interrupted} exports cut off, all hashes equal")
 
 
 @pytest.mark.timeout(280)
 def test_a_few_kills(tmp_path: Path) -> None:
-    assert storm(tmp_path, kills=4, seed=1) > 0
+    storm(tmp_path, kills=4, seed=1)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_fifty_kills(tmp_path: Path) -> None:
-    assert storm(tmp_path, kills=50, seed=2) > 25
+    storm(tmp_path, kills=50, seed=2)

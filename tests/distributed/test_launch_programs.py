@@ -63,6 +63,7 @@ assert "torch" not in sys.modules
 """
     out, err = finish(start_program(code))
     assert out.count("printed by a rank") == 2  # two processes may interleave within a line
+    assert out.replace("printed by a rank", "") == "\n\n"
     assert err == ""
 
 
