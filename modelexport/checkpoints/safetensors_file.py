@@ -29,6 +29,7 @@ from modelexport.checkpoints.safetensors_reader import (
     Checkpoint,
     Reader,
     open_checkpoint,
+    read_json,
 )
 from modelexport.checkpoints.safetensors_writer import Writer
 
@@ -50,6 +51,7 @@ __all__ = [
     "open_checkpoint",
     "plan_layout",
     "read_header",
+    "read_json",
     "tensor_nbytes",
     "torch_dtype",
 ]

@@ -62,7 +62,7 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
     if not directory.is_dir():
         what = "is not a directory" if directory.exists() else "does not exist"
         raise CheckpointError(f"{directory}: {what}; a directory with safetensors files is needed")
-    config = _read_json(directory / "config.json") if _lists(directory, "config.json") else None
+    config = read_json(directory / "config.json") if _lists(directory, "config.json") else None
     index = directory / INDEX_NAME
     weight_map = _read_index(index) if _lists(directory, INDEX_NAME) else None
     if weight_map is not None:
@@ -91,9 +91,14 @@ def _lists(directory: Path, name: str) -> bool:
     return os.path.lexists(directory / name)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, *, largest: int = 1 << 30) -> dict[str, Any]:
+    """The JSON object in a file of at most ``largest`` bytes.
+
+    Raises:
+        CheckpointError: it cannot be read, is larger, is not JSON, or holds something else than an object.
+    """
     try:
-        if path.stat().st_size > 1 << 30:
+        if path.stat().st_size > largest:
             raise CheckpointError(f"{path}: {path.stat().st_size:,} bytes are no plausible JSON file")
         parsed = json.loads(path.read_bytes().decode("utf-8"))
     except OSError as error:
@@ -108,7 +113,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    weight_map = _read_json(path).get("weight_map")
+    weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{path}: has no weight_map from tensor names to files")
     for name, file in weight_map.items():

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from modelexport.checkpoints.hf import RECORD
-from modelexport.checkpoints.safetensors_file import INDEX_NAME, Checkpoint, open_checkpoint
+from modelexport.checkpoints.safetensors_file import INDEX_NAME, Checkpoint, open_checkpoint, read_json
 from modelexport.errors import CheckpointError
 from modelexport.inspection.modules import Architecture, StoredModule, read_architecture, read_modules
 from modelexport.inspection.schemes import QuantizationConfig, read_quantization_config
@@ -167,18 +167,9 @@ def read_record(directory: Path) -> dict[str, Any] | None:
         CheckpointError: it cannot be read, or is not what an export writes.
     """
     path = directory / RECORD
-    try:
-        if path.stat().st_size > MAX_RECORD_BYTES:
-            raise CheckpointError(f"{path}: {path.stat().st_size:,} bytes are no plausible record")
-        record = json.loads(path.read_bytes().decode())
-    except FileNotFoundError:
+    if not path.exists():
         return None
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{path}: is not valid JSON: {error}") from error
+    record = read_json(path, largest=MAX_RECORD_BYTES)
     kinds = {
         "recipe": dict,
         "sha256": dict,
@@ -188,7 +179,7 @@ def read_record(directory: Path) -> dict[str, Any] | None:
         "versions": dict,
     }
     for key, kind in kinds.items():
-        if not isinstance(record, dict) or not isinstance(record.get(key), kind):
+        if not isinstance(record.get(key), kind):
             raise CheckpointError(f"{path}: has no '{key}'; it is damaged, or of another version of modelexport")
     return record
 
