@@ -12,6 +12,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from hypothesis import HealthCheck, settings
 
-# No deadline: how long an example takes depends on who else uses the machine.
-settings.register_profile("modelexport", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+# No deadline: how long an example takes depends on who else uses the machine. The same examples in every run: whether
+# a commit passes depends on the commit. To look for new ones: pytest --hypothesis-profile=search
+QUIET = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True}
+settings.register_profile("modelexport", derandomize=True, **QUIET)
+settings.register_profile("search", max_examples=2000, **QUIET)
 settings.load_profile("modelexport")

@@ -105,7 +105,7 @@ class _Encoder:
         if value is None or kind in (bool, int, str):
             return value
         if kind is float:
-            return value if math.isfinite(value) else {_MARK: "float", "value": repr(value)}
+            return value if math.isfinite(value) else {_MARK: "float", "value": _spell(value)}
         if isinstance(value, torch.Tensor):
             return {_MARK: "tensor", "name": self._tensor(value, path)}
         if kind is torch.dtype:
@@ -174,6 +174,11 @@ class _Encoder:
             self._names[key] = name
             self.tensors[name] = tensor.detach()
         return name
+
+
+def _spell(value: float) -> str:
+    """NaN or infinity with its sign, which repr leaves out for NaN."""
+    return ("-" if math.copysign(1, value) < 0 else "") + repr(abs(value))
 
 
 def _where(path: tuple[str, ...]) -> str:

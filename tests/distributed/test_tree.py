@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from modelexport.distributed import payload
@@ -85,6 +85,9 @@ trees = st.recursive(
 
 
 @given(trees)
+@example(float("nan"))
+@example(-float("nan"))
+@example([float("inf"), -float("inf"), -0.0, 5e-324])
 def test_restore_is_the_inverse_of_split(tree: Any) -> None:
     assert same(round_trip(tree), tree)
     packed = payload.pack(tree)
