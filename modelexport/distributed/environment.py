@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
+import socket
+import struct
 
-from modelexport.distributed.config import MISSING, MultiprocessConfig
+from modelexport.distributed.config import MISSING, MultiprocessConfig, is_loopback
 from modelexport.errors import UsageError
+
+_SIOCGIFADDR = 0x8915
 
 # rank, world size, local rank, local world size
 _NAMES = (
@@ -112,3 +117,42 @@ def cores() -> int:
     except (OSError, ValueError):
         pass
     return max(1, count)
+
+
+def interface_towards(address: str, *, local: bool) -> str | None:
+    """The network interface by which this machine reaches ``address``, None where that cannot be told.
+
+    Args:
+        address: a host name, IPv4 or IPv6 address.
+        local: everything is on this machine: the loopback interface will do.
+    """
+    names = [name for _, name in socket.if_nameindex()]
+    if local or is_loopback(address):
+        return next((name for name in names if name in ("lo", "lo0")), None)
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(place)  # sends nothing: the kernel chooses the way, and with it our address
+            mine = probe.getsockname()[0]
+            if family != socket.AF_INET:
+                return _interface_with_ipv6(mine)
+            return next((name for name in names if _ipv4_address(probe, name) == mine), None)
+    except OSError:
+        return None
+
+
+def _ipv4_address(sock: socket.socket, interface: str) -> str | None:
+    try:
+        answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+    except OSError:  # it has none
+        return None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _interface_with_ipv6(address: str) -> str | None:
+    wanted = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
+    with open("/proc/net/if_inet6", encoding="ascii") as table:
+        for fields in map(str.split, table):
+            if fields[0] == wanted:
+                return fields[5]
+    return None

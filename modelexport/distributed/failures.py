@@ -82,7 +82,21 @@ def _tells_of_peer(error: BaseException) -> bool:
 
 
 def exception_message(error: BaseException) -> dict[str, Any]:
-    """The JSON form of an exception: level, summary, traceback, user_error, exit_status."""
+    """The JSON form of an exception: level, summary, traceback, user_error, exit_status.
+
+    A RankFailedError tells of another rank (or of this one, in the words it gave its peers): then ``rank`` and
+    ``phase`` are there too, and everything is that rank's.
+    """
+    if isinstance(error, RankFailedError):
+        return {
+            "rank": error.rank,
+            "phase": error.phase,
+            "level": OWN,
+            "summary": error.summary,
+            "rank_traceback": error.rank_traceback,
+            "user_error": error.user_error,
+            "exit_status": error.exit_status,
+        }
     user_error = isinstance(error, ModelExportError)
     if user_error:
         summary = str(error)

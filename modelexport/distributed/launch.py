@@ -82,15 +82,17 @@ P = ParamSpec("P")
 def init_and_run(func: Callable[P, None], cfg: MultiprocessConfig, *args: P.args, **kwargs: P.kwargs) -> None:
     """Joins the process group as rank ``cfg.rank``, lays the grid, runs ``func(*args, **kwargs)``, leaves.
 
-    For processes that another launcher started: ``init_and_run(func, external_config(), ...)``.
+    For processes that another launcher started: ``init_and_run(func, external_config(), ...)``. The ranks watch
+    each other: where one raises, or its process ends, all of them raise.
 
     Raises:
+        RankFailedError: another rank failed; it says which, and what it was doing.
         UsageError: ``cfg`` names no rank, or contradicts itself.
     """
     MultiprocessConfig.resolve(cfg)
     if not 0 <= cfg.rank < cfg.world_size:
         raise UsageError(f"cfg.rank is {cfg.rank}, with {cfg.world_size} ranks; set it to this process's rank")
-    with process_group(cfg), phase_scope(f"running {function_name(func)}"):
+    with process_group(cfg, watch=cfg.world_size > 1), phase_scope(f"running {function_name(func)}"):
         func(*args, **kwargs)
 
 
@@ -105,7 +107,8 @@ def launch_subprocesses(
     """Runs ``func(*args, **kwargs)`` in ``cfg.local_world_size`` rank processes and waits for all of them.
 
     ``cfg`` is resolved in place. World size 1 runs inside this process. In a process that torchrun, accelerate,
-    srun or mpirun started as one of several, ``func`` runs right here as that launcher's rank.
+    srun or mpirun started as one of several, ``func`` runs right here as that launcher's rank, its events go to
+    this process's ``cfg.on_event``, and its errors are raised as they are (see :func:`init_and_run`).
 
     Args:
         func: importable by a fresh process, so defined at the top level of a module. Its result is dropped;
@@ -127,7 +130,7 @@ def launch_subprocesses(
     if found is not None:
         if setup is not None:
             setup()
-        with local_status(None):  # events of one rank among strangers have no launcher to go to
+        with local_status(found.on_event, found.rank):
             init_and_run(func, found, *args, **kwargs)
         return
     MultiprocessConfig.resolve(cfg)
@@ -167,7 +170,8 @@ def _run_here(func: Callable, cfg: MultiprocessConfig, args: tuple, kwargs: dict
             init_and_run(func, alone, *args, **kwargs)
         except (Exception, SystemExit) as error:
             text, _ = phase_of_error(error) or status.current()
-            raise Failure(rank=0, time=0.0, phase=text, **exception_message(error)).error() from error
+            fields = {"rank": 0, "phase": text, **exception_message(error)}
+            raise Failure(time=0.0, **fields).error() from error
 
 
 def _run_ranks(call: Call, cfg: MultiprocessConfig, rank_offset: int) -> None:

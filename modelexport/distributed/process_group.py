@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from modelexport.distributed.config import DEFAULT_TIMEOUT, MultiprocessConfig, is_loopback
-from modelexport.distributed.environment import external_config
+from modelexport.distributed.config import DEFAULT_TIMEOUT, MultiprocessConfig
+from modelexport.distributed.environment import external_config, interface_towards
 from modelexport.distributed.grid import forget_grid, init_grid
 from modelexport.distributed.status import phase_scope
+from modelexport.distributed.watch import Watch
 from modelexport.errors import UsageError
 
 if TYPE_CHECKING:
@@ -160,13 +161,11 @@ def _set_environment(config: MultiprocessConfig) -> None:
     )  # fmt: skip
     for name, value in zip(_GROUP_VARIABLES, values, strict=False):
         os.environ[name] = str(value)
-    if config.local_world_size == config.world_size or is_loopback(config.master_addr):
-        # Otherwise gloo looks this machine's name up, which fails or stalls where there is no name service.
-        names = {name for _, name in socket.if_nameindex()}
-        for loopback in ("lo", "lo0"):
-            if loopback in names:
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-                os.environ.setdefault("TP_SOCKET_IFNAME", loopback)
+    # Otherwise gloo looks this machine's name up, which fails, stalls or leads elsewhere where names are unkept.
+    interface = interface_towards(config.master_addr, local=config.local_world_size == config.world_size)
+    if interface is not None:
+        for name in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
+            os.environ.setdefault(name, interface)
 
 
 def _backend_per_device(backend: str | Backend | None, config: MultiprocessConfig) -> str:
@@ -180,10 +179,15 @@ def _backend_per_device(backend: str | Backend | None, config: MultiprocessConfi
 
 
 @contextmanager
-def process_group(config: MultiprocessConfig, listener: socket.socket | None = None) -> Iterator[None]:
+def process_group(
+    config: MultiprocessConfig, listener: socket.socket | None = None, *, watch: bool = False
+) -> Iterator[None]:
     """This process as a rank of ``config``'s group, with its grid; leaves the group after.
 
     A group of one that exists already is used and left as it is. The environment is restored.
+
+    Args:
+        watch: the ranks watch each other (see watch), for want of a launcher that sees them all.
     """
     import torch.distributed as dist
 
@@ -200,21 +204,26 @@ def process_group(config: MultiprocessConfig, listener: socket.socket | None = N
             forget_grid()
         return
     before = {name: os.environ.get(name) for name in _GROUP_VARIABLES}
+    watching: Watch | None = None
     try:
         with phase_scope("joining the process group", waiting=True):
             _join(config, config.backend, config.timeout, listener)
+            if watch:
+                watching = Watch(config, dist.distributed_c10d._get_default_store())
             init_grid(config)
         yield
-        if config.local_world_size < config.world_size:
-            with phase_scope("waiting for the ranks of other machines to finish", waiting=True):
-                _leave_together(config)
-    except BaseException:
+        if watching is not None:
+            watching.finish()
+    except BaseException as error:
+        found = error if watching is None else watching.fail(error)
         # NCCL waits here for peers that may never come; the end of the process does as well.
         if dist.is_initialized() and "nccl" not in str(dist.get_backend()):
-            _leave()
-        raise
+            _leave(watching, failed=True)
+        if found is error:
+            raise
+        raise found from error
     else:
-        _leave()
+        _leave(watching)
     finally:
         for name, value in before.items():
             if value is None:
@@ -223,25 +232,14 @@ def process_group(config: MultiprocessConfig, listener: socket.socket | None = N
                 os.environ[name] = value
 
 
-def _leave_together(config: MultiprocessConfig) -> None:
-    """Rank 0 hosts the store, and everybody's connections serve everybody: nobody goes before all are done."""
-    if _own_store is None:
-        return
-    limit = timedelta(seconds=config.timeout)
-    if _own_store.add("modelexport/finished", 1) == config.world_size:
-        _own_store.set("modelexport/all_finished", "")
-    _own_store.wait(["modelexport/all_finished"], limit)
-    if _own_store.add("modelexport/gone", 1) == config.world_size:
-        _own_store.set("modelexport/all_gone", "")
-    if config.rank == 0:
-        _own_store.wait(["modelexport/all_gone"], limit)
-
-
-def _leave() -> None:
+def _leave(watching: Watch | None, *, failed: bool = False) -> None:
     import torch.distributed as dist
 
     global _own_store
     forget_grid()
     if dist.is_initialized():
         dist.destroy_process_group()
+    if watching is not None:
+        # On rank 0 this waits for the others, to which the store must answer meanwhile.
+        watching.close(wait=not failed)
     _own_store = None

@@ -172,7 +172,8 @@ def main(spec: RankSpec) -> None:
         func, args, kwargs = spec.call.load()
         _set_threads(spec.config.local_world_size)
         listener = None if spec.listener is None else socket.socket(fileno=spec.listener.fd)
-        with process_group(spec.config, listener):
+        alone = spec.config.local_world_size == spec.config.world_size  # the launcher sees all ranks
+        with process_group(spec.config, listener, watch=not alone):
             # Reported in here: once the connections are closed the peers' echoes of it set out as well.
             try:
                 with phase_scope(f"running {function_name(func)}"):

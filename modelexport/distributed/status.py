@@ -1,8 +1,8 @@
 """What this process is doing, told to whoever started it: ``phase``, ``phase_scope``, ``report``.
 
 In a rank that the launcher started, phases go to a shared page (see phase_board) and events, the outcome and
-failures go as JSON lines over a socket. In a process that runs by itself events reach ``on_event`` directly,
-and under another launcher (torchrun, SLURM) they go nowhere.
+failures go as JSON lines over a socket. In a process that runs by itself, or that another launcher (torchrun,
+SLURM) started, events reach ``on_event`` directly.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ Phase = tuple[str, bool]
 class Status:
     """Keeps the phases of this process's threads; the base class keeps them for itself."""
 
-    def __init__(self, on_event: Callable[[int, dict], None] | None = None) -> None:
+    def __init__(self, on_event: Callable[[int, dict], None] | None = None, rank: int = 0) -> None:
+        self._rank = rank
         self._lock = threading.Lock()
         self._phases: dict[int, Phase] = {}
         self._on_event = on_event
@@ -63,7 +64,7 @@ class Status:
         """Hands ``event`` to ``on_event``, as it would arrive from another process."""
         line = json.dumps(event)
         if self._on_event is not None:
-            self._on_event(0, json.loads(line))
+            self._on_event(self._rank, json.loads(line))
 
     def _summary(self) -> Phase:
         """The main thread's phase; where that waits and another thread works, the other's: it is the one to blame."""
@@ -130,7 +131,7 @@ class RankStatus(Status):
     def fail(self, error: BaseException) -> None:
         """Sends the error with this thread's innermost phase."""
         text, _ = phase_of_error(error) or self.of_thread()
-        self.send({"type": "failed", "phase": text, "time": time.monotonic(), **exception_message(error)})
+        self.send({"type": "failed", "time": time.monotonic(), "phase": text, **exception_message(error)})
 
     def _publish(self, text: str, waiting: bool) -> None:
         self._board.write(text, waiting)
@@ -171,6 +172,11 @@ def use(status: Status) -> Status:
     return former
 
 
+def current_status() -> Status:
+    """This process's status, to be asked from another thread."""
+    return _status
+
+
 def in_rank() -> bool:
     """Whether this process is a rank that our launcher started."""
     return isinstance(_status, RankStatus)
@@ -179,7 +185,7 @@ def in_rank() -> bool:
 def report(event: dict) -> None:
     """Sends an event (JSON-able) to the launcher's ``on_event``; counts as progress.
 
-    With world size 1 ``on_event`` is called directly; under another launcher nothing happens.
+    With world size 1, and under another launcher, ``on_event`` is called right here.
 
     Raises:
         TypeError, ValueError: the event is not JSON.
@@ -236,9 +242,9 @@ def current_phase() -> str:
 
 
 @contextmanager
-def local_status(on_event: Callable[[int, dict], None] | None) -> Iterator[Status]:
-    """For a single rank inside this process: events go straight to ``on_event``."""
-    status = Status(on_event)
+def local_status(on_event: Callable[[int, dict], None] | None, rank: int = 0) -> Iterator[Status]:
+    """For a rank that no launcher of ours started: events go straight to ``on_event``."""
+    status = Status(on_event, rank)
     former = use(status)
     try:
         yield status

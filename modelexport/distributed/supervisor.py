@@ -144,7 +144,8 @@ class Supervisor:
                 if self._on_event is not None:
                     self._on_event(rank.rank, message["event"])
             elif kind == "failed":
-                rank.failure = Failure(rank=rank.rank, **{k: v for k, v in message.items() if k != "type"})
+                fields = {key: value for key, value in message.items() if key != "type"}
+                rank.failure = Failure(**{"rank": rank.rank, **fields})
             else:
                 assert kind in ("up", "finished", "done"), kind
                 setattr(rank, kind, True)

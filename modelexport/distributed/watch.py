@@ -1,0 +1,204 @@
+"""Ranks that no launcher of ours sees whole (torchrun, srun, several machines) watch each other.
+
+Each rank keeps a TCP connection to rank 0. It says there what it is doing; its failure, if it has one; and that it
+has finished. The end of the connection before that is the end of its process. Rank 0 finds the root cause as a
+launcher does (see failures) and tells all ranks, which raise it, so that a death on one machine ends the job on the
+others within a second instead of at a time-out. No rank leaves before all have finished.
+
+Messages are JSON lines::
+
+    rank -> 0   {"rank": 3, "token": ".."}, {"phase": "..", "waiting": false}, {"failed": {..}}, {"finished": 1}
+    0 -> rank   {"cause": {..}}, {"released": 1}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+from modelexport.distributed.config import MultiprocessConfig, is_loopback
+from modelexport.distributed.failures import OWN, Failure, exception_message
+from modelexport.distributed.link import LostPeerError
+from modelexport.distributed.status import Status, current_status, phase_of_error, phase_scope
+from modelexport.distributed.watch_hub import Hub, Lines, keep_alive
+
+_KEY = "modelexport/watch"
+_BEAT_SECONDS = 0.2  # between two looks at what this rank does
+_VERDICT_SECONDS = 5.0  # how long a failing rank waits to hear what the root cause is
+_GRACE_SECONDS = 3.0  # for the main thread to raise the cause by itself, when it may be inside native code
+_SIGNAL = signal.SIGUSR2
+
+
+class Watch:
+    """One rank's part: made by every rank of the group once it has a store.
+
+    Raises:
+        LostPeerError: rank 0 cannot be reached.
+    """
+
+    def __init__(self, config: MultiprocessConfig, store: Any) -> None:
+        self._rank = config.rank
+        self._hub: Hub | None = None
+        self._cause: Failure | None = None
+        self._released, self._judged, self._closed = threading.Event(), threading.Event(), threading.Event()
+        self._failing = False  # the main thread is on its way out by itself
+        self._send_lock = threading.Lock()
+        self._status: Status = current_status()
+        if config.rank == 0:
+            self._socket = self._open_hub(config, store)
+        else:
+            self._socket = _connect(config, store)
+        self._socket.setblocking(True)
+        self._lines = Lines(self._socket)
+        # Signals are Python's only way into a main thread that sleeps or waits for a lock.
+        self._by_signal = threading.current_thread() is threading.main_thread()
+        self._former_handler: Any = signal.signal(_SIGNAL, self._raise_cause) if self._by_signal else None
+        self._thread = threading.Thread(target=self._run, name="modelexport-watch", daemon=True)
+        self._thread.start()
+
+    def _open_hub(self, config: MultiprocessConfig, store: Any) -> socket.socket:
+        token = secrets.token_hex(16)
+        listener = _listen(config)
+        mine, hubs = socket.socketpair()
+        self._hub = Hub(listener, hubs, token, config)
+        hosts = [config.master_addr] if is_loopback(config.master_addr) else [config.master_addr, socket.gethostname()]
+        store.set(_KEY, json.dumps({"hosts": hosts, "port": listener.getsockname()[1], "token": token}))
+        self._hub.start()
+        return mine
+
+    # ------------------------------------------------------------ for the main thread
+
+    def fail(self, error: BaseException) -> BaseException:
+        """Tell the others of this rank's error; returns what to raise: ``error`` itself, or the cause of it."""
+        self._failing = True
+        if self._cause is None:
+            text, _ = phase_of_error(error) or self._status.of_thread()
+            fields = {"rank": self._rank, "phase": text, **exception_message(error)}
+            self._send({"failed": fields})
+            self._judged.wait(_VERDICT_SECONDS)
+        cause = self._cause
+        if cause is None or cause.rank == self._rank or getattr(error, "_modelexport_cause", None) is cause:
+            return error
+        return cause.error()
+
+    def finish(self) -> None:
+        """Say that this rank's work is done, and wait until that of all ranks is.
+
+        Raises:
+            RankFailedError: another rank failed meanwhile.
+        """
+        with phase_scope("waiting for the other ranks to finish", waiting=True):
+            self._send({"finished": 1})
+            self._released.wait()
+        if self._cause is not None:
+            raise self._error()
+
+    def close(self, *, wait: bool = True) -> None:
+        """Stop watching. With ``wait`` rank 0 does so after the others."""
+        self._closed.set()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._socket.close()
+        if self._hub is not None and wait:
+            self._hub.join(_VERDICT_SECONDS)
+        if self._by_signal:
+            signal.signal(_SIGNAL, self._former_handler)
+
+    # --------------------------------------------------------------- the thread
+
+    def _run(self) -> None:
+        said: Any = None
+        while not self._closed.is_set():
+            now = self._status.current()
+            if now != said:
+                said = now
+                self._send({"phase": now[0], "waiting": now[1]})
+            if not select.select([self._socket], [], [], _BEAT_SECONDS)[0]:
+                continue
+            messages = self._lines.read()
+            if messages is None:
+                if not (self._closed.is_set() or self._released.is_set()):
+                    gone = "its process ended, or its machine; no other rank can say more"
+                    self._judge(Failure(0, time.monotonic(), OWN, "", gone))
+                return
+            for message in messages:
+                if "cause" in message:
+                    self._judge(Failure(time=time.monotonic(), **message["cause"]))
+                elif "released" in message:
+                    self._released.set()
+
+    def _send(self, message: dict[str, Any]) -> None:
+        # A connection that is gone is noticed by the thread, which reads from it.
+        with contextlib.suppress(OSError), self._send_lock:
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def _judge(self, cause: Failure) -> None:
+        """The cause is known: let the main thread raise it, and end the process should it be stuck."""
+        if self._cause is not None:
+            return
+        self._cause = cause
+        self._judged.set()
+        self._released.set()
+        if self._failing or self._closed.is_set():
+            return
+        if self._by_signal:
+            signal.pthread_kill(threading.main_thread().ident or 0, _SIGNAL)
+        if not self._closed.wait(_GRACE_SECONDS) and not self._failing:
+            print(f"modelexport: {cause.error()}", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    def _error(self) -> BaseException:
+        assert self._cause is not None
+        error = self._cause.error()
+        error._modelexport_cause = self._cause  # type: ignore[attr-defined]
+        return error
+
+    def _raise_cause(self, number: int, frame: FrameType | None) -> None:
+        if self._cause is not None and not self._failing:
+            self._failing = True
+            raise self._error()
+
+
+def _listen(config: MultiprocessConfig) -> socket.socket:
+    family = socket.AF_INET6 if ":" in config.master_addr else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    for host in (config.master_addr, ""):  # the address may be one that is translated on the way here
+        try:
+            listener.bind((host, 0))
+            break
+        except OSError:
+            if not host:
+                raise
+    listener.listen(config.world_size)
+    return listener
+
+
+def _connect(config: MultiprocessConfig, store: Any) -> socket.socket:
+    store.wait([_KEY], timedelta(seconds=config.timeout))
+    place = json.loads(store.get(_KEY))
+    reasons = []
+    for host in place["hosts"]:
+        try:
+            connection = socket.create_connection((host, place["port"]), timeout=min(60.0, config.timeout))
+        except OSError as error:
+            reasons.append(f"{host}:{place['port']}: {error}")
+            continue
+        keep_alive(connection)
+        connection.sendall(json.dumps({"rank": config.rank, "token": place["token"]}).encode() + b"\n")
+        return connection
+    raise LostPeerError(
+        f"rank {config.rank} on {socket.gethostname()} cannot reach rank 0: {'; '.join(reasons)}; ranks of one job "
+        "must reach each other over TCP: set MASTER_ADDR to an address of rank 0's machine that the others can reach"
+    )
