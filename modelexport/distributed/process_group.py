@@ -181,13 +181,13 @@ def _backend_per_device(backend: str | Backend | None, config: MultiprocessConfi
 @contextmanager
 def process_group(
     config: MultiprocessConfig, listener: socket.socket | None = None, *, watch: bool = False
-) -> Iterator[None]:
+) -> Iterator[Watch | None]:
     """This process as a rank of ``config``'s group, with its grid; leaves the group after.
 
     A group of one that exists already is used and left as it is. The environment is restored.
 
     Args:
-        watch: the ranks watch each other (see watch), for want of a launcher that sees them all.
+        watch: the ranks watch each other (see watch), for want of a launcher that sees them all; yielded.
     """
     import torch.distributed as dist
 
@@ -199,7 +199,7 @@ def process_group(
             )
         init_grid(config)
         try:
-            yield
+            yield None
         finally:
             forget_grid()
         return
@@ -211,7 +211,7 @@ def process_group(
             if watch:
                 watching = Watch(config, dist.distributed_c10d._get_default_store())
             init_grid(config)
-        yield
+        yield watching
         if watching is not None:
             watching.finish()
     except BaseException as error:

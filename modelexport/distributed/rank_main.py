@@ -173,14 +173,14 @@ def main(spec: RankSpec) -> None:
         _set_threads(spec.config.local_world_size)
         listener = None if spec.listener is None else socket.socket(fileno=spec.listener.fd)
         alone = spec.config.local_world_size == spec.config.world_size  # the launcher sees all ranks
-        with process_group(spec.config, listener, watch=not alone):
+        with process_group(spec.config, listener, watch=not alone) as watch:
             # Reported in here: once the connections are closed the peers' echoes of it set out as well.
             try:
                 with phase_scope(f"running {function_name(func)}"):
                     func(*args, **kwargs)
                 status.finish()
             except BaseException as error:
-                _report_and_end(status, error)
+                _report_and_end(status, error if watch is None else watch.fail(error))
         status.send({"type": "done"})
     except BaseException as error:
         _report_and_end(status, error)

@@ -30,7 +30,7 @@ from typing import Any
 from modelexport.distributed.config import MultiprocessConfig, is_loopback
 from modelexport.distributed.failures import OWN, Failure, exception_message
 from modelexport.distributed.link import LostPeerError
-from modelexport.distributed.status import Status, current_status, phase_of_error, phase_scope
+from modelexport.distributed.status import current_status, phase_of_error, phase_scope
 from modelexport.distributed.watch_hub import Hub, Lines, keep_alive
 
 _KEY = "modelexport/watch"
@@ -54,7 +54,6 @@ class Watch:
         self._released, self._judged, self._closed = threading.Event(), threading.Event(), threading.Event()
         self._failing = False  # the main thread is on its way out by itself
         self._send_lock = threading.Lock()
-        self._status: Status = current_status()
         if config.rank == 0:
             self._socket = self._open_hub(config, store)
         else:
@@ -83,7 +82,7 @@ class Watch:
         """Tell the others of this rank's error; returns what to raise: ``error`` itself, or the cause of it."""
         self._failing = True
         if self._cause is None:
-            text, _ = phase_of_error(error) or self._status.of_thread()
+            text, _ = phase_of_error(error) or current_status().of_thread()
             fields = {"rank": self._rank, "phase": text, **exception_message(error)}
             self._send({"failed": fields})
             self._judged.wait(_VERDICT_SECONDS)
@@ -121,7 +120,7 @@ class Watch:
     def _run(self) -> None:
         said: Any = None
         while not self._closed.is_set():
-            now = self._status.current()
+            now = current_status().current()
             if now != said:
                 said = now
                 self._send({"phase": now[0], "waiting": now[1]})
