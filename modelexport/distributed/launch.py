@@ -69,6 +69,7 @@ __all__ = [
     "init_grid",
     "init_process_group_from_backend",
     "launch_subprocesses",
+    "local_status",
     "phase",
     "phase_scope",
     "prestart",
@@ -158,7 +159,7 @@ def all_to_all(input: Tensor, group: ProcessGroup | None) -> Tensor:
     Raises:
         UsageError: on every rank, where any rank's input is 0-dim, not divisible, or unlike the others'.
     """
-    from modelexport.distributed.all_to_all import exchange
+    from modelexport.distributed.collectives.exchanges import exchange
 
     return exchange(input, group)
 

@@ -160,10 +160,10 @@ def test_all_to_all_refuses_on_every_rank() -> None:
     for rank in (0, 1):
         messages = [event["error"] for r, event in events if r == rank]
         assert len(messages) == 4
-        assert "rank 1 is a 0-dim tensor" in messages[0]
-        assert "rank 1 has size 3 (shape (3, 2)), which is not divisible by the group's 2 ranks" in messages[1]
+        assert "rank 1: the input is a 0-dim tensor" in messages[0]
+        assert "rank 1: dim 0 of the input has size 3 (shape (3, 2)), which is not divisible" in messages[1]
         assert "rank 1 brings shape (2, 3) and rank 0 brings (2, 2)" in messages[2]
-        assert "rank 1 brings shape (2, 2) and rank 0 brings (2, 2), or another dtype" in messages[3]
+        assert "rank 1 brings dtype int32 and rank 0 brings float32" in messages[3]
 
 
 def test_all_to_all_by_oneself() -> None:
