@@ -59,6 +59,12 @@ def external_config(config: MultiprocessConfig | None = None) -> MultiprocessCon
     return found
 
 
+def external_rank() -> int | None:
+    """This process's rank among several that another launcher started; None where none did."""
+    sizes = _sizes_from(os.environ)
+    return None if sizes is None or sizes[1] <= 1 else sizes[0]
+
+
 def _sizes_from(environ: os._Environ[str]) -> tuple[int, int, int, int] | None:
     for rank, world, local_rank, local_world in _NAMES:
         if all(name in environ for name in (rank, world, local_rank)):

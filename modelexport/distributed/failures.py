@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 import signal
 import traceback
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from modelexport.errors import ModelExportError, RankFailedError
@@ -40,6 +40,8 @@ class Failure:
     rank_traceback: str = ""
     user_error: bool = False
     exit_status: int = 1
+    blamed: Sequence[int] = ()  # of an echo: the ranks that it says were waited for, or left what cannot be used
+    indirect: bool = False  # an echo of a rank that was waited for and may have been waiting itself
 
     def error(self) -> RankFailedError:
         """The exception to raise for it."""
@@ -48,9 +50,42 @@ class Failure:
         return error
 
 
+class EndedByLauncherError(SystemExit):
+    """SIGTERM: whoever started this process wants it to end, most often because another one has ended."""
+
+    def __init__(self) -> None:
+        super().__init__(128 + signal.SIGTERM)
+
+    def __str__(self) -> str:
+        return "its process was asked to end (SIGTERM)"
+
+
 def root_cause(failures: Iterable[Failure]) -> Failure:
-    """The earliest failure of the lowest level."""
-    return min(failures, key=lambda failure: (failure.level, failure.time, failure.rank))
+    """The earliest failure of the lowest level.
+
+    Where there are only echoes: the one at the end of the chain, if the rank that one blames blames yet another.
+    """
+    known = {failure.rank: failure for failure in failures}
+    cause = min(known.values(), key=lambda failure: (failure.level, failure.indirect, failure.time, failure.rank))
+    seen = {cause.rank}
+    while True:
+        further = [known[rank] for rank in cause.blamed if rank in known and not seen.issuperset(known[rank].blamed)]
+        if not further or further[0].rank in seen:
+            return cause
+        cause = further[0]
+        seen.add(cause.rank)
+
+
+def passed_on(echo: Failure, rank: int, phase: str, *, returned: bool) -> Failure:
+    """``echo`` as the failure of ``rank``, which it blames, which did ``phase`` and may have ``returned``."""
+    what = "its function has returned, and " if returned else ""
+    text = f"{what}rank {echo.rank} found, while {echo.phase}: {echo.summary}"
+    return replace(echo, rank=rank, phase=phase, summary=text)
+
+
+def settling_seconds(failures: Iterable[Failure]) -> float:
+    """How long after the first of ``failures`` to wait for a better one: longer while only echoes are known."""
+    return 0.1 if min(failure.level for failure in failures) == OWN else 0.5
 
 
 def level_of(error: BaseException) -> int:
@@ -60,6 +95,8 @@ def level_of(error: BaseException) -> int:
     counts: an error raised while handling a lost peer is an echo too; a lost peer met while handling another
     error (a barrier in a ``finally``) is unclear, and yields to clear ones.
     """
+    if isinstance(error, EndedByLauncherError):
+        return UNCLEAR
     chain: list[BaseException] = []
     link: BaseException | None = error
     while link is not None and link not in chain:
@@ -82,7 +119,7 @@ def _tells_of_peer(error: BaseException) -> bool:
 
 
 def exception_message(error: BaseException) -> dict[str, Any]:
-    """The JSON form of an exception: level, summary, traceback, user_error, exit_status.
+    """The JSON form of an exception: level, summary, traceback, user_error, exit_status, and of an echo whom it blames.
 
     A RankFailedError tells of another rank (or of this one, in the words it gave its peers): then ``rank`` and
     ``phase`` are there too, and everything is that rank's.
@@ -116,6 +153,8 @@ def exception_message(error: BaseException) -> dict[str, Any]:
         "rank_traceback": text,
         "user_error": user_error,
         "exit_status": getattr(error, "exit_status", 1) if user_error else 1,
+        "blamed": list(getattr(error, "blamed", ())),
+        "indirect": getattr(error, "indirect", False),
     }
 
 

@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import util as _mp_util
 from pathlib import Path
@@ -186,7 +186,8 @@ def _drop(channel: _Channel | None) -> None:
     with _lock:
         for key in [key for key, value in _channels.items() if value is channel]:
             del _channels[key]
-    channel.close()
+    with suppress(GatherError, OSError):  # what brought us here is the error to be seen
+        channel.close()
 
 
 def connect(

@@ -12,16 +12,29 @@ import time
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Heart", "condition", "last_heartbeat", "remove_closed", "sweep_dead_runs"]
+from modelexport.distributed.status import leaves_behind
+
+__all__ = ["Heart", "condition", "last_heartbeat", "remove_gone", "remove_rank", "sweep_dead_runs"]
 
 _SECONDS = 10.0
 _CLOSED = "closed the workspace"
+_SIZE = 1024  # bytes of the file, always: what was written once needs no room to be written again
+_FORSAKEN_SECONDS = 86400.0  # without a heartbeat, after which a process of another machine counts as dead
 
 
 def _machine() -> str:
-    """Where process ids mean the same: the running kernel and the namespace of process ids."""
+    """Where process ids mean the same: the host, its running kernel, and the namespace of process ids."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    return f"{socket.gethostname()}/{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def _process(pid: int) -> tuple[str, str] | None:
+    """A process's state (a letter) and the moment it started, None where there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return fields[0], fields[19]
 
 
 def _path(directory: Path, rank: int) -> Path:
@@ -33,19 +46,34 @@ class Heart:
 
     def __init__(self, directory: Path, rank: int) -> None:
         self._directory, self._path = directory, _path(directory, rank)
-        self._machine = _machine()
+        process = _process(os.getpid())
+        self._origin = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "started": process[1] if process else "",
+            "machine": _machine(),
+        }
         self._doing, self._bytes = "opened the workspace", 0
         self._lock = threading.Lock()
         self._stopped = threading.Event()
-        while True:
-            directory.mkdir(parents=True, exist_ok=True)
-            try:
-                self._write()
-                break
-            except FileNotFoundError:
-                continue  # another rank closed, and took the empty directory with it
+        leaves_behind(directory)
+        try:
+            self._begin()
+        except OSError:
+            with contextlib.suppress(OSError):  # as it was: the error tells of the directory, not of its state
+                self._path.unlink(missing_ok=True)
+                directory.rmdir()
+            raise
         self._thread = threading.Thread(target=self._run, name="modelexport-heartbeat", daemon=True)
         self._thread.start()
+
+    def _begin(self) -> None:
+        while True:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            try:
+                return self._write()
+            except FileNotFoundError:
+                continue  # another rank closed, and took the empty directory with it
 
     def beat(self, doing: str, nbytes: int = 0) -> None:
         """Say now what this rank is doing, and with how many bytes."""
@@ -56,11 +84,9 @@ class Heart:
         """Stop beating; the file stays and says that this rank has closed."""
         self._stopped.set()
         self._thread.join()
-        with contextlib.suppress(FileNotFoundError):  # the directory was removed under us
+        # Where that cannot be written (the directory was removed under us) others go by this process's end.
+        with contextlib.suppress(OSError):
             self.beat(_CLOSED)
-
-    def remove(self) -> None:
-        self._path.unlink(missing_ok=True)
 
     def _run(self) -> None:
         while not self._stopped.wait(_SECONDS):
@@ -71,16 +97,16 @@ class Heart:
                 return
 
     def _write(self) -> None:
-        state = {
-            "time": time.time(),
-            "doing": self._doing,
-            "bytes": self._bytes,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "machine": self._machine,
-        }
+        state = {"time": time.time(), "doing": self._doing, "bytes": self._bytes, **self._origin}
+        text = json.dumps(state).encode("ascii").ljust(_SIZE)
+        assert len(text) == _SIZE, text
         with self._lock:
-            self._path.write_text(json.dumps(state))
+            # Never truncated: a reader finds the former state or this one, whatever happens to us meanwhile.
+            fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                os.pwrite(fd, text, 0)
+            finally:
+                os.close(fd)
 
 
 def last_heartbeat(directory: Path, rank: int) -> str:
@@ -96,14 +122,6 @@ def last_heartbeat(directory: Path, rank: int) -> str:
         return "no heartbeat: it has not opened the workspace, or has closed it"
     except (ValueError, KeyError, TypeError):
         return "its heartbeat is just being written"
-
-
-def remove_closed(directory: Path) -> None:
-    """Remove the files of ranks that have closed and left theirs for the first rank to remove."""
-    for heart in directory.glob("rank-*.alive"):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            if json.loads(heart.read_text())["doing"] == _CLOSED:
-                heart.unlink()
 
 
 def condition(directory: Path, rank: int) -> str:
@@ -125,23 +143,58 @@ def condition(directory: Path, rank: int) -> str:
 def _has_ended(state: dict[str, Any]) -> bool:
     if state["machine"] != _machine():
         return False
-    try:
-        stat = Path(f"/proc/{state['pid']}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    return stat.rpartition(")")[2].split()[0] in "ZX"  # ended, and not yet waited for by its parent
+    process = _process(state["pid"])
+    # Ended, and not yet waited for by its parent; or ended long ago, and another process has its id.
+    return process is None or process[0] in "ZX" or process[1] != state["started"]
+
+
+def remove_rank(directory: Path, rank: int) -> None:
+    """Remove all that ``rank`` left in a run's directory, and the directory once it is empty.
+
+    For a rank that has ended and that nobody will read from any more. Whatever cannot be removed stays.
+    """
+    with contextlib.suppress(OSError):
+        paths = [*directory.glob(f".rank-{rank:05d}.*"), *directory.glob(f"rank-{rank:05d}.*")]
+        # Its heartbeat last: as long as anything is there, it is known whose.
+        for path in sorted(paths, key=lambda path: path == _path(directory, rank)):
+            path.unlink(missing_ok=True)
+        directory.rmdir()
+
+
+def remove_gone(directory: Path, *, closed: bool) -> None:
+    """Remove what ranks left that were killed on this machine; with ``closed`` also of those that left in good order.
+
+    The latter only once nobody reads any more: the first rank may be slow.
+    """
+    gone = ("closed", "dead") if closed else ("dead",)
+    for heart in directory.glob("rank-[0-9][0-9][0-9][0-9][0-9].alive"):
+        rank = int(heart.name[5:10])
+        if condition(directory, rank) in gone:
+            remove_rank(directory, rank)
 
 
 def sweep_dead_runs(workspace: Path, own: Path) -> None:
-    """Remove what killed runs left in ``workspace``: only if every rank that opened it ran here and is dead."""
+    """Remove what killed runs left in ``workspace``.
+
+    A run is dead when every rank that opened it ran on this machine and has ended, or ran on another one and has
+    given no sign of life for a day (the times are the file server's). ``own`` is a living run's directory.
+    """
+    now = max((heart.stat().st_mtime for heart in own.glob("rank-*.alive")), default=0.0)
     for directory in workspace.glob("run-*"):
-        if directory != own and _all_dead(directory):
+        if directory != own and _all_dead(directory, now):
             shutil.rmtree(directory, ignore_errors=True)  # another rank may be sweeping the same
 
 
-def _all_dead(directory: Path) -> bool:
+def _all_dead(directory: Path, now: float) -> bool:
     hearts = list(directory.glob("rank-*.alive"))
     try:
-        return bool(hearts) and all(_has_ended(json.loads(heart.read_text())) for heart in hearts)
+        return bool(hearts) and all(_is_dead(heart, now) for heart in hearts)
     except (OSError, ValueError, KeyError, TypeError):
         return False
+
+
+def _is_dead(heart: Path, now: float) -> bool:
+    state = json.loads(heart.read_text())
+    if state["machine"] == _machine():
+        return _has_ended(state)
+    return now - heart.stat().st_mtime > _FORSAKEN_SECONDS

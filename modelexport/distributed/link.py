@@ -29,7 +29,9 @@ import json
 import select
 import socket
 import struct
+import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from modelexport.errors import GatherError
@@ -41,9 +43,20 @@ _MAX_MESSAGE = 128 << 10
 
 
 class LostPeerError(GatherError):
-    """Another rank ended, failed or did not come in time: the cause is to be looked for there, not here."""
+    """Another rank ended, failed, did not come in time or left what nobody can use: look for the cause there.
+
+    Attributes:
+        blamed: the ranks that the launcher is to look at.
+        indirect: the one who collects does not read: it may well be waiting for another rank itself.
+        raised_at: monotonic seconds; whoever is told of this error by our hanging up raises later.
+    """
 
     peer_failure = True
+
+    def __init__(self, text: str, blamed: Sequence[int] = (), *, indirect: bool = False) -> None:
+        super().__init__(text)
+        self.blamed, self.indirect = tuple(blamed), indirect
+        self.raised_at = time.monotonic()
 
 
 def peer_pid(sock: socket.socket) -> tuple[int, int]:

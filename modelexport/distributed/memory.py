@@ -35,6 +35,11 @@ _SEGMENT_BYTES = 256 << 20  # address space, not memory
 _ALIGN_SMALL = 64  # a cache line, and every dtype's alignment
 _ALIGN_LARGE = 4096
 _LARGE = 64 << 10
+_LIMITS = {
+    errno.EFBIG: "; raise ulimit -f (file size)",
+    errno.ENOMEM: "; raise ulimit -v (address space)",
+    errno.EMFILE: "; raise ulimit -n (open files)",
+}
 
 
 @dataclass(eq=False)
@@ -228,7 +233,7 @@ class Arena:
                 if size > extent and error.errno in (errno.EFBIG, errno.ENOMEM, errno.ENOSPC):
                     size = max(extent, size // 4)
                     continue
-                hint = "; raise ulimit -f (file size) or ulimit -v" if error.errno != errno.EMFILE else ""
+                hint = _LIMITS.get(error.errno or 0, "")
                 raise GatherError(f"no shared memory for a buffer of {extent} bytes: {error}{hint}") from error
         book = _Book(segment, free=[(0, segment.size)])
         self._books.append(book)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,7 +15,7 @@ from modelexport.distributed.environment import external_config, interface_towar
 from modelexport.distributed.grid import forget_grid, init_grid
 from modelexport.distributed.status import phase_scope
 from modelexport.distributed.watch import Watch
-from modelexport.errors import UsageError
+from modelexport.errors import GatherError, UsageError
 
 if TYPE_CHECKING:
     from torch.distributed import Backend, TCPStore  # type: ignore[attr-defined]
@@ -141,7 +142,8 @@ def _join(
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         dist.init_process_group(init_method="env://", **common)
     else:
-        extra: dict[str, Any] = {} if listener is None else {"master_listen_fd": listener.detach()}
+        # torch 2.6's libuv server cannot take over a listening socket.
+        extra: dict[str, Any] = {"master_listen_fd": listener.detach(), "use_libuv": False} if listener else {}
         _own_store = TCPStore(
             config.master_addr,
             int(config.master_port),
@@ -237,9 +239,21 @@ def _leave(watching: Watch | None, *, failed: bool = False) -> None:
 
     global _own_store
     forget_grid()
+    _close_gathers(failed)
     if dist.is_initialized():
         dist.destroy_process_group()
     if watching is not None:
         # On rank 0 this waits for the others, to which the store must answer meanwhile.
         watching.close(wait=not failed)
     _own_store = None
+
+
+def _close_gathers(failed: bool) -> None:
+    """End the gathers of this group, which otherwise last until the process ends."""
+    gather: Any = sys.modules.get("modelexport.distributed.gather")
+    if gather is not None:
+        try:
+            gather.close()
+        except (OSError, GatherError):
+            if not failed:  # else the error that is on its way says more
+                raise

@@ -63,7 +63,8 @@ class ReceivingLink(Link):
         """The config of payload ``seq``, which has arrived, its tensors views of the sender's memory."""
         message = self.inbox.pop(seq)
         if message["kind"] == "failed":
-            raise LostPeerError(f"rank {self.rank} could not hand over its payload {seq}: {message['error']}")
+            text = f"rank {self.rank} could not hand over its payload {seq}: {message['error']}"
+            raise LostPeerError(text, [self.rank])
         delivery = self._deliveries[seq] = Delivery(seq, message["kind"] == "nothing")
         if delivery.nothing:
             return delivery, None
@@ -72,7 +73,8 @@ class ReceivingLink(Link):
         text, entries = _payload.parse_header(description[table_bytes:])
         places = list(PLACE.iter_unpack(description[:table_bytes]))
         if [entry.nbytes for entry in entries] != [place[2] for place in places]:
-            raise GatherError(f"payload {seq} of rank {self.rank} is damaged: its header and its places disagree")
+            text = f"payload {seq} of rank {self.rank} is damaged: its header and its places disagree"
+            raise LostPeerError(text, [self.rank])
         views: list[memoryview | None] = []
         for index, (number, offset, nbytes) in enumerate(places):
             view = self._view(number, offset, nbytes) if nbytes else None
@@ -156,13 +158,14 @@ def receive_from_all(links: Sequence[ReceivingLink], seq: int, seconds: float) -
             if link.closed:
                 raise LostPeerError(
                     f"{link} closed its connection before it sent payload {seq} (it had sent {link.last_seq + 1}): "
-                    "its process ended or failed; its own error says why"
+                    "its process ended or failed; its own error says why",
+                    [link.rank],
                 )
         if not missing:
             return
         left = deadline - time.monotonic()
         if left <= 0:
-            raise LostPeerError(_overdue(links, missing, seq, seconds))
+            raise LostPeerError(_overdue(links, missing, seq, seconds), [link.rank for link in missing])
         ready = [by_fd[fd] for fd, _ in poller.poll(left * 1000)]
 
 

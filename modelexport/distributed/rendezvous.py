@@ -27,7 +27,7 @@ from modelexport.distributed.receiving import ReceivingLink
 from modelexport.distributed.sending import SendingLink
 from modelexport.errors import GatherError
 
-__all__ = ["agree", "collect_links", "connect_to_first", "default_store", "group_key", "run_id"]
+__all__ = ["agree", "collect_links", "connect_to_first", "default_store", "group_key", "host", "run_id"]
 
 _generations: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 _run_ids: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
@@ -47,7 +47,7 @@ def group_key(ranks: Sequence[int], group: dist.ProcessGroup | None) -> str:
     return f"{key}/{next(counters.setdefault(key, itertools.count()))}"
 
 
-def _wait_for_key(store: Any, key: str, deadline: float, what: str) -> bytes:
+def _wait_for_key(store: Any, key: str, deadline: float, what: str, blamed: Sequence[int] = ()) -> bytes:
     # Polled, not store.wait(): that would hold the store's lock against other threads of this process.
     pause = 0.0005
     while True:
@@ -57,21 +57,32 @@ def _wait_for_key(store: Any, key: str, deadline: float, what: str) -> bytes:
         except RuntimeError as error:
             raise LostPeerError(f"the process group's store is gone: {error}") from error
         if time.monotonic() > deadline:
-            raise LostPeerError(f"{what} in time; is that rank in the same gather, with the same ranks?")
+            raise LostPeerError(f"{what} in time; is that rank in the same gather, with the same ranks?", blamed)
         time.sleep(pause)
         pause = min(pause * 1.5, 0.05)
 
 
-def agree(key: str, ranks: Sequence[int], me: int, make: Callable[[], str], seconds: float) -> str:
-    """A value that the first of ``ranks`` makes and all of them get."""
-    store = default_store()
-    if me == ranks[0]:
-        value = make()
-        store.set(key, value)
+def agree(key: str, ranks: Sequence[int], me: int, make: Callable[[], Any], seconds: float) -> Any:
+    """A value, JSON can hold it, that the first of ``ranks`` makes and all of them get.
+
+    Raises:
+        LostPeerError: on the others, if making it failed there or took longer than ``seconds``.
+    """
+    store, first = default_store(), ranks[0]
+    if me == first:
+        try:
+            value = make()
+        except BaseException as error:
+            store.set(key, json.dumps({"error": str(error)}))
+            raise
+        store.set(key, json.dumps({"value": value}))
         return value
     deadline = time.monotonic() + seconds
-    what = f"rank {ranks[0]} did not start its gather of ranks {list(ranks)}"
-    return _wait_for_key(store, key, deadline, what).decode()
+    what = f"rank {first} did not start its gather of ranks {list(ranks)}"
+    found = json.loads(_wait_for_key(store, key, deadline, what, [first]))
+    if "error" in found:
+        raise LostPeerError(f"rank {first} gave up meeting ranks {list(ranks)}: {found['error']}", [first])
+    return found["value"]
 
 
 def run_id(seconds: float) -> str:
@@ -88,7 +99,8 @@ def run_id(seconds: float) -> str:
     return _run_ids[store]
 
 
-def _host() -> str:
+def host() -> str:
+    """This machine, as a message may name it."""
     return f"{socket.gethostname()} (network namespace {os.stat('/proc/self/ns/net').st_ino})"
 
 
@@ -99,12 +111,12 @@ def collect_links(key: str, ranks: Sequence[int], seconds: float) -> list[Receiv
     token = secrets.token_hex(16)
     links: dict[int, ReceivingLink] = {}
     strangers: dict[int, Link] = {}  # connected, not yet known which rank they are
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+    with _socket() as listener:
         name = f"modelexport-{secrets.token_hex(16)}"
         listener.bind(f"\0{name}")
         listener.listen(len(ranks))
         listener.setblocking(False)
-        store.set(key, json.dumps({"name": name, "token": token, "host": _host()}))
+        store.set(key, json.dumps({"name": name, "token": token, "host": host()}))
         poller = select.poll()
         poller.register(listener, select.POLLIN)
         try:
@@ -113,7 +125,8 @@ def collect_links(key: str, ranks: Sequence[int], seconds: float) -> list[Receiv
                 if time.monotonic() > deadline:
                     raise LostPeerError(
                         f"waited {seconds:g} s for ranks {list(ranks[1:])} to connect; connected: {sorted(links)}; "
-                        f"missing: {missing}, which did not start the same gather on this host"
+                        f"missing: {missing}, which did not start the same gather on this host",
+                        missing,
                     )
                 for fd, _ in poller.poll(100):
                     if fd == listener.fileno():
@@ -125,7 +138,7 @@ def collect_links(key: str, ranks: Sequence[int], seconds: float) -> list[Receiv
                         _greet(strangers.pop(fd), token, missing, links)
                 for rank in missing:
                     if store.check([f"{key}/failed/{rank}"]):
-                        raise LostPeerError(store.get(f"{key}/failed/{rank}").decode())
+                        raise LostPeerError(store.get(f"{key}/failed/{rank}").decode(), [rank])
             store.delete_key(key)
         except BaseException as error:
             store.set(key, json.dumps({"error": str(error)}))  # for those who have not come yet
@@ -136,6 +149,13 @@ def collect_links(key: str, ranks: Sequence[int], seconds: float) -> list[Receiv
             for stranger in strangers.values():
                 stranger.close()
     return [links[rank] for rank in ranks[1:]]
+
+
+def _socket() -> socket.socket:
+    try:
+        return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError as error:
+        raise GatherError(f"no socket to meet the other ranks: {error}; raise ulimit -n (open files)") from error
 
 
 def _accept(listener: socket.socket) -> Link:
@@ -163,12 +183,11 @@ def connect_to_first(key: str, ranks: Sequence[int], me: int, limit: int, second
     """On any other rank: connect to the first one."""
     store = default_store()
     first, deadline = ranks[0], time.monotonic() + seconds
-    info = json.loads(
-        _wait_for_key(store, key, deadline, f"rank {first} did not start its gather of ranks {list(ranks)}")
-    )
+    what = f"rank {first} did not start its gather of ranks {list(ranks)}"
+    info = json.loads(_wait_for_key(store, key, deadline, what, [first]))
     if "error" in info:
-        raise LostPeerError(f"rank {first} gave up meeting ranks {list(ranks)}: {info['error']}")
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        raise LostPeerError(f"rank {first} gave up meeting ranks {list(ranks)}: {info['error']}", [first])
+    sock = _socket()
     try:
         sock.settimeout(max(0.001, deadline - time.monotonic()))
         sock.connect(f"\0{info['name']}")
@@ -182,7 +201,7 @@ def connect_to_first(key: str, ranks: Sequence[int], me: int, limit: int, second
     except OSError as error:
         sock.close()
         text = (
-            f"rank {me} on {_host()} cannot reach rank {first} on {info['host']}: {error}; ranks that do not share a "
+            f"rank {me} on {host()} cannot reach rank {first} on {info['host']}: {error}; ranks that do not share a "
             "host gather through a directory that all can see (workspace_path, --gather nfs --workspace DIR)"
         )
         store.set(f"{key}/failed/{me}", text)

@@ -161,7 +161,8 @@ class Mapping:
                 raise GatherError("a shared segment was announced as sealed and is not")
             self._map = mmap.mmap(fd, size)
         except OSError as error:
-            raise GatherError(f"cannot map a shared segment of {size} bytes: {error}") from error
+            hint = "; raise ulimit -v (address space)" if error.errno == errno.ENOMEM else ""
+            raise GatherError(f"cannot map a shared segment of {size} bytes: {error.strerror}{hint}") from error
         finally:
             os.close(fd)
         self.size = size

@@ -156,12 +156,15 @@ class SendingLink(Link):
                 oldest = min(self._unacknowledged.values(), default=time.monotonic())
                 raise LostPeerError(
                     f"{self}, which collects, has not acknowledged the payloads {sorted(self._unacknowledged)}; "
-                    f"waited {seconds:g} s, the oldest was sent {time.monotonic() - oldest:.1f} s ago"
+                    f"waited {seconds:.3g} s, the oldest was sent {time.monotonic() - oldest:.1f} s ago",
+                    [self.rank],
+                    indirect=True,
                 )
             self.wait(min(left, _GLANCE))
 
     def _lost(self) -> LostPeerError:
-        return LostPeerError(f"{self}, which collects, has closed its connection: its process ended or failed")
+        text = f"{self}, which collects, has closed its connection: its process ended or failed"
+        return LostPeerError(text, [self.rank], indirect=True)
 
     def _reclaim(self) -> None:
         if self._lock.acquire(blocking=False):

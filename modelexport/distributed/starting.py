@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
@@ -23,6 +24,7 @@ from modelexport.errors import UsageError
 PRELOADING = "modelexport.distributed.preloading"  # by name: importing it here would do its work here
 PRELOAD_VARIABLE = "MODELEXPORT_PRELOAD"
 _server_environ: dict[str, str] = {}  # what the fork server was started with
+_environ_lock = threading.RLock()  # while this process's environment is another for a moment: launches may be several
 
 
 def prestart(preload: Sequence[str] = ("torch", "safetensors")) -> None:
@@ -54,6 +56,11 @@ def _start_environment(preload: str = "") -> Iterator[dict[str, str]]:
     OpenMP reads its policy when it is loaded. The fork server of Python 3.11 and older finds only modules on
     the default path unless told otherwise. Ctrl-C is this process's business, from their first moment on.
     """
+    with _environ_lock:
+        yield from _changed_environment(preload)
+
+
+def _changed_environment(preload: str) -> Iterator[dict[str, str]]:
     changed = {
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
@@ -77,7 +84,8 @@ def start_ranks(ranks: list[RankHandle], call: Call, cfg: MultiprocessConfig, ra
     """Starts the processes and appends their handles to ``ranks``, also those of a start that fails half-way."""
     method = cfg.launch_method
     context: Any = multiprocessing.get_context(method)
-    environ = dict(os.environ)
+    with _environ_lock:
+        environ = dict(os.environ)
     unset: tuple[str, ...] = ()
     if method == "fork":
         _check_fork()

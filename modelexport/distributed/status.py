@@ -36,6 +36,7 @@ class Status:
         self._rank = rank
         self._lock = threading.Lock()
         self._phases: dict[int, Phase] = {}
+        self.directories: set[str] = set()
         self._on_event = on_event
 
     def enter(self, phase: Phase | None) -> Phase | None:
@@ -65,6 +66,10 @@ class Status:
         line = json.dumps(event)
         if self._on_event is not None:
             self._on_event(self._rank, json.loads(line))
+
+    def leaves_behind(self, directory: str) -> None:
+        """Has ``directory`` cleared of this rank's files, should the run fail: by the launcher, or by rank 0."""
+        self.directories.add(directory)
 
     def _summary(self) -> Phase:
         """The main thread's phase; where that waits and another thread works, the other's: it is the one to blame."""
@@ -118,6 +123,10 @@ class RankStatus(Status):
         with self._lock:
             self._publish(*self._summary())
 
+    def leaves_behind(self, directory: str) -> None:
+        super().leaves_behind(directory)
+        self.send({"type": "leaves", "directory": directory})
+
     def finish(self) -> None:
         """Says that this rank's work is done and waits until every rank of this launcher has said so.
 
@@ -131,7 +140,8 @@ class RankStatus(Status):
     def fail(self, error: BaseException) -> None:
         """Sends the error with this thread's innermost phase."""
         text, _ = phase_of_error(error) or self.of_thread()
-        self.send({"type": "failed", "time": time.monotonic(), "phase": text, **exception_message(error)})
+        when = getattr(error, "raised_at", time.monotonic())
+        self.send({"type": "failed", "time": when, "phase": text, **exception_message(error)})
 
     def _publish(self, text: str, waiting: bool) -> None:
         self._board.write(text, waiting)
@@ -193,6 +203,15 @@ def report(event: dict) -> None:
     _status.report(event)
 
 
+def leaves_behind(directory: str | os.PathLike[str]) -> None:
+    """Tells of a run's directory in a workspace, in which this rank is going to have files.
+
+    Should the run fail, the launcher (or rank 0, where ranks watch each other) removes them once this rank's process
+    has ended, however it ended.
+    """
+    _status.leaves_behind(os.path.abspath(directory))
+
+
 def phase(text: str, *, waiting: bool = False) -> None:
     """Says what this rank does now; counts as progress. Takes a few microseconds.
 
@@ -219,10 +238,16 @@ class phase_scope:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and not hasattr(error, "_modelexport_phase"):
-            # Kept on the error, not in a table: a table would keep the error's frames and their tensors.
-            error._modelexport_phase = _status.of_thread()  # type: ignore[attr-defined]
+        if error is not None:
+            _keep_phase(error)
         _status.enter(self._former)
+
+
+def _keep_phase(error: BaseException) -> None:
+    """Note on ``error`` what this thread did when it arose."""
+    # Not in a table: that would keep the error's frames and their tensors.
+    if not hasattr(error, "_modelexport_phase"):
+        error._modelexport_phase = _status.of_thread()  # type: ignore[attr-defined]
 
 
 def phase_of_error(error: BaseException) -> Phase | None:
@@ -248,6 +273,9 @@ def local_status(on_event: Callable[[int, dict], None] | None, rank: int = 0) ->
     former = use(status)
     try:
         yield status
+    except BaseException as error:
+        _keep_phase(error)
+        raise
     finally:
         use(former)
 

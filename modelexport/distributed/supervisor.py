@@ -11,19 +11,28 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 from modelexport.distributed.config import MultiprocessConfig
-from modelexport.distributed.failures import ECHO, OWN, Failure, describe_exit, root_cause
+from modelexport.distributed.failures import (
+    ECHO,
+    OWN,
+    Failure,
+    describe_exit,
+    passed_on,
+    root_cause,
+    settling_seconds,
+)
+from modelexport.distributed.heartbeat import remove_rank
 from modelexport.distributed.phase_board import BoardState, PhaseBoard
 from modelexport.distributed.rank_main import KILL_AFTER
 from modelexport.distributed.status import BEAT_SECONDS
 
 STOPPED_AFTER = 30.0  # seconds without a heartbeat after which a stopped process counts as failed
-_SETTLE_OWN = 0.1  # seconds to wait for an earlier failure, once one is known that stands for itself
-_SETTLE_ECHO = 0.5  # the same while only echoes are known
 _SIGTERM_WAIT = 0.3  # seconds the caller waits for ranks to obey SIGTERM; then a thread sees to it
 
 
@@ -39,6 +48,8 @@ class RankHandle:
         self.hung_up = False  # its end of the channel is closed
         self.more = True  # it may have sent more than was read
         self.failure: Failure | None = None
+        self.ended_well = False
+        self.directories: set[Path] = set()  # in which it may have left files
         self.state: BoardState = board.read()
         self.progress_at = self.beat_at = 0.0  # on the supervisor's clock
         self._buffer = b""
@@ -59,7 +70,9 @@ class RankHandle:
                 break
             self._buffer += data
         *lines, self._buffer = self._buffer.split(b"\n")
-        return [json.loads(line) for line in lines]
+        messages = [json.loads(line) for line in lines]
+        self.directories.update(Path(m["directory"]) for m in messages if m["type"] == "leaves")
+        return messages
 
     def release(self) -> None:
         """Lets a finished rank leave."""
@@ -75,6 +88,10 @@ class RankHandle:
 
     def close(self) -> None:
         """Frees what belongs to a process that has ended."""
+        self.more = True
+        while self.more and not self.hung_up:
+            self.messages()  # for the directories: nobody cares for the rest any more
+        self.ended_well = self.done and self.process.exitcode == 0
         self.channel.close()
         self.board.close()
         self.process.join()
@@ -146,7 +163,7 @@ class Supervisor:
             elif kind == "failed":
                 fields = {key: value for key, value in message.items() if key != "type"}
                 rank.failure = Failure(**{"rank": rank.rank, **fields})
-            else:
+            elif kind != "leaves":
                 assert kind in ("up", "finished", "done"), kind
                 setattr(rank, kind, True)
 
@@ -185,9 +202,7 @@ class Supervisor:
             return False
         if all(rank.exited or rank.failure for rank in self._ranks):
             return True
-        level = min(failure.level for failure in failures)
-        patience = _SETTLE_OWN if level == OWN else _SETTLE_ECHO
-        return time.monotonic() - min(failure.time for failure in failures) > patience
+        return time.monotonic() - min(failure.time for failure in failures) > settling_seconds(failures)
 
     def _find_hung(self) -> None:
         """Turns a stopped or hung rank into a failure; asks it for its stacks."""
@@ -197,6 +212,8 @@ class Supervisor:
         stopped = [rank for rank in running if self._is_stopped(rank, min(self._timeout, STOPPED_AFTER))]
         idle = [rank for rank in running if self._clock - rank.progress_at >= self._timeout]
         working = [rank for rank in idle if not rank.state.waiting]
+        # Ranks that wait have time-outs of their own, and know for whom they wait: theirs come first.
+        grace = min(2.0, self._timeout / 4)
         if stopped:
             rank = stopped[0]
             missed = self._clock - rank.beat_at
@@ -204,7 +221,7 @@ class Supervisor:
         elif working:
             rank = min(working, key=lambda rank: rank.state.progress_ns)
             text = self._no_progress(rank)
-        elif running and len(idle) == len(running):
+        elif running and all(self._clock - rank.progress_at >= self._timeout + grace for rank in running):
             unfinished = [rank for rank in idle if not rank.finished] or idle
             rank = min(unfinished, key=lambda rank: rank.state.progress_ns)
             text = f"every rank waits for others, this one the longest: {self._no_progress(rank)}"
@@ -224,7 +241,7 @@ class Supervisor:
 
     def _no_progress(self, rank: RankHandle) -> str:
         text = f"no progress for {self._clock - rank.progress_at:.3g} s (time-out {self._timeout:g} s)"
-        waiting = [r for r in self._ranks if r is not rank and not r.exited and r.state.waiting]
+        waiting = [r for r in self._ranks if r is not rank and not (r.exited or r.failure) and r.state.waiting]
         if waiting:
             text += "; waiting meanwhile: " + ", ".join(f"rank {r.rank} ({r.state.text})" for r in waiting[:8])
         return text
@@ -241,7 +258,7 @@ class Supervisor:
         rank.failure = Failure(rank.rank, time.monotonic(), OWN, phase, text, stacks)
 
     def _blame(self, cause: Failure) -> Failure:
-        """For an echo: the rank that the others waited for, if it is one of ours and still runs."""
+        """For an echo: the rank that the others waited for, if it is one of ours."""
         if cause.level == OWN:
             return cause
         running = [rank for rank in self._ranks if not rank.exited and rank.failure is None]
@@ -255,16 +272,36 @@ class Supervisor:
             if not rank.state.waiting and not rank.finished and self._clock - rank.progress_at >= quiet
         ]
         if stopped or idle:
-            rank = stopped[0] if stopped else min(idle, key=lambda rank: rank.state.progress_ns)
-            what = "its process is stopped (SIGSTOP or a debugger)" if stopped else self._no_progress(rank)
+            rank = min(stopped or idle, key=lambda r: (r.rank not in cause.blamed, r.state.progress_ns))
+            if stopped:
+                what = "its process is stopped (SIGSTOP or a debugger)"
+            elif self._clock - rank.progress_at < 1:
+                what = "it is at work and did not come"
+            else:
+                what = self._no_progress(rank)
             self._accuse(rank, f"{what}; rank {cause.rank} gave up waiting: {cause.summary}")
             assert rank.failure is not None
             return rank.failure
+        guilty = self._waited_for(cause)
+        if guilty is not None:
+            phase = guilty.failure.phase if guilty.failure else guilty.state.text
+            return passed_on(cause, guilty.rank, phase, returned=guilty.finished)
         others = ", ".join(f"rank {rank.rank}: {rank.state.text}" for rank in running[:8])
         note = f" (meanwhile {others})" if others else ""
         if self._has_strangers and cause.level == ECHO:
             note += "; no rank that was started here failed before, so another launcher's output has the cause"
-        return Failure(**{**cause.__dict__, "summary": cause.summary + note})
+        return replace(cause, summary=cause.summary + note)
+
+    def _waited_for(self, echo: Failure) -> RankHandle | None:
+        """The rank that left the others waiting though it neither works nor is stuck."""
+        for rank in self._ranks:
+            if rank.rank in echo.blamed:
+                return rank
+        finished = [rank for rank in self._ranks if rank.finished and rank.failure is None]
+        # Where most have finished it is rather the others that do more than they should.
+        if finished and 2 * len(finished) <= len(self._ranks) and not self._has_strangers:
+            return min(finished, key=lambda rank: rank.state.progress_ns)
+        return None
 
 
 def end_ranks(ranks: Sequence[RankHandle]) -> None:
@@ -282,8 +319,10 @@ def end_ranks(ranks: Sequence[RankHandle]) -> None:
         _close_ended(left, now + _SIGTERM_WAIT)
     finally:
         if left:
-            args = (left, now + KILL_AFTER)
+            args = (ranks, left, now + KILL_AFTER)
             threading.Thread(target=_kill_later, args=args, name="modelexport-reaper").start()
+        else:
+            _clear_up(ranks)
 
 
 def _close_ended(left: list[RankHandle], deadline: float) -> None:
@@ -298,9 +337,19 @@ def _close_ended(left: list[RankHandle], deadline: float) -> None:
         wait([rank.process.sentinel for rank in left], remaining)
 
 
-def _kill_later(left: list[RankHandle], kill_at: float) -> None:
+def _kill_later(ranks: Sequence[RankHandle], left: list[RankHandle], kill_at: float) -> None:
     _close_ended(left, kill_at)
     for rank in left:
         rank.signal(signal.SIGKILL)
     for rank in left:
         rank.close()
+    _clear_up(ranks)
+
+
+def _clear_up(ranks: Sequence[RankHandle]) -> None:
+    """Remove what the ranks of a failed run, all of them ended, left in workspaces."""
+    if all(rank.ended_well for rank in ranks):
+        return  # each has cleared up by itself; what it left somebody may still be going to read
+    for rank in ranks:
+        for directory in rank.directories:
+            remove_rank(directory, rank.rank)

@@ -10,7 +10,7 @@ What plain JSON cannot say is an object with the key ``"$"``::
 
     {"$": "tensor", "name": "mlp.up.weight"}      {"$": "tuple", "items": [..]}     {"$": "size", "items": [..]}
     {"$": "dict", "items": [[key, value], ..]}    {"$": "ordered_dict", ..}         {"$": "float", "value": "nan"}
-    {"$": "dtype", "name": "bfloat16"}            {"$": "bytes", "base64": ".."}
+    {"$": "dtype", "name": "bfloat16"}            {"$": "bytes", "base64": ".."}    {"$": "int", "hex": "0x.."}
     {"$": "config", "class": "package.module:Name", "fields": {..}}
 """
 
@@ -33,6 +33,7 @@ __all__ = ["register_config", "restore", "split"]
 
 T = TypeVar("T")
 _MARK = "$"
+_LONG = 2048  # bits: Python refuses to write or read decimal numbers of some thousand digits (640 at the least)
 _RESERVED = "__metadata__"  # safetensors keeps this name for itself
 _registry: dict[str, type] = {}
 
@@ -102,6 +103,8 @@ class _Encoder:
 
     def encode(self, value: Any, path: tuple[str, ...]) -> Any:
         kind = type(value)
+        if kind is int and value.bit_length() > _LONG:
+            return {_MARK: "int", "hex": hex(value)}
         if value is None or kind in (bool, int, str):
             return value
         if kind is float:
@@ -254,6 +257,7 @@ _DECODERS: dict[str, Callable[[dict[str, Any], Mapping[str, torch.Tensor], tuple
     "dict": _decode_dict,
     "ordered_dict": _decode_dict,
     "float": lambda value, tensors, path: float(value["value"]),
+    "int": lambda value, tensors, path: int(value["hex"], 16),
     "dtype": _decode_dtype,
     "bytes": lambda value, tensors, path: base64.b64decode(value["base64"], validate=True),
     "config": _decode_config,

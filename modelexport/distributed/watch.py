@@ -7,7 +7,8 @@ others within a second instead of at a time-out. No rank leaves before all have 
 
 Messages are JSON lines::
 
-    rank -> 0   {"rank": 3, "token": ".."}, {"phase": "..", "waiting": false}, {"failed": {..}}, {"finished": 1}
+    rank -> 0   {"rank": 3, "token": ".."}, {"phase": "..", "waiting": false}, {"failed": {..}}, {"finished": 1},
+                {"leaves": "directory"}
     0 -> rank   {"cause": {..}}, {"released": 1}
 """
 
@@ -24,20 +25,20 @@ import sys
 import threading
 import time
 from datetime import timedelta
-from types import FrameType
 from typing import Any
 
 from modelexport.distributed.config import MultiprocessConfig, is_loopback
 from modelexport.distributed.failures import OWN, Failure, exception_message
+from modelexport.distributed.interrupting import Interrupter
 from modelexport.distributed.link import LostPeerError
-from modelexport.distributed.status import current_status, phase_of_error, phase_scope
+from modelexport.distributed.status import current_status, in_rank, phase_of_error, phase_scope
 from modelexport.distributed.watch_hub import Hub, Lines, keep_alive
 
 _KEY = "modelexport/watch"
-_BEAT_SECONDS = 0.2  # between two looks at what this rank does
+_BEAT_SECONDS = 0.05  # between two looks at what this rank does: so old may be what is known of a rank that dies
 _VERDICT_SECONDS = 5.0  # how long a failing rank waits to hear what the root cause is
+_LAUNCHER_PATIENCE = 0.5  # how long SIGTERM waits for the cause to arrive
 _GRACE_SECONDS = 3.0  # for the main thread to raise the cause by itself, when it may be inside native code
-_SIGNAL = signal.SIGUSR2
 
 
 class Watch:
@@ -52,7 +53,6 @@ class Watch:
         self._hub: Hub | None = None
         self._cause: Failure | None = None
         self._released, self._judged, self._closed = threading.Event(), threading.Event(), threading.Event()
-        self._failing = False  # the main thread is on its way out by itself
         self._send_lock = threading.Lock()
         if config.rank == 0:
             self._socket = self._open_hub(config, store)
@@ -60,9 +60,10 @@ class Watch:
             self._socket = _connect(config, store)
         self._socket.setblocking(True)
         self._lines = Lines(self._socket)
-        # Signals are Python's only way into a main thread that sleeps or waits for a lock.
-        self._by_signal = threading.current_thread() is threading.main_thread()
-        self._former_handler: Any = signal.signal(_SIGNAL, self._raise_cause) if self._by_signal else None
+        # A launcher of ours sends SIGTERM when all is known and said; others do as soon as they see one rank end.
+        self._interrupter = Interrupter(
+            self._error, self._judged, on_sigterm=not in_rank(), patience=_LAUNCHER_PATIENCE
+        )
         self._thread = threading.Thread(target=self._run, name="modelexport-watch", daemon=True)
         self._thread.start()
 
@@ -80,7 +81,7 @@ class Watch:
 
     def fail(self, error: BaseException) -> BaseException:
         """Tell the others of this rank's error; returns what to raise: ``error`` itself, or the cause of it."""
-        self._failing = True
+        self._interrupter.raised = True
         if self._cause is None:
             text, _ = phase_of_error(error) or current_status().of_thread()
             fields = {"rank": self._rank, "phase": text, **exception_message(error)}
@@ -100,8 +101,9 @@ class Watch:
         with phase_scope("waiting for the other ranks to finish", waiting=True):
             self._send({"finished": 1})
             self._released.wait()
-        if self._cause is not None:
-            raise self._error()
+        error = self._error()
+        if error is not None:
+            raise error
 
     def close(self, *, wait: bool = True) -> None:
         """Stop watching. With ``wait`` rank 0 does so after the others."""
@@ -112,18 +114,23 @@ class Watch:
         self._socket.close()
         if self._hub is not None and wait:
             self._hub.join(_VERDICT_SECONDS)
-        if self._by_signal:
-            signal.signal(_SIGNAL, self._former_handler)
+        self._interrupter.close()
 
     # --------------------------------------------------------------- the thread
 
     def _run(self) -> None:
         said: Any = None
+        told: set[str] = set()
         while not self._closed.is_set():
             now = current_status().current()
             if now != said:
                 said = now
                 self._send({"phase": now[0], "waiting": now[1]})
+            for directory in current_status().directories - told:
+                told.add(directory)
+                self._send({"leaves": directory})
+            if self._interrupter.overdue(_GRACE_SECONDS):
+                os._exit(128 + signal.SIGTERM)
             if not select.select([self._socket], [], [], _BEAT_SECONDS)[0]:
                 continue
             messages = self._lines.read()
@@ -150,24 +157,19 @@ class Watch:
         self._cause = cause
         self._judged.set()
         self._released.set()
-        if self._failing or self._closed.is_set():
+        if self._interrupter.raised or self._closed.is_set():
             return
-        if self._by_signal:
-            signal.pthread_kill(threading.main_thread().ident or 0, _SIGNAL)
-        if not self._closed.wait(_GRACE_SECONDS) and not self._failing:
+        self._interrupter.interrupt()
+        if not self._closed.wait(_GRACE_SECONDS) and not self._interrupter.raised:
             print(f"modelexport: {cause.error()}", file=sys.stderr, flush=True)
             os._exit(1)
 
-    def _error(self) -> BaseException:
-        assert self._cause is not None
+    def _error(self) -> BaseException | None:
+        if self._cause is None:
+            return None
         error = self._cause.error()
         error._modelexport_cause = self._cause  # type: ignore[attr-defined]
         return error
-
-    def _raise_cause(self, number: int, frame: FrameType | None) -> None:
-        if self._cause is not None and not self._failing:
-            self._failing = True
-            raise self._error()
 
 
 def _listen(config: MultiprocessConfig) -> socket.socket:

@@ -9,14 +9,14 @@ import selectors
 import socket
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from modelexport.distributed.config import MultiprocessConfig
-from modelexport.distributed.failures import ECHO, OWN, Failure, root_cause
+from modelexport.distributed.failures import ECHO, OWN, Failure, passed_on, root_cause, settling_seconds
+from modelexport.distributed.heartbeat import remove_rank
 
-_SETTLE_OWN = 0.1  # seconds to wait for an earlier failure, once one is known that stands for itself
-_SETTLE_ECHO = 0.5  # the same while only echoes are known
 _LONGEST_LINE = 1 << 20
 
 
@@ -62,6 +62,7 @@ class _Member:
     waiting: bool = False
     since: float = 0.0
     finished: bool = False
+    directories: list[Path] = field(default_factory=list)
     failure: Failure | None = None
 
     def tell(self, message: dict[str, Any]) -> None:
@@ -131,6 +132,9 @@ class Hub:
         """Take in what ``member`` said; False when it has hung up."""
         messages = member.lines.read()
         if messages is None:
+            if self._told is None or "cause" in self._told:
+                for directory in member.directories:
+                    remove_rank(directory, member.rank)
             if not member.finished and member.failure is None:
                 text = "its process ended without leaving an error (killed, or os._exit; or its machine is gone)"
                 member.failure = Failure(member.rank, time.monotonic() - 0.05, OWN, member.phase, text)
@@ -144,6 +148,8 @@ class Hub:
             member.phase, member.waiting, member.since = message["phase"], message["waiting"], time.monotonic()
         elif "failed" in message and member.failure is None:
             member.failure = Failure(time=time.monotonic(), **message["failed"])
+        elif "leaves" in message:
+            member.directories.append(Path(message["leaves"]))
         elif "finished" in message:
             member.finished = True
 
@@ -156,10 +162,8 @@ class Hub:
             return
         failures = self._failures()
         if failures:
-            level = min(failure.level for failure in failures)
-            patience = _SETTLE_OWN if level == OWN else _SETTLE_ECHO
-            everyone = len(failures) == self._world
-            if everyone or time.monotonic() - min(failure.time for failure in failures) > patience:
+            waited = time.monotonic() - min(failure.time for failure in failures)
+            if len(failures) == self._world or waited > settling_seconds(failures):
                 cause = asdict(self._blame(root_cause(failures)))
                 del cause["time"]  # of this machine's clock
                 self._tell({"cause": cause})
@@ -167,11 +171,15 @@ class Hub:
             self._tell({"released": 1})
 
     def _blame(self, cause: Failure) -> Failure:
-        """For an echo of a time-out: the rank that the others waited for."""
+        """For an echo: the rank that the others waited for, or that left what they cannot use."""
         busy = [m for m in self._members.values() if m.failure is None and not m.waiting and not m.finished]
         if cause.level != ECHO or not busy:
-            return cause
-        slowest = min(busy, key=lambda member: member.since)
+            blamed = next((self._members[rank] for rank in cause.blamed if rank in self._members), None)
+            if blamed is None:
+                return cause
+            phase = blamed.failure.phase if blamed.failure else blamed.phase
+            return passed_on(cause, blamed.rank, phase, returned=blamed.finished)
+        slowest = min(busy, key=lambda member: (member.rank not in cause.blamed, member.since))
         text = f"no news of it for {time.monotonic() - slowest.since:.3g} s; rank {cause.rank} gave up: {cause.summary}"
         return Failure(slowest.rank, cause.time, OWN, slowest.phase, text)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
+import resource
 import secrets
 import zlib
 from collections.abc import Sequence
@@ -48,10 +50,24 @@ def write_whole(directory: Path, name: str, parts: Sequence[bytes | torch.Tensor
             os.close(fd)
     except OSError as error:
         total = sum(len(part) if isinstance(part, bytes) else part.nbytes for part in parts)
-        raise GatherError(f"cannot write the {total} bytes of {directory / name}: {error}") from error
+        temporary.unlink(missing_ok=True)  # before the room that is left is measured
+        reason = _explain(error, directory)
+        raise GatherError(f"cannot write the {total} bytes of {directory / name}: {reason}") from error
     finally:
         temporary.unlink(missing_ok=True)
     return crc
+
+
+def _explain(error: OSError, directory: Path) -> str:
+    text = error.strerror or str(error)
+    if error.errno == errno.EFBIG:
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        return f"{text} (this process may make files of {limit} bytes); raise ulimit -f"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        info = os.statvfs(directory)
+        free = info.f_bavail * info.f_frsize
+        return f"{text} ({free} bytes are free there); make room, or give a larger workspace (--workspace DIR)"
+    return f"{text}; raise ulimit -n" if error.errno == errno.EMFILE else text
 
 
 def _write_parts(fd: int, parts: Sequence[bytes | torch.Tensor]) -> int:

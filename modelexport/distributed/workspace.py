@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from modelexport.distributed import payload as _payload
 from modelexport.distributed import rendezvous as _rendezvous
-from modelexport.distributed.heartbeat import Heart, last_heartbeat
+from modelexport.distributed.heartbeat import Heart, last_heartbeat, remove_rank
 from modelexport.distributed.link import LostPeerError
 from modelexport.distributed.whole_files import read_payload, write_whole
 from modelexport.errors import GatherError, UsageError
@@ -187,7 +187,7 @@ class NFSWorkspace:
         """
         manifest = self._read_manifest(rank, sequence)
         if manifest.state == "failed":
-            raise LostPeerError(f"rank {rank} could not hand over its payload {sequence}: {manifest.error}")
+            raise LostPeerError(f"rank {rank} could not hand over its payload {sequence}: {manifest.error}", [rank])
         if manifest.state == "nothing":
             return manifest, None
         path = self.directory / self._name(rank, sequence, "safetensors")
@@ -209,6 +209,8 @@ class NFSWorkspace:
             names = os.listdir(self.directory)
         except FileNotFoundError:
             return []
+        except OSError as error:
+            raise GatherError(f"cannot look into the workspace {self.directory}: {error.strerror}") from error
         return [(int(m[1]), int(m[2])) for m in map(_MANIFEST.fullmatch, names) if m]
 
     def remove(self, rank: int, sequence: int) -> None:
@@ -247,17 +249,7 @@ class NFSWorkspace:
         # Payloads that someone is still to read keep our file with them, so that it is known whose they were;
         # it says "closed" first, so that whoever removes the payloads also finds that it may go.
         if not any(rank == self.rank for rank, _ in self.published()):
-            heart.remove()
-        self.remove_directory()
-
-    def remove_directory(self) -> None:
-        """Remove the run's directory, if nothing is left in it."""
-        try:
-            self.directory.rmdir()
-        except OSError as error:
-            # Another rank is still there, or has cleared up already.
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.EBUSY):
-                raise
+            remove_rank(self.directory, self.rank)
 
     def __enter__(self) -> NFSWorkspace:
         return self

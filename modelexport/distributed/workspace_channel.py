@@ -6,6 +6,8 @@ consumed. So the directory never holds more than a few payloads of each rank.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import secrets
 import time
 from collections.abc import Sequence
@@ -15,12 +17,14 @@ from typing import Any
 import torch.distributed as dist
 
 from modelexport.distributed import rendezvous as _rendezvous
-from modelexport.distributed.heartbeat import condition, remove_closed, sweep_dead_runs
+from modelexport.distributed.heartbeat import condition, remove_gone, sweep_dead_runs
 from modelexport.distributed.link import LostPeerError
 from modelexport.distributed.workspace import CORRUPT_READS, CorruptError, NFSWorkspace, NotYetError
-from modelexport.errors import GatherError
+from modelexport.errors import GatherError, UsageError
 
 __all__ = ["WorkspaceChannel"]
+
+_SIGHT_SECONDS = 90.0  # an NFS client may go by what it knew of a directory for a minute
 
 
 class WorkspaceChannel:
@@ -46,17 +50,39 @@ class WorkspaceChannel:
         self._workspace: NFSWorkspace | None = None
         key = _rendezvous.group_key(ranks, group) + "/run"
 
-        def open_first() -> str:
+        def open_first() -> dict[str, str]:
             # Before the others know the run's id, so that they find the first rank's heartbeat.
             run = secrets.token_hex(8)
             self._workspace = NFSWorkspace(path, run_id=run)
-            return run
+            return {"run": run, "path": path, "host": _rendezvous.host()}
 
-        run = _rendezvous.agree(key, ranks, me, open_first, seconds)
+        meeting = _rendezvous.agree(key, ranks, me, open_first, seconds)
         if self._workspace is None:
-            self._workspace = NFSWorkspace(path, run_id=run)
+            self._find_first(Path(path), meeting, min(seconds / 2, _SIGHT_SECONDS))
+            self._workspace = NFSWorkspace(path, run_id=meeting["run"])
         else:
             sweep_dead_runs(Path(path), self._workspace.directory)
+
+    def _find_first(self, path: Path, meeting: dict[str, str], seconds: float) -> None:
+        """Wait until what the first rank has put into the workspace is there for this rank too.
+
+        Raises:
+            UsageError: it does not come: this rank sees another directory.
+        """
+        directory, first = path / f"run-{meeting['run']}", self._ranks[0]
+        deadline, pause = time.monotonic() + seconds, 0.001
+        while condition(directory, first) == "absent":
+            if time.monotonic() > deadline:
+                raise UsageError(
+                    f"rank {self._me} on {_rendezvous.host()} sees another workspace than rank {first}: in {path} "
+                    f"there is, after {seconds:.3g} s, no {directory.name}, which rank {first} on {meeting['host']} "
+                    f"made in {meeting['path']}; all ranks must see one directory (on several machines: on NFS), "
+                    "give its path by --workspace DIR"
+                )
+            with contextlib.suppress(OSError):
+                os.listdir(path)  # makes an NFS client look again
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.1)
 
     def send(self, config: Any, seconds: float) -> None:
         workspace = self._open()
@@ -65,10 +91,9 @@ class WorkspaceChannel:
             self._wait_for_room(self._limit - 1, seconds)
             workspace.publish(sequence, config)
         except Exception as error:
-            try:
+            # So that the first rank fails now, with our reason. Where not even that can be written it sees us end.
+            with contextlib.suppress(GatherError):
                 workspace.publish_failure(sequence, f"{type(error).__name__}: {error}")
-            except GatherError as second:
-                raise second from error  # the workspace itself is unwell
             raise
         self._outstanding.add(sequence)
 
@@ -91,7 +116,8 @@ class WorkspaceChannel:
                 except CorruptError as error:
                     corrupt[rank] = corrupt.get(rank, 0) + 1
                     if corrupt[rank] == CORRUPT_READS:
-                        raise GatherError(f"rank {rank}'s payload {sequence} is corrupt: {error}") from error
+                        where = f"rank {rank}'s payload {sequence} in {workspace.directory}"
+                        raise LostPeerError(f"{where} is corrupt: {error}", [rank]) from error
                 except NotYetError:
                     pass
             overdue = time.monotonic() > deadline
@@ -105,7 +131,8 @@ class WorkspaceChannel:
                 raise LostPeerError(
                     (f"ranks {gone} have ended or closed the workspace; " if gone else "")
                     + f"waited {time.monotonic() - started:.1f} s in {workspace.directory} for payload {sequence} of "
-                    f"ranks {list(self._ranks[1:])}; arrived: {sorted(configs)}; {states}"
+                    f"ranks {list(self._ranks[1:])}; arrived: {sorted(configs)}; {states}",
+                    gone or [rank for rank in missing if rank not in configs],
                 )
             time.sleep(pause)
             pause = min(pause * 1.5, 0.1)
@@ -120,14 +147,13 @@ class WorkspaceChannel:
         workspace = self._workspace
         if workspace is None:
             return
-        collecting = self._me == self._ranks[0]
-        if collecting or self._has_left(self._ranks[0]):
-            # Only the first rank reads here: what lies unconsumed now never will be.
+        first = self._ranks[0]
+        over = self._me == first or self._has_left(first)
+        if over:  # only the first rank reads here: what lies unread now never will be read
             for rank, sequence in workspace.published():
-                if collecting or rank == self._me:
+                if self._me in (first, rank):
                     workspace.remove(rank, sequence)
-        if collecting:
-            remove_closed(workspace.directory)
+        remove_gone(workspace.directory, closed=over)
         workspace.close()
         self._workspace = None
 
@@ -155,10 +181,12 @@ class WorkspaceChannel:
             workspace, first = self._open(), self._ranks[0]
             gone = self._has_left(first) and len(self._still_there()) > allowed
             if gone or time.monotonic() > deadline:
-                waited = "it has ended or closed the workspace" if gone else f"waited {seconds:g} s"
+                waited = "it has ended or closed the workspace" if gone else f"waited {seconds:.3g} s"
                 raise LostPeerError(
                     f"rank {first}, which collects, has not read the payloads {sorted(self._outstanding)} of rank "
-                    f"{self._me} in {workspace.directory}: {waited}; {workspace.heartbeat_of(first)}"
+                    f"{self._me} in {workspace.directory}: {waited}; {workspace.heartbeat_of(first)}",
+                    [first],
+                    indirect=True,
                 )
             time.sleep(pause)
             pause = min(pause * 1.5, 0.1)

@@ -1,4 +1,4 @@
-"""Ranks that another launcher started watch each other: each case is one job of plain processes, as srun starts them."""
+"""Ranks that another launcher started watch each other: a case is one job of plain processes, as srun starts them."""
 
 from __future__ import annotations
 
@@ -36,12 +36,18 @@ def work(kind, culprit):
     launch.report({"rank": rank})
     if kind == "fine":
         return time.sleep(0.2 * rank)
+    if kind == "kill+term" and rank != culprit:
+        threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    if kind == "stuck":
+        if rank == 1: threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGTERM)).start(); dist.all_reduce(ones)
+        return time.sleep(60)
     if rank == culprit:
         time.sleep(0.4)
         if kind == "raise": raise ValueError("no luck")
-        if kind == "kill": os.kill(os.getpid(), signal.SIGKILL)
+        if kind.startswith("kill"): os.kill(os.getpid(), signal.SIGKILL)
         if kind == "leave": os._exit(0)
         if kind == "exit": sys.exit(0)
+        if kind == "term": os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)
         if kind == "late": time.sleep(9)
     if kind == "late" or rank == (culprit + 1) % 3:
         launch.phase("waiting in a collective", waiting=True)
@@ -114,6 +120,7 @@ def test_all_leave_together_and_events_stay_in_their_process() -> None:
         ("raise", 2, "ValueError", "ValueError: no luck"),
         ("raise", 0, "ValueError", "ValueError: no luck"),
         ("exit", 1, "SystemExit", "SystemExit: 0"),
+        ("term", 1, "EndedByLauncherError", "its process was asked to end (SIGTERM)"),
         ("kill", 1, None, "its process ended without leaving an error"),
         ("leave", 2, None, "its process ended without leaving an error"),
         ("kill", 0, None, "its process ended"),
@@ -134,6 +141,18 @@ def test_every_rank_raises_what_one_died_of(kind: str, culprit: int, own: str | 
     assert ended[culprit].status == (-signal.SIGKILL if kind == "kill" else 0)
 
 
+def test_a_rank_that_its_launcher_ends_says_why() -> None:
+    """torchrun sends SIGTERM to all ranks of a machine when one has ended: that is not what they died of."""
+    for rank, one in enumerate(run("kill+term", 2)):
+        if rank != 2:
+            assert (one.said["end"], one.said["rank"]) == ("caught", 2), one
+
+
+def test_sigterm_ends_a_rank_inside_native_code() -> None:
+    ended = run("stuck", 2)
+    assert ended[1].status == 128 + signal.SIGTERM, "it waits in a collective, and no cause is known"
+
+
 def test_a_time_out_is_blamed_on_the_rank_that_did_not_come() -> None:
     ended = run("late", 1, seconds=4.0)
     for rank in (0, 2):
@@ -149,7 +168,12 @@ def test_strangers_are_hung_up_on() -> None:
     own, hubs = socket.socketpair()
     hub = Hub(listener, hubs, "secret", MultiprocessConfig(world_size=2))
     hub.start()
-    for first in (b'{"rank": 1, "token": "guess"}\n', b"GET / HTTP/1.1\n", b'["rank"]\n', b'{"rank": 7, "token": "secret"}\n'):
+    for first in (
+        b'{"rank": 1, "token": "guess"}\n',
+        b"GET / HTTP/1.1\n",
+        b'["rank"]\n',
+        b'{"rank": 7, "token": "secret"}\n',
+    ):
         with socket.create_connection(place, timeout=10) as stranger:
             stranger.sendall(first)
             assert stranger.recv(1) == b""

@@ -172,7 +172,7 @@ def test_the_directory_may_vanish_while_another_rank_opens_it(tmp_path: Path, mo
     assert heartbeat.condition(tmp_path / "run", 0) == "living"
     heart.stop()
     assert heartbeat.condition(tmp_path / "run", 0) == "closed"
-    heart.remove()
+    heartbeat.remove_rank(tmp_path / "run", 0)
     assert heartbeat.condition(tmp_path / "run", 0) == "absent"
 
 
