@@ -8,21 +8,27 @@ import difflib
 import json
 import os
 import sys
+import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from modelexport import __version__
-from modelexport.errors import ModelExportError, UsageError, nearest
+from modelexport.distributed.environment import external_rank
+from modelexport.errors import ModelExportError, RankFailedError, UsageError, nearest
 from modelexport.recipe import ExportRecipe, parse_assignments
 from modelexport.startup import exempt_everything
 
 COMMANDS = ("inspect", "verify")
+_OTHERS_FIRST = 1.0  # seconds for rank 0 to say what is wrong: torchrun ends all when the first has ended
 _EXAMPLES = """\
 examples:
   modelexport --tp 4 --out ckpt/                             the embedded demo model, FP8
   modelexport --model DIR --quant int4 --tp 4 --out ckpt/    any Llama-architecture checkpoint
   modelexport --model DIR --quant int8 --dry-run             plan, sizes and memory; writes nothing
+  torchrun --nnodes 2 --nproc-per-node 4 -m modelexport --tp 8 --workspace DIR --model DIR --out DIR
+                                                             ranks on two machines, all DIRs seen by both
   modelexport inspect ckpt/                                  layers, dtypes, bits per weight
   modelexport verify ckpt/ --against DIR                     hashes, structure, error per layer
 """
@@ -36,7 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # a reader that has gone is noticed here, not by the interpreter as it ends
         return status
     except ModelExportError as error:
-        print(f"modelexport: {error}", file=sys.stderr)
+        if _is_ours_to_say(error):
+            print(f"modelexport: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(_OTHERS_FIRST)
         return error.exit_status
     except KeyboardInterrupt:
         print("modelexport: interrupted; the same command resumes", file=sys.stderr)
@@ -54,10 +63,26 @@ def _run(arguments: list[str]) -> int:
     return _export(arguments)
 
 
+def _is_ours_to_say(error: ModelExportError) -> bool:
+    """Whether this process prints ``error``: under torchrun and the like the first rank does, and the culprit."""
+    rank = external_rank()
+    return rank in (None, 0) or not isinstance(error, (UsageError, RankFailedError))
+
+
 def run() -> NoReturn:
     """Entry point of the program: :func:`main`, and a quick end."""
-    status = main()
+    try:
+        status = main()
+    except Exception:  # a defect of ours
+        if external_rank() is None:
+            raise
+        traceback.print_exc()
+        status = 1
     exempt_everything()
+    if status and external_rank() is not None:
+        # Without waiting for threads that still wait for ranks that will not come.
+        sys.stdout.flush()
+        os._exit(status)
     sys.exit(status)
 
 
@@ -123,6 +148,8 @@ def _export(arguments: list[str]) -> int:
     from modelexport.exporter import export
 
     result = export(recipe)
+    if external_rank() not in (None, 0):
+        return 0
     if recipe.json:
         print(json.dumps(result.as_json(), indent=1))
     elif not recipe.quiet:

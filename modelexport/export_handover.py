@@ -4,7 +4,8 @@
 - ``nfs``: the same, through files in a workspace.
 - ``direct``: each rank writes its own pieces; only descriptions go to the first rank. A weight that is cut along its
   columns is the exception: its pieces would be thousands of short segments each, ten times slower to write than
-  whole rows. They meet in shared memory at one rank, another one for each such weight, which writes them as rows.
+  whole rows. They meet at one rank, another one for each such weight, which writes them as rows: in shared memory,
+  or through the workspace where the ranks are on several machines.
 
 The bytes are the same in each case. Whatever way it went, a checksum of each piece, taken where the piece was in
 memory, goes into the journal, and the audit compares it with what lies in the file.
@@ -17,16 +18,14 @@ import zlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from modelexport.checkpoints.safetensors_file import Layout, Writer
 from modelexport.checkpoints.staging import Staging
-from modelexport.distributed import gather
+from modelexport.distributed import collectives, gather, ranks
 from modelexport.distributed.launch import phase, report
 from modelexport.export_plan import Step, TensorTask
 from modelexport.inspection.audit import Piece
@@ -48,31 +47,29 @@ class HandOver:
         workspace: str | None,
         records: dict[str, dict[str, Any]],
     ) -> None:
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.world = dist.get_world_size() if dist.is_initialized() else 1
-        self.group = dist.group.WORLD if dist.is_initialized() else None
+        self.world = collectives.get_world_size()
         self.records = records
         self._staging = staging
         self._writer = Writer(layout, staging.directory)
         self._writer.start_writeback()
         self._direct = transport == "direct" or self.world == 1
-        self._workspace: str | Path | None = workspace if transport == "nfs" else None
+        self._workspace = workspace
         self._shares_all = transport == "shm" and self.world > 1
         self._turn = 0
         self._ranks = list(range(self.world))
-        gather.connect(self._ranks, self.group, self._workspace)
+        gather.connect(self._ranks, None, self._workspace)
 
     def wants_shared(self, task: TensorTask) -> bool:
         """Whether what is made of ``task`` should lie in shared memory, because another rank will write it."""
-        return self._shares_all or self._meets(task)
+        return self._shares_all or (self._meets(task) and self._workspace is None)
 
     def _meets(self, task: TensorTask) -> bool:
         return self._direct and self.world > 1 and task.cut.dim == 1
 
     def gathered(self, payload: Any, first: int = 0) -> AbstractContextManager[list[Any]]:
         """``payload`` of every rank, on rank ``first``."""
-        ranks = self._ranks[first:] + self._ranks[:first]
-        return gather.get_configs_parallel(payload, ranks, self.group, self._workspace)
+        order = self._ranks[first:] + self._ranks[:first]
+        return gather.get_configs_parallel(payload, order, None, self._workspace)
 
     def step(self, step: Step, layer: LayerConfig) -> None:
         """Bring one step's layer, as this rank emits it, into the checkpoint.
@@ -135,18 +132,9 @@ class HandOver:
         self._writer.sync()
 
     def share_records(self) -> dict[str, dict[str, Any]]:
-        """Every rank gets the first rank's record of all steps (a byte broadcast of JSON)."""
-        if self.world == 1:
-            return self.records
+        """Every rank gets the first rank's record of all steps."""
         phase("waiting for the other ranks to finish writing", waiting=True)
-        text = torch.frombuffer(bytearray(json.dumps(self.records).encode()), dtype=torch.uint8)
-        size = torch.tensor([text.numel()])
-        dist.broadcast(size, 0, group=self.group)
-        if self.rank != 0:
-            text = torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(text, 0, group=self.group)
-        records: dict[str, dict[str, Any]] = json.loads(bytes(text.numpy()))
-        return records
+        return ranks.compute_and_broadcast(lambda: self.records)
 
     def close(self) -> None:
         """Close the weight files."""

@@ -14,12 +14,11 @@ from queue import Queue
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from modelexport.checkpoints.safetensors_file import Checkpoint, Layout, Reader, torch_dtype
 from modelexport.checkpoints.staging import Staging
-from modelexport.distributed import gather, memory
+from modelexport.distributed import collectives, gather, memory
 from modelexport.distributed.launch import phase, report
 from modelexport.export_audit import audit
 from modelexport.export_handover import HandOver
@@ -37,6 +36,8 @@ class RankJob:
     Attributes:
         done: journal of an earlier run of the same export: step id -> its record.
         transport: ``shm``, ``nfs`` or ``direct``.
+        workspace: where ranks meet that do not meet in shared memory.
+        spread: the ranks are on several machines.
         timeout: seconds that a gather waits for another rank.
     """
 
@@ -46,6 +47,7 @@ class RankJob:
     out: Path
     transport: str
     workspace: str | None
+    spread: bool
     timeout: float
     done: dict[str, dict[str, Any]]
 
@@ -91,9 +93,7 @@ class _Quantised:
 
 def run_rank(job: RankJob) -> None:
     """Entry point of a rank process; rank 0 reports the result (see :meth:`RankExport.finish`)."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    with Staging.join(job.out) as staging, RankExport(job, staging, rank, world) as export:
+    with Staging.join(job.out) as staging, RankExport(job, staging) as export:
         export.run()
         export.finish()
 
@@ -101,8 +101,9 @@ def run_rank(job: RankJob) -> None:
 class RankExport:
     """One rank's part of an export."""
 
-    def __init__(self, job: RankJob, staging: Staging, rank: int, world: int) -> None:
-        self.job, self.staging, self.rank, self.world = job, staging, rank, world
+    def __init__(self, job: RankJob, staging: Staging) -> None:
+        self.job, self.staging = job, staging
+        self.rank, self.world = collectives.get_rank(), collectives.get_world_size()
         self.format = job.plan.number_format
         self.plain = formats.get("none")
         self.reader = Reader(job.source)
@@ -223,7 +224,7 @@ class RankExport:
             parts.append(part)
         flat = torch.cat(parts)
         phase(f"reducing row maxima of {step.id}", waiting=True)
-        dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=self.way.group)
+        collectives.all_reduce(flat, op=collectives.reduce_op.MAX)
         phase(f"quantising {step.id}")
         return dict(zip(spanning, flat.split([part.numel() for part in parts]), strict=True))
 
@@ -278,6 +279,9 @@ class RankExport:
     def finish(self) -> None:
         """Reopen the files, compare them with what was produced and with the source, and report."""
         job = self.job
+        if job.spread:  # other machines see what has reached the disk, and not before
+            phase("flushing weight files to disk")
+            self.way.flush()
         with ThreadPoolExecutor(1) as flushing:  # the disk works while the page cache is read back
             flushed = flushing.submit(self.way.flush)
             records = self.way.share_records()

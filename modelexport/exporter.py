@@ -8,37 +8,29 @@ Importing this module is cheap; torch is imported once the rank processes are on
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelexport import __version__
-from modelexport.checkpoints.hf import RECORD, SideFiles, copy_side_files, quantization_config, write_config
-from modelexport.checkpoints.safetensors_file import (
-    INDEX_NAME,
-    Checkpoint,
-    Layout,
-    open_checkpoint,
-    plan_layout,
-)
+from modelexport.checkpoints.safetensors_file import open_checkpoint, plan_layout
 from modelexport.checkpoints.source import Source, resolve_source
-from modelexport.checkpoints.staging import Staging
 from modelexport.distributed import launch
+from modelexport.distributed.launch import MultiprocessConfig
 from modelexport.errors import ModelExportError, RankFailedError, UsageError
-from modelexport.export_plan import ExportPlan, build_plan
-from modelexport.export_record import ExportResult, make_record
+from modelexport.export_hosts import agree, external_config, is_spread, run_as_rank
+from modelexport.export_plan import build_plan
+from modelexport.export_record import ExportResult
+from modelexport.export_target import Prepared, Target
 from modelexport.recipe import ExportRecipe
 from modelexport.sharding.plan import Parallelism
 from modelexport.startup import quick_imports
 
 if TYPE_CHECKING:
+    from modelexport.export_rank import RankJob
     from modelexport.quantization.formats.base import NumberFormat
 
 PRELOAD = (
@@ -50,17 +42,6 @@ PRELOAD = (
 )
 
 EVALUATED_WINDOWS = 32  # of 197; a few seconds, with a standard error that tells the formats apart
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """An export before its first weight is read."""
-
-    recipe: ExportRecipe
-    source: Source
-    checkpoint: Checkpoint
-    plan: ExportPlan
-    layout: Layout
 
 
 def export(recipe: ExportRecipe | None = None, **settings: Any) -> ExportResult:
@@ -86,30 +67,67 @@ def export(recipe: ExportRecipe | None = None, **settings: Any) -> ExportResult:
     began = time.perf_counter()
     if recipe.out is None and not recipe.dry_run:
         raise UsageError("no target given: add --out DIR")
-    if recipe.tp > 1 and not recipe.dry_run:
-        launch.prestart(PRELOAD)
-    number_format = _number_format(recipe)  # a wrong name is said before a model is downloaded
-    source = resolve_source(recipe.model, recipe.revision)
-    if recipe.out is not None and source.directory.resolve().is_relative_to(Path(recipe.out).resolve()):
-        raise UsageError(f"--out {recipe.out} would replace the source, {source.directory}: choose another target")
-    prepared = prepare(recipe, source, number_format)
     if recipe.dry_run:
-        return ExportResult.preview(prepared.plan, source.label, prepared.layout)
-    assert recipe.out is not None
-    with Staging.open(Path(recipe.out), _fingerprint(prepared), overwrite=recipe.overwrite) as staging:
-        if staging.restarted and not recipe.quiet:
-            print("the machine has restarted since an export here was cut off: it begins anew", file=sys.stderr)
-        side, done = _write_around(prepared, staging)
-        outcome = _run_ranks(prepared, done)
-        if len(prepared.layout.files) > 1:  # last: without it nobody takes the files for a checkpoint
-            (staging.directory / INDEX_NAME).write_text(prepared.layout.index_json())
-        beside = _files_beside_weights(prepared.layout, staging.directory)
-        record = make_record(prepared.plan, recipe, source.label, side, beside, outcome)
-        (staging.directory / RECORD).write_text(json.dumps(record, indent=1) + "\n")
-        staging.publish()
+        prepared = prepare(recipe)
+        return ExportResult.preview(prepared.plan, prepared.source.label, prepared.layout)
+    config = external_config(recipe)
+    if config is None:
+        prepared, record = _launch(recipe)
+    else:
+        prepared, record = _take_part(recipe, config)
     seconds = time.perf_counter() - began
+    assert recipe.out is not None
     result = ExportResult.of(record, prepared.plan, Path(recipe.out), prepared.layout, seconds)
-    return _evaluated(result, source) if recipe.evaluate and source.is_demo else result
+    first = config is None or config.rank == 0
+    return _evaluated(result, prepared.source) if recipe.evaluate and prepared.source.is_demo and first else result
+
+
+def _launch(recipe: ExportRecipe) -> tuple[Prepared, dict[str, Any]]:
+    """Export in rank processes of our own; returns the record too."""
+    if recipe.tp > 1:
+        launch.prestart(PRELOAD)
+    prepared = prepare(recipe)
+    with Target(prepared) as target:
+        done = target.begin()
+        job = _job(prepared, done)
+        from modelexport.export_rank import run_rank
+
+        with _outcome(prepared, done) as (on_event, results):
+            config = MultiprocessConfig(
+                world_size=recipe.tp,
+                local_world_size=recipe.tp,
+                model_parallelism=recipe.tp,
+                backend="gloo",
+                timeout=recipe.timeout,
+                preload=PRELOAD,
+                on_event=on_event,
+            )
+            launch.launch_subprocesses(run_rank, config, None, 0, job)
+        return prepared, target.finish(_single(results))
+
+
+def _take_part(recipe: ExportRecipe, config: MultiprocessConfig) -> tuple[Prepared, dict[str, Any]]:
+    """Export as one of the ranks that another launcher started; returns the record too."""
+    from modelexport.distributed import ranks
+
+    def export_as_rank() -> tuple[Prepared, dict[str, Any]]:
+        from modelexport.export_rank import run_rank
+
+        with ranks.zero_first(config.local_rank == 0):  # one download for each machine
+            source = resolve_source(recipe.model, recipe.revision)
+        launch.phase("planning the export")
+        prepared = prepare(recipe, source)
+        agree(prepared)
+        with Target(prepared) as target:
+            done = ranks.compute_and_broadcast(target.begin)
+            with (
+                _outcome(prepared, done, shown=config.rank == 0) as (on_event, results),
+                launch.local_status(on_event, config.rank),
+            ):
+                run_rank(_job(prepared, done, spread=is_spread(config)))
+            return prepared, ranks.compute_and_broadcast(lambda: target.finish(_single(results)))
+
+    return run_as_rank(config, export_as_rank)
 
 
 def _evaluated(result: ExportResult, source: Source) -> ExportResult:
@@ -126,8 +144,12 @@ def _evaluated(result: ExportResult, source: Source) -> ExportResult:
     return replace(result, evaluation=evaluation)
 
 
-def prepare(recipe: ExportRecipe, source: Source, number_format: NumberFormat) -> Prepared:
+def prepare(recipe: ExportRecipe, source: Source | None = None) -> Prepared:
     """Read the headers and plan the export; no weight is read and nothing is written."""
+    number_format = _number_format(recipe)  # a wrong name is said before a model is downloaded
+    source = source or resolve_source(recipe.model, recipe.revision)
+    if recipe.out is not None and source.directory.resolve().is_relative_to(Path(recipe.out).resolve()):
+        raise UsageError(f"--out {recipe.out} would replace the source, {source.directory}: choose another target")
     checkpoint = open_checkpoint(source.directory)
     plan = build_plan(checkpoint, number_format, Parallelism(tp=recipe.tp))
     layout = plan_layout(list(plan.outputs()), max_shard_bytes=recipe.max_shard_bytes)
@@ -141,66 +163,34 @@ def _number_format(recipe: ExportRecipe) -> NumberFormat:
         return formats.get(recipe.quant, group_size=recipe.group_size)
 
 
-def _fingerprint(prepared: Prepared) -> dict[str, Any]:
-    """What must be equal for an interrupted export to be resumed: the source's files and the settings."""
-    digest = hashlib.sha256((prepared.source.directory / "config.json").read_bytes())
-    for path in sorted({info.path for info in prepared.checkpoint.infos.values()}):
-        stat = os.stat(path)
-        digest.update(f"{path.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
-    recipe = prepared.recipe
-    return {
-        "model": str(prepared.source.directory),
-        "source_files": digest.hexdigest(),
-        "quant": recipe.quant,
-        "group_size": prepared.plan.number_format.group_size,
-        "format": recipe.format,
-        "max_shard_bytes": recipe.max_shard_bytes,
-        "modelexport": __version__,
-    }
-
-
-def _write_around(prepared: Prepared, staging: Staging) -> tuple[SideFiles, dict[str, Any]]:
-    """Everything but the weights: side files, config.json, the weight files' headers.
-
-    Also returns the steps that are done already, with their records: none if a weight file had to be made.
-    """
-    payload, directory = staging.directory, prepared.source.directory
-    weights = {info.path for info in prepared.checkpoint.infos.values()}
-    side = copy_side_files(directory, payload, weights)
-    plan = prepared.plan
-    heads = [module.path for module in plan.family.after if module.kind == "head"]
-    quantization = quantization_config(plan.number_format, ignore=heads)
-    write_config(directory, payload, quantization)
-    made = prepared.layout.create(payload)
-    return side, {} if made else dict(staging.done)
-
-
-def _files_beside_weights(layout: Layout, directory: Path) -> dict[str, Path]:
-    """Name -> path of every file of a checkpoint but its weights and the record that is yet to be written."""
-    other = {file.name for file in layout.files} | {RECORD}
-    paths = {str(path.relative_to(directory)): path for path in directory.rglob("*") if path.is_file()}
-    return {name: path for name, path in paths.items() if name not in other}
-
-
-def _run_ranks(prepared: Prepared, done: dict[str, Any]) -> dict[str, Any]:
-    """Run the rank processes; returns the first rank's result: the checks and the layers' descriptions."""
+def _job(prepared: Prepared, done: dict[str, Any], *, spread: bool = False) -> RankJob:
     with quick_imports():
-        from modelexport.export_rank import RankJob, run_rank
+        from modelexport.export_rank import RankJob
 
     recipe = prepared.recipe
     assert recipe.out is not None
-    job = RankJob(
-        prepared.checkpoint,
-        prepared.plan,
-        prepared.layout,
-        Path(recipe.out),
-        recipe.transport,
-        recipe.workspace,
-        recipe.timeout,
-        done,
+    through_files = recipe.transport == "nfs" or spread
+    return RankJob(
+        source=prepared.checkpoint,
+        plan=prepared.plan,
+        layout=prepared.layout,
+        out=Path(recipe.out),
+        transport=recipe.transport,
+        workspace=recipe.workspace if through_files else None,
+        spread=spread,
+        timeout=recipe.timeout,
+        done=done,
     )
+
+
+@contextmanager
+def _outcome(
+    prepared: Prepared, done: dict[str, Any], *, shown: bool = True
+) -> Iterator[tuple[Callable[[int, dict[str, Any]], None], list[dict[str, Any]]]]:
+    """What hears the ranks' events, and the list that it puts the first rank's result into; with a progress bar."""
+    recipe = prepared.recipe
     results: list[dict[str, Any]] = []
-    with _progress(prepared, done, quiet=recipe.quiet or recipe.json) as advance:
+    with _progress(prepared, done, quiet=recipe.quiet or recipe.json or not shown) as advance:
 
         def on_event(rank: int, event: dict[str, Any]) -> None:
             if event.get("kind") == "step":
@@ -208,16 +198,10 @@ def _run_ranks(prepared: Prepared, done: dict[str, Any]) -> dict[str, Any]:
             elif event.get("kind") == "result":
                 results.append(event)
 
-        config = launch.MultiprocessConfig(
-            world_size=recipe.tp,
-            local_world_size=recipe.tp,
-            model_parallelism=recipe.tp,
-            backend="gloo",
-            timeout=recipe.timeout,
-            preload=PRELOAD,
-            on_event=on_event,
-        )
-        launch.launch_subprocesses(run_rank, config, None, 0, job)
+        yield on_event, results
+
+
+def _single(results: list[dict[str, Any]]) -> dict[str, Any]:
     if len(results) != 1:
         raise RankFailedError(0, "reporting the result", f"{len(results)} results arrived instead of 1")
     return results[0]

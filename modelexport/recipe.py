@@ -44,7 +44,9 @@ class ExportRecipe:
         "pieces into the checkpoint (default: direct; nfs where --workspace is given)",
         choices=GATHERS,
     )
-    workspace: str | None = _setting(None, "shared directory for --gather nfs", metavar="DIR")
+    workspace: str | None = _setting(
+        None, "directory that all ranks see, for --gather nfs and for ranks on several machines", metavar="DIR"
+    )
     max_shard_bytes: int = _setting(5_000_000_000, "largest weight file, in bytes", metavar="N")
     overwrite: bool = _setting(False, "replace --out if it exists, in one step, when the new one is complete")
     evaluate: bool = _setting(
@@ -69,10 +71,8 @@ class ExportRecipe:
             raise UsageError(f"--max-shard-bytes {self.max_shard_bytes}: a positive number is needed")
         if self.gather == "nfs" and self.workspace is None:
             raise UsageError("--gather nfs needs a directory that every rank sees: add --workspace DIR")
-        if self.workspace is not None and self.gather not in (None, "nfs"):
-            raise UsageError(
-                f"--workspace is for --gather nfs, and --gather {self.gather} was given: drop one of the two"
-            )
+        if self.workspace is not None and self.gather == "shm":
+            raise UsageError("--workspace is of no use to --gather shm: drop one of the two")
 
     @property
     def transport(self) -> str:

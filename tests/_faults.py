@@ -31,6 +31,7 @@ def _fail(kind: str) -> None:
     if kind == "raise":
         raise RuntimeError("a fault injected by the test")
     if kind == "kill":
+        time.sleep(0.2)  # as a real layer takes: ranks tell other machines twenty times a second what they do
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "exit":
         os._exit(0)
@@ -39,3 +40,11 @@ def _fail(kind: str) -> None:
     if kind == "hang":
         time.sleep(3600)
     raise AssertionError(kind)
+
+
+if __name__ == "__main__":  # as the command line, under a launcher that starts programs
+    from modelexport import export_rank
+    from modelexport.cli import run
+
+    export_rank.run_rank = misbehave
+    run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "modelexport.export_handover",
         "modelexport.export_audit",
         "modelexport.export_record",
+        "modelexport.export_target",
+        "modelexport.export_hosts",
     ),
     ("modelexport.export_plan", "modelexport.export_steps"),
     ("modelexport.inspection",),
@@ -44,6 +47,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 SAME: tuple[frozenset[str], ...] = (
     frozenset({"modelexport.export_rank", "modelexport.export_audit", "modelexport.export_handover"}),
     frozenset({"modelexport.export_plan", "modelexport.export_steps"}),
+    frozenset({"modelexport.export_target", "modelexport.export_record"}),
+    frozenset({"modelexport.export_hosts", "modelexport.export_target"}),
 )
 
 # In these packages files are entries of a catalogue: they share only the base, not each other.
@@ -74,6 +79,8 @@ LIGHT = (
     "modelexport.checkpoints.source",
     "modelexport.export_plan",
     "modelexport.export_record",
+    "modelexport.export_target",
+    "modelexport.export_hosts",
     "modelexport.exporter",
     "modelexport.summary",
     "modelexport.tables",
@@ -184,6 +191,17 @@ def test_no_arrow_points_upwards() -> None:
     imports = all_imports()
     assert len(imports) > 50
     assert not [str(item) for item in imports if not is_allowed(item)]
+
+
+def test_ranks_are_started_and_talked_to_in_one_place() -> None:
+    """Everything above ``distributed`` uses it, and neither torch.distributed nor multiprocessing itself."""
+    others = re.compile(r"\b(torch\.distributed|torch\.multiprocessing|multiprocessing|subprocess|os\.fork)\b")
+    found = [
+        module_name(path)
+        for path in MODULES
+        if not module_name(path).startswith("modelexport.distributed.") and others.search(path.read_text())
+    ]
+    assert found == ["modelexport.exporter"], "whose list of modules to preload names torch.distributed"
 
 
 def test_the_exceptions_are_still_needed() -> None:

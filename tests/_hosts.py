@@ -1,0 +1,122 @@
+"""Two machines in one: network namespaces with a veth pair between them, their own host names and /dev/shm."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+# What makes a namespace a machine: what ranks could share without a network is taken away. /tmp stays common.
+_ISOLATE = ["unshare", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc"]
+
+
+@dataclass(frozen=True)
+class Host:
+    """One of the two machines."""
+
+    name: str
+    namespace: str
+    address: str
+
+    def start(self, arguments: Sequence[str], log: Path, env: Mapping[str, str] = {}) -> subprocess.Popen[bytes]:
+        """Start ``python *arguments`` there, its output going to ``log``."""
+        script = f'hostname {self.name} && mount -t tmpfs tmpfs /dev/shm && exec "$@"'
+        command = [
+            "ip",
+            "netns",
+            "exec",
+            self.namespace,
+            *_ISOLATE,
+            "sh",
+            "-c",
+            script,
+            "sh",
+            sys.executable,
+            *arguments,
+        ]
+        with log.open("wb") as output:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **env},
+                start_new_session=True,
+            )
+
+
+def why_not() -> str | None:
+    """Why two hosts cannot be made here; None where they can."""
+    for program in ("ip", "unshare", "mount", "hostname"):
+        if shutil.which(program) is None:
+            return f"network namespaces need the program {program}, which is not installed"
+    name = f"mexp-{os.getpid()}-probe"
+    tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    if tried.returncode:
+        return f"network namespaces cannot be made here: {tried.stderr.strip()}"
+    try:
+        isolated = subprocess.run(
+            ["ip", "netns", "exec", name, *_ISOLATE, "sh", "-c", "hostname probe && mount -t tmpfs tmpfs /dev/shm"],
+            capture_output=True,
+            text=True,
+        )
+    finally:
+        subprocess.run(["ip", "netns", "delete", name], check=True)
+    return f"namespaces cannot be isolated here: {isolated.stderr.strip()}" if isolated.returncode else None
+
+
+@contextlib.contextmanager
+def two_hosts() -> Iterator[tuple[Host, Host]]:
+    """Two hosts with a cable between them."""
+    tag = os.getpid() % 100_000
+    hosts = (
+        Host("host-a", f"mexp-{tag}-a", "10.213.7.1"),
+        Host("host-b", f"mexp-{tag}-b", "10.213.7.2"),
+    )
+    cables = [f"mx{tag}a", f"mx{tag}b"]
+    with contextlib.ExitStack() as stack:
+        for host in hosts:
+            _ip("netns", "add", host.namespace)
+            stack.callback(_ip, "netns", "delete", host.namespace)
+        _ip("link", "add", cables[0], "type", "veth", "peer", "name", cables[1])
+        for host, cable in zip(hosts, cables, strict=True):
+            _ip("link", "set", cable, "netns", host.namespace)
+            _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", cable)
+            _ip("-n", host.namespace, "link", "set", cable, "up")
+            _ip("-n", host.namespace, "link", "set", "lo", "up")
+        yield hosts
+
+
+def torchrun(
+    hosts: tuple[Host, Host], arguments: Sequence[str], logs: Path, *, per_host: int = 2
+) -> tuple[list[int], list[str]]:
+    """Run ``python -m <arguments>`` as ``per_host`` ranks on each host; the agents' exit statuses and outputs."""
+    agents = []
+    for number, host in enumerate(hosts):
+        agent = [
+            "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(per_host),
+            "--node-rank", str(number), "--master-addr", hosts[0].address, "--master-port", "29517", "-m", *arguments,
+        ]  # fmt: skip
+        agents.append(host.start(agent, logs / f"{host.name}.log"))
+    return finish(agents), [(logs / f"{host.name}.log").read_text() for host in hosts]
+
+
+def finish(processes: Sequence[subprocess.Popen[bytes]], seconds: float = 120.0) -> list[int]:
+    """Their exit statuses; whatever still runs when one does not end is killed."""
+    try:
+        return [process.wait(seconds) for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)

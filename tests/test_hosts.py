@@ -1,0 +1,218 @@
+"""Exports whose ranks another launcher started: torchrun on one machine and on two, accelerate, srun's environment.
+
+The two machines are network namespaces (see _hosts). Every result must be the single process's, to the byte.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from modelexport.exporter import export
+from tests import _hosts
+from tests._hosts import Host, torchrun
+from tests._models import make_llama
+from tests.test_export import AWKWARD, digests
+
+pytestmark = pytest.mark.timeout(240)
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[tuple[Host, Host]]:
+    reason = _hosts.why_not()
+    if reason:
+        pytest.skip(reason)
+    with _hosts.two_hosts() as pair:
+        yield pair
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    """The directory that the machines share."""
+    (tmp_path / "workspace").mkdir()
+    return tmp_path
+
+
+def alone(shared: Path, **settings: object) -> dict[str, str]:
+    """Hashes of the export in one process."""
+    export(out=str(shared / "alone"), evaluate=False, quiet=True, **settings)
+    return digests(shared / "alone")
+
+
+def nothing_left(shared: Path) -> None:
+    assert list((shared / "workspace").iterdir()) == []
+    assert [path.name for path in shared.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("gather", ["nfs", "direct"])
+def test_two_machines_write_what_one_process_does(hosts: tuple[Host, Host], shared: Path, gather: str) -> None:
+    source = str(make_llama(**AWKWARD))
+    arguments = ["modelexport", "--tp", "4", "--gather", gather, "--workspace", str(shared / "workspace")]
+    arguments += ["--model", source, "--quant", "int4", "--out", str(shared / "out")]
+    statuses, logs = torchrun(hosts, arguments, shared)
+    assert statuses == [0, 0], logs
+    assert digests(shared / "out") == alone(shared, model=source, quant="int4")
+    assert "wrote" in logs[0], "rank 0 says what was written"
+    assert "wrote" not in logs[1], "and nobody else"
+    nothing_left(shared)
+
+
+def test_the_demo_model_with_its_evaluation(hosts: tuple[Host, Host], shared: Path) -> None:
+    arguments = ["modelexport", "--tp", "4", "--workspace", str(shared / "workspace"), "--out", str(shared / "out")]
+    statuses, logs = torchrun(hosts, arguments, shared)
+    assert statuses == [0, 0], logs
+    assert logs[0].count("perplexity") == 1
+    assert digests(shared / "out") == alone(shared)
+    nothing_left(shared)
+
+
+@pytest.mark.parametrize("kind", ["kill", "raise"])
+def test_a_death_on_one_machine_ends_the_job_on_both(
+    hosts: tuple[Host, Host], shared: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAULT", f"{kind} 3 3")
+    monkeypatch.chdir(ROOT)
+    rest = ["--tp", "4", "--workspace", str(shared / "workspace"), "--out", str(shared / "out")]
+    statuses, logs = torchrun(hosts, ["tests._faults", *rest], shared)
+    assert 0 not in statuses
+    assert "rank 3 failed while quantising model.layers.2" in logs[0], logs[0]
+    assert not (shared / "out").exists()
+    monkeypatch.delenv("FAULT")
+    statuses, logs = torchrun(hosts, ["modelexport", *rest], shared)
+    assert statuses == [0, 0], logs
+    assert "resuming" in logs[0] or "steps are done" in logs[0]
+    assert digests(shared / "out") == alone(shared)
+    nothing_left(shared)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ([], "shared memory does not reach the others: add --workspace DIR"),
+        (["--tp", "2", "--workspace", "W"], "the launcher started 4 ranks, and --tp is 2"),
+        (["--workspace", "W", "--out", "W"], "exists already"),
+    ],
+)
+def test_wrong_requests_are_refused_once_in_words(
+    hosts: tuple[Host, Host], shared: Path, change: list[str], text: str
+) -> None:
+    change = [str(shared / "workspace") if word == "W" else word for word in change]
+    statuses, logs = torchrun(hosts, ["modelexport", "--tp", "4", "--out", str(shared / "out"), *change], shared)
+    assert 0 not in statuses
+    assert text in logs[0], logs[0]
+    assert text not in logs[1], "the other machine stays silent"
+    assert "Traceback" not in logs[0].partition("ChildFailedError")[0].partition("torch/distributed")[0]
+    assert not (shared / "out").exists()
+
+
+def test_machines_that_see_different_models(hosts: tuple[Host, Host], shared: Path) -> None:
+    first, second = make_llama(), make_llama(vocab=160)
+    (shared / "model").symlink_to(first)
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "1",
+        "--master-addr",
+        hosts[0].address,
+    ]
+    command += ["--master-port", "29518"]
+    rest = ["-m", "modelexport", "--tp", "2", "--workspace", str(shared / "workspace"), "--out", str(shared / "out")]
+    logs = [shared / "a.log", shared / "b.log"]
+    agents = [
+        host.start([*command, "--node-rank", str(number), *rest, "--model", str(model)], log)
+        for number, (host, log, model) in enumerate(zip(hosts, logs, (first, second), strict=True))
+    ]
+    assert 0 not in _hosts.finish(agents)
+    text = logs[0].read_text()
+    assert "rank 1 on host-b sees another model in" in text, text
+    assert not (shared / "out").exists()
+
+
+# --------------------------------------------------------------- one machine, other launchers
+
+
+def port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def command(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """``python -m *arguments`` from the project's directory."""
+    return subprocess.run(
+        [sys.executable, "-m", *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_torchrun_on_one_machine_needs_no_workspace(shared: Path) -> None:
+    source = str(make_llama(**AWKWARD))
+    expected = alone(shared, model=source, quant="int8")
+    for gather in ("shm", "direct"):
+        out = shared / gather
+        done = command(
+            "torch.distributed.run", "--nproc-per-node", "3", "--master-port", port(), "-m", "modelexport", "--tp", "3",
+            "--model", source, "--quant", "int8", "--gather", gather, "--out", str(out),
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("wrote") == 1
+        assert digests(out) == expected
+    nothing_left(shared)
+
+
+def test_accelerate_as_the_launcher(shared: Path) -> None:
+    if shutil.which("accelerate", path=str(Path(sys.executable).parent)) is None:
+        pytest.skip("accelerate's command is not installed")
+    done = command(
+        "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no",
+        "--dynamo_backend", "no", "--main_process_port", port(), "-m", "modelexport", "--tp", "2", "--no-evaluate",
+        "--out", str(shared / "out"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert digests(shared / "out") == alone(shared)
+
+
+def test_the_environment_that_srun_sets(shared: Path) -> None:
+    """Four tasks, two for each of two nodes by SLURM's account; all on this machine, so the address is given."""
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port(), "OMP_NUM_THREADS": "1"}
+    arguments = ["--tp", "4", "--workspace", str(shared / "workspace"), "--no-evaluate", "--out", str(shared / "out")]
+    tasks = []
+    for task in range(4):
+        slurm = {
+            "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task % 2), "SLURM_NODEID": str(task // 2),
+            "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_JOB_ID": "7",
+        }  # fmt: skip
+        tasks.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "modelexport", *arguments],
+                env={**os.environ, **meeting, **slurm},
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    try:
+        outputs = [task.communicate(timeout=120) for task in tasks]
+    finally:
+        for task in tasks:
+            task.kill()
+    assert [task.returncode for task in tasks] == [0] * 4, outputs
+    assert ["wrote" in out for out, _ in outputs] == [True, False, False, False]
+    assert digests(shared / "out") == alone(shared)
+    nothing_left(shared)
