@@ -29,9 +29,13 @@ def external_config(recipe: ExportRecipe) -> MultiprocessConfig | None:
 
     Raises:
         UsageError: it started another number of ranks than ``--tp`` says, or ranks on several machines that
-            nothing connects.
+            nothing connects; a workspace is given that nobody needs.
     """
     found = launch.external_config(MultiprocessConfig(backend="gloo", timeout=recipe.timeout))
+    if recipe.workspace is not None and recipe.transport == "direct" and not (found and is_spread(found)):
+        raise UsageError(
+            "--workspace is of use to --gather direct only for ranks on several machines, and these are on one: drop it"
+        )
     if found is None:
         return None
     if found.world_size != recipe.tp:

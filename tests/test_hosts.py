@@ -5,6 +5,7 @@ The two machines are network namespaces (see _hosts). Every result must be the s
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import socket
@@ -15,7 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from modelexport import export_hosts
+from modelexport.errors import UsageError
 from modelexport.exporter import export
+from modelexport.recipe import ExportRecipe
 from tests import _hosts
 from tests._hosts import Host, torchrun
 from tests._models import make_llama
@@ -140,6 +144,34 @@ def test_machines_that_see_different_models(hosts: tuple[Host, Host], shared: Pa
 
 
 # --------------------------------------------------------------- one machine, other launchers
+
+
+def test_a_workspace_that_nobody_needs(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="on several machines, and these are on one: drop it"):
+        export(out=str(tmp_path / "out"), gather="direct", workspace=str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_direct_is_refused_where_machines_undo_each_others_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two NFS clients may each write back a whole page of which they changed a part."""
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.0.0.1"}
+    for name, value in {**place, "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    recipe = ExportRecipe(tp=2, out=str(tmp_path / "new" / "out"), workspace=str(tmp_path), gather="direct")
+    found = export_hosts.external_config(recipe)
+    assert found is not None
+    assert export_hosts.is_spread(found)
+    monkeypatch.setattr(export_hosts, "filesystem_type", lambda path: "nfs4")
+    with pytest.raises(UsageError, match=r"is on nfs4, where the writes of two machines.*use --gather nfs"):
+        export_hosts.external_config(recipe)
+    export_hosts.external_config(dataclasses.replace(recipe, gather="nfs"))
+
+
+def test_the_type_of_a_file_system() -> None:
+    assert export_hosts.filesystem_type(Path("/proc/self")) == "proc"
+    assert export_hosts.filesystem_type(Path("/sys/no/such/place")) == "sysfs"
 
 
 def port() -> str:

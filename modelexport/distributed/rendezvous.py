@@ -27,7 +27,17 @@ from modelexport.distributed.receiving import ReceivingLink
 from modelexport.distributed.sending import SendingLink
 from modelexport.errors import GatherError
 
-__all__ = ["agree", "collect_links", "connect_to_first", "default_store", "group_key", "host", "run_id"]
+__all__ = [
+    "agree",
+    "collect_links",
+    "connect_to_first",
+    "default_store",
+    "group_key",
+    "host",
+    "leave_note",
+    "noted",
+    "run_id",
+]
 
 _generations: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 _run_ids: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
@@ -83,6 +93,17 @@ def agree(key: str, ranks: Sequence[int], me: int, make: Callable[[], Any], seco
     if "error" in found:
         raise LostPeerError(f"rank {first} gave up meeting ranks {list(ranks)}: {found['error']}", [first])
     return found["value"]
+
+
+def leave_note(key: str) -> None:
+    """For ranks that come later (see :func:`noted`); nothing where the process group has ended."""
+    with contextlib.suppress(RuntimeError, ValueError):
+        default_store().set(key, "")
+
+
+def noted(key: str) -> bool:
+    """Whether a rank has left a note under ``key``."""
+    return bool(default_store().check([key]))
 
 
 def run_id(seconds: float) -> str:

@@ -48,7 +48,7 @@ class WorkspaceChannel:
         self._outstanding: set[int] = set()
         self._met = {ranks[0]}  # opens before it tells the others where
         self._workspace: NFSWorkspace | None = None
-        key = _rendezvous.group_key(ranks, group) + "/run"
+        key = self._key = _rendezvous.group_key(ranks, group) + "/run"
 
         def open_first() -> dict[str, str]:
             # Before the others know the run's id, so that they find the first rank's heartbeat.
@@ -67,11 +67,16 @@ class WorkspaceChannel:
         """Wait until what the first rank has put into the workspace is there for this rank too.
 
         Raises:
+            LostPeerError: the first rank has left already.
             UsageError: it does not come: this rank sees another directory.
         """
         directory, first = path / f"run-{meeting['run']}", self._ranks[0]
         deadline, pause = time.monotonic() + seconds, 0.001
         while condition(directory, first) == "absent":
+            if _rendezvous.noted(f"{self._key}/left"):
+                raise LostPeerError(
+                    f"rank {first}, which collects, has closed the workspace {directory} again", [first]
+                )
             if time.monotonic() > deadline:
                 raise UsageError(
                     f"rank {self._me} on {_rendezvous.host()} sees another workspace than rank {first}: in {path} "
@@ -148,6 +153,8 @@ class WorkspaceChannel:
         if workspace is None:
             return
         first = self._ranks[0]
+        if self._me == first:
+            _rendezvous.leave_note(f"{self._key}/left")  # before its files go
         over = self._me == first or self._has_left(first)
         if over:  # only the first rank reads here: what lies unread now never will be read
             for rank, sequence in workspace.published():
