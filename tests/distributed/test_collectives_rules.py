@@ -130,44 +130,6 @@ def test_without_a_process_group_this_is_rank_0_of_1() -> None:
     assert not dist.is_initialized()
 
 
-def test_defaults_are_those_of_the_document() -> None:
-    signatures = {
-        "init_process_group": "(backend, init_method='env://', **kwargs)",
-        "init_master_worker": "(backend, init_method='env://', **kwargs)",
-        "isend": "(tensor, dst)",
-        "irecv": "(tensor, src)",
-        "send": "(tensor, dst)",
-        "recv": "(tensor, src=None)",
-        "broadcast_multigpu": "(tensor_list, src, group=group.WORLD)",
-        "broadcast": "(tensor, src, group=group.WORLD)",
-        "all_reduce_multigpu": "(tensor_list, op=<reduce_op.SUM: 'SUM'>, group=group.WORLD)",
-        "all_reduce": "(tensor, op=<reduce_op.SUM: 'SUM'>, group=group.WORLD)",
-        "reduce_multigpu": "(tensor_list, dst, op=<reduce_op.SUM: 'SUM'>, group=group.WORLD)",
-        "reduce": "(tensor, dst, op=<reduce_op.SUM: 'SUM'>, group=group.WORLD)",
-        "all_gather_multigpu": "(output_tensor_lists, input_tensor_list, group=group.WORLD)",
-        "all_gather": "(tensor_list, tensor, group=group.WORLD)",
-        "gather": "(tensor, **kwargs)",
-        "scatter": "(tensor, **kwargs)",
-        "barrier": "(group=group.WORLD)",
-        "new_group": "(ranks=None)",
-        "get_rank": "()",
-        "get_world_size": "()",
-        "_clear_group_cache": "(group=group.WORLD)",
-        "_register_stream": "(stream)",
-        "is_available": "()",
-        "is_initialized": "()",
-        "destroy_process_group": "()",
-    }
-    for name, expected in signatures.items():
-        found = list(inspect.signature(getattr(c, name)).parameters.values())
-        count = expected.count(",") + (expected != "()")
-        bare = [p.replace(annotation=p.empty) for p in found[:count]]
-        assert str(inspect.Signature(bare)) == expected.replace("(tensor, src)", "(tensor, src=None)"), name
-        assert all(p.default is not p.empty for p in found[count:]), name
-    kinds = {name: getattr(c.dist_backend, name) for name in ("UNDEFINED", "TCP", "MPI", "GLOO", "NCCL")}
-    assert kinds == {"UNDEFINED": -1, "TCP": 0, "MPI": 1, "GLOO": 2, "NCCL": 3}
-
-
 def test_wrong_beginnings(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AssertionError, match=r"^got unexpected keyword arguments: ranks,size$"):
         c.init_process_group("gloo", ranks=1, size=2)
