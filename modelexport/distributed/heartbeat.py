@@ -161,15 +161,11 @@ def remove_rank(directory: Path, rank: int) -> None:
         directory.rmdir()
 
 
-def remove_gone(directory: Path, *, closed: bool) -> None:
-    """Remove what ranks left that were killed on this machine; with ``closed`` also of those that left in good order.
-
-    The latter only once nobody reads any more: the first rank may be slow.
-    """
-    gone = ("closed", "dead") if closed else ("dead",)
+def remove_gone(directory: Path) -> None:
+    """Remove what ranks left that closed in good order, or were killed on this machine. Once nobody reads any more."""
     for heart in directory.glob("rank-[0-9][0-9][0-9][0-9][0-9].alive"):
         rank = int(heart.name[5:10])
-        if condition(directory, rank) in gone:
+        if condition(directory, rank) in ("closed", "dead"):
             remove_rank(directory, rank)
 
 

@@ -103,7 +103,10 @@ def leave_note(key: str) -> None:
 
 def noted(key: str) -> bool:
     """Whether a rank has left a note under ``key``."""
-    return bool(default_store().check([key]))
+    try:
+        return bool(default_store().check([key]))
+    except RuntimeError as error:
+        raise LostPeerError(f"the process group's store is gone: {error}") from error
 
 
 def run_id(seconds: float) -> str:

@@ -18,7 +18,7 @@ from modelexport.distributed.config import MultiprocessConfig, is_loopback
 from modelexport.distributed.phase_board import PhaseBoard, new_board_file
 from modelexport.distributed.rank_main import Call, InheritedFd, RankSpec
 from modelexport.distributed.rank_main import main as rank_main
-from modelexport.distributed.supervisor import RankHandle
+from modelexport.distributed.supervisor import CHILDREN, RankHandle
 from modelexport.errors import UsageError
 
 PRELOADING = "modelexport.distributed.preloading"  # by name: importing it here would do its work here
@@ -132,7 +132,8 @@ def start_ranks(ranks: list[RankHandle], call: Call, cfg: MultiprocessConfig, ra
 
 def _start_process(process: BaseProcess, cfg: MultiprocessConfig) -> None:
     try:
-        process.start()
+        with CHILDREN:
+            process.start()
     except (ConnectionError, EOFError) as error:
         raise UsageError(
             f"the fork server died while it imported its preload modules ({', '.join(cfg.preload)}); its output "

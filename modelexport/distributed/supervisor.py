@@ -36,6 +36,11 @@ STOPPED_AFTER = 30.0  # seconds without a heartbeat after which a stopped proces
 _SIGTERM_WAIT = 0.3  # seconds the caller waits for ranks to obey SIGTERM; then a thread sees to it
 
 
+# multiprocessing looks after every child, also those of other threads' launches, whenever it starts one; two threads
+# that look after the same child take its exit status from each other.
+CHILDREN = threading.RLock()
+
+
 class RankHandle:
     """A rank process as the launcher sees it."""
 
@@ -74,6 +79,12 @@ class RankHandle:
         self.directories.update(Path(m["directory"]) for m in messages if m["type"] == "leaves")
         return messages
 
+    @property
+    def exitcode(self) -> int | None:
+        """How the process ended (see multiprocessing), None while it runs."""
+        with CHILDREN:
+            return self.process.exitcode
+
     def release(self) -> None:
         """Lets a finished rank leave."""
         with contextlib.suppress(OSError):
@@ -82,7 +93,7 @@ class RankHandle:
     def signal(self, number: int) -> None:
         """Sends a signal, if the process still exists."""
         pid = self.process.pid
-        if pid is not None and self.process.exitcode is None:
+        if pid is not None and self.exitcode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
@@ -91,11 +102,12 @@ class RankHandle:
         self.more = True
         while self.more and not self.hung_up:
             self.messages()  # for the directories: nobody cares for the rest any more
-        self.ended_well = self.done and self.process.exitcode == 0
+        self.ended_well = self.done and self.exitcode == 0
         self.channel.close()
         self.board.close()
-        self.process.join()
-        self.process.close()
+        with CHILDREN:
+            self.process.join()
+            self.process.close()
 
 
 class Supervisor:
@@ -171,7 +183,7 @@ class Supervisor:
         rank.more = True
         while rank.more and not rank.hung_up:
             self._hear(rank)
-        exitcode = rank.process.exitcode
+        exitcode = rank.exitcode
         if exitcode is None:
             return
         rank.exited = True
@@ -328,7 +340,7 @@ def end_ranks(ranks: Sequence[RankHandle]) -> None:
 def _close_ended(left: list[RankHandle], deadline: float) -> None:
     """Closes those that end before the deadline and takes them out of ``left``."""
     while left:
-        for rank in [rank for rank in left if rank.process.exitcode is not None]:
+        for rank in [rank for rank in left if rank.exitcode is not None]:
             rank.close()
             left.remove(rank)
         remaining = deadline - time.monotonic()

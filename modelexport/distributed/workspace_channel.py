@@ -74,9 +74,8 @@ class WorkspaceChannel:
         deadline, pause = time.monotonic() + seconds, 0.001
         while condition(directory, first) == "absent":
             if _rendezvous.noted(f"{self._key}/left"):
-                raise LostPeerError(
-                    f"rank {first}, which collects, has closed the workspace {directory} again", [first]
-                )
+                text = f"rank {first}, which collects, had closed {directory} before rank {self._me} came"
+                raise LostPeerError(text, [first])
             if time.monotonic() > deadline:
                 raise UsageError(
                     f"rank {self._me} on {_rendezvous.host()} sees another workspace than rank {first}: in {path} "
@@ -155,12 +154,12 @@ class WorkspaceChannel:
         first = self._ranks[0]
         if self._me == first:
             _rendezvous.leave_note(f"{self._key}/left")  # before its files go
-        over = self._me == first or self._has_left(first)
-        if over:  # only the first rank reads here: what lies unread now never will be read
+        # Only the first rank reads here, what others wrote and when they were last alive.
+        if self._me == first or self._has_left(first):
             for rank, sequence in workspace.published():
                 if self._me in (first, rank):
                     workspace.remove(rank, sequence)
-        remove_gone(workspace.directory, closed=over)
+            remove_gone(workspace.directory)
         workspace.close()
         self._workspace = None
 
