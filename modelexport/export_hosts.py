@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from modelexport.distributed import launch, ranks
+from modelexport.distributed.environment import share_cores
 from modelexport.distributed.launch import MultiprocessConfig
 from modelexport.errors import CheckpointError, UsageError
 from modelexport.export_target import Prepared
@@ -130,5 +131,6 @@ def run_as_rank(config: MultiprocessConfig, work: Callable[[], T]) -> T:
     def export() -> None:
         results.append(work())
 
+    share_cores(config.local_world_size)  # srun and mpirun leave every rank all of them
     launch.init_and_run(export, config)
     return results[0]

@@ -113,6 +113,7 @@ def _take_part(recipe: ExportRecipe, config: MultiprocessConfig) -> tuple[Prepar
     def export_as_rank() -> tuple[Prepared, dict[str, Any]]:
         from modelexport.export_rank import run_rank
 
+        _number_format(recipe)  # a wrong name is said before a model is downloaded
         with ranks.zero_first(config.local_rank == 0):  # one download for each machine
             source = resolve_source(recipe.model, recipe.revision)
         launch.phase("planning the export")
@@ -146,7 +147,7 @@ def _evaluated(result: ExportResult, source: Source) -> ExportResult:
 
 def prepare(recipe: ExportRecipe, source: Source | None = None) -> Prepared:
     """Read the headers and plan the export; no weight is read and nothing is written."""
-    number_format = _number_format(recipe)  # a wrong name is said before a model is downloaded
+    number_format = _number_format(recipe)  # before a download, for a wrong name's sake
     source = source or resolve_source(recipe.model, recipe.revision)
     if recipe.out is not None and source.directory.resolve().is_relative_to(Path(recipe.out).resolve()):
         raise UsageError(f"--out {recipe.out} would replace the source, {source.directory}: choose another target")

@@ -125,6 +125,20 @@ def cores() -> int:
     return max(1, count)
 
 
+def share_cores(local_world_size: int) -> None:
+    """Give torch in this process its part of the machine's cores; ``OMP_NUM_THREADS``, where set, says how many."""
+    import torch
+
+    # Ranks that spin while they wait take the cores from those that work.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // local_world_size)))
+    try:
+        threads = int(os.environ["OMP_NUM_THREADS"].split(",")[0])
+    except ValueError:
+        return
+    torch.set_num_threads(max(1, threads))
+
+
 def interface_towards(address: str, *, local: bool) -> str | None:
     """The network interface by which this machine reaches ``address``, None where that cannot be told.
 

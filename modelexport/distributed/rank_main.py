@@ -20,7 +20,7 @@ from multiprocessing import reduction
 from typing import Any
 
 from modelexport.distributed.config import MultiprocessConfig
-from modelexport.distributed.environment import cores
+from modelexport.distributed.environment import share_cores
 from modelexport.distributed.process_group import process_group
 from modelexport.distributed.status import RankStatus, phase, phase_scope, use
 from modelexport.errors import UsageError
@@ -170,7 +170,7 @@ def main(spec: RankSpec) -> None:
     status.start()
     try:
         func, args, kwargs = spec.call.load()
-        _set_threads(spec.config.local_world_size)
+        share_cores(spec.config.local_world_size)
         listener = None if spec.listener is None else socket.socket(fileno=spec.listener.fd)
         alone = spec.config.local_world_size == spec.config.world_size  # the launcher sees all ranks
         with process_group(spec.config, listener, watch=not alone) as watch:
@@ -209,16 +209,3 @@ def _end_with_launcher(launch_method: str) -> None:
             os.close(fd)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-
-
-def _set_threads(local_world_size: int) -> None:
-    import torch
-
-    # Ranks that spin while they wait take the cores from those that work.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // local_world_size)))
-    try:
-        threads = int(os.environ["OMP_NUM_THREADS"].split(",")[0])
-    except ValueError:
-        return
-    torch.set_num_threads(max(1, threads))

@@ -8,6 +8,7 @@ import signal
 from dataclasses import replace
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
@@ -163,6 +164,20 @@ def test_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_first_slurm_host(nodes: str, first: str) -> None:
     assert environment.first_slurm_host(nodes) == first
+
+
+def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.setattr(environment, "cores", lambda: 12)
+    try:
+        for asked, ranks, expected in ((None, 4, 3), (None, 16, 1), ("2", 4, 2), ("2,1", 4, 2)):
+            monkeypatch.delenv("OMP_NUM_THREADS")
+            if asked is not None:
+                monkeypatch.setenv("OMP_NUM_THREADS", asked)
+            environment.share_cores(ranks)
+            assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_cores() -> None:
