@@ -120,13 +120,22 @@ def _take_part(recipe: ExportRecipe, config: MultiprocessConfig) -> tuple[Prepar
         prepared = prepare(recipe, source)
         agree(prepared)
         with Target(prepared) as target:
-            done = ranks.compute_and_broadcast(target.begin)
+
+            def begin() -> dict[str, Any]:
+                with launch.phase_scope("opening the target"):
+                    return target.begin()
+
+            def finish() -> dict[str, Any]:
+                with launch.phase_scope("publishing the checkpoint"):
+                    return target.finish(_single(results))
+
+            done = ranks.compute_and_broadcast(begin)
             with (
                 _outcome(prepared, done, shown=config.rank == 0) as (on_event, results),
                 launch.local_status(on_event, config.rank),
             ):
                 run_rank(_job(prepared, done, spread=is_spread(config)))
-            return prepared, ranks.compute_and_broadcast(lambda: target.finish(_single(results)))
+            return prepared, ranks.compute_and_broadcast(finish)
 
     return run_as_rank(config, export_as_rank)
 

@@ -102,12 +102,16 @@ def test_a_death_on_one_machine_ends_the_job_on_both(
     [
         ([], "shared memory does not reach the others: add --workspace DIR"),
         (["--tp", "2", "--workspace", "W"], "the launcher started 4 ranks, and --tp is 2"),
-        (["--workspace", "W", "--out", "W"], "exists already"),
+        (
+            ["--workspace", "W", "--out", "W"],
+            "opening the target, in compute_and_broadcast(rank=0): {W} exists already; choose",
+        ),
     ],
 )
 def test_wrong_requests_are_refused_once_in_words(
     hosts: tuple[Host, Host], shared: Path, change: list[str], text: str
 ) -> None:
+    text = text.replace("{W}", str(shared / "workspace"))
     change = [str(shared / "workspace") if word == "W" else word for word in change]
     statuses, logs = torchrun(hosts, ["modelexport", "--tp", "4", "--out", str(shared / "out"), *change], shared)
     assert 0 not in statuses

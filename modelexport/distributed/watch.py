@@ -121,6 +121,8 @@ class Watch:
     def _run(self) -> None:
         said: Any = None
         told: set[str] = set()
+        arrivals = select.poll()
+        arrivals.register(self._socket, select.POLLIN)
         while not self._closed.is_set():
             now = current_status().current()
             if now != said:
@@ -131,7 +133,7 @@ class Watch:
                 self._send({"leaves": directory})
             if self._interrupter.overdue(_GRACE_SECONDS):
                 os._exit(128 + signal.SIGTERM)
-            if not select.select([self._socket], [], [], _BEAT_SECONDS)[0]:
+            if not arrivals.poll(_BEAT_SECONDS * 1000):
                 continue
             messages = self._lines.read()
             if messages is None:
