@@ -100,6 +100,9 @@ def _sight(prepared: Prepared) -> dict[str, str]:
     digest = hashlib.sha256((prepared.source.directory / "config.json").read_bytes())
     for name, info in sorted(prepared.checkpoint.infos.items()):
         digest.update(f"{name} {info.dtype} {info.shape} {info.path.name} {info.offset}\n".encode())
+    for name, places in sorted(prepared.checkpoint.placements.items()):
+        lies = [(place.box, place.path.name, place.offset, place.strides) for place in places]
+        digest.update(f"{name} {lies}\n".encode())
     recipe = {key: value for key, value in vars(prepared.recipe).items() if key not in ("quiet", "json")}
     return {
         "host": socket.gethostname(),

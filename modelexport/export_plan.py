@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from modelexport.checkpoints.safetensors_file import Checkpoint, TensorInfo
+from modelexport.checkpoints.safetensors_file import Checkpoint, Reader, TensorInfo
 from modelexport.errors import CheckpointError, PlanError, nearest
 from modelexport.export_steps import ExportPlan, OutputTensor, Step, TensorTask, full_name
 from modelexport.families import Dimensions, Family, Module, family_of, read_dimensions
@@ -65,6 +65,7 @@ class _Planner:
         number_format: NumberFormat,
         parallelism: Parallelism,
     ) -> None:
+        self.checkpoint = checkpoint
         self.infos = dict(checkpoint.infos)
         self.config = checkpoint.config or {}
         self.directory = checkpoint.directory
@@ -108,7 +109,7 @@ class _Planner:
             raise CheckpointError(f"{self.directory}: {'; '.join(self.problems[:8])}{more}")
         if self.format_problems:
             raise PlanError("; ".join(f"{', '.join(paths)}: {text}" for text, paths in self.format_problems.items()))
-        if tied is not None and not _same_bytes(*tied):  # last: the one check that reads weights
+        if tied is not None and not _same_bytes(self.checkpoint, *tied):  # last: the one check that reads weights
             raise CheckpointError(
                 f"{self.directory}: config.json ties the embeddings, but {tied[0].name} differs from "
                 f"{tied[1].name}; set tie_word_embeddings to false to export both"
@@ -282,15 +283,17 @@ def nearest_hint(name: str, names: dict[str, Any]) -> str:
     return hint.split(" known:")[0] if "did you mean" in hint else ""
 
 
-def _same_bytes(a: TensorInfo, b: TensorInfo) -> bool:
+def _same_bytes(checkpoint: Checkpoint, a: TensorInfo, b: TensorInfo) -> bool:
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
-    chunk = 8 << 20
-    with open(a.path, "rb") as left, open(b.path, "rb") as right:
-        left.seek(a.offset)
-        right.seek(b.offset)
-        for start in range(0, a.nbytes, chunk):
-            size = min(chunk, a.nbytes - start)
-            if left.read(size) != right.read(size):
+    import torch
+
+    rows = a.shape[0] if a.shape else 1
+    step = max(1, (8 << 20) * rows // max(1, a.nbytes))
+    with Reader(checkpoint) as reader:
+        for start in range(0, rows, step):
+            span = (start, min(start + step, rows))
+            left, right = (reader.read(info, rows=span).view(torch.uint8) for info in (a, b))
+            if not torch.equal(left, right):
                 return False
     return True

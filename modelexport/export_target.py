@@ -55,7 +55,7 @@ class Target:
         if self._staging.restarted and not recipe.quiet:
             print("the machine has restarted since an export here was cut off: it begins anew", file=sys.stderr)
         payload = self._staging.directory
-        self._side = copy_side_files(source, payload, {info.path for info in prepared.checkpoint.infos.values()})
+        self._side = copy_side_files(source, payload, set(prepared.checkpoint.files))
         heads = [module.path for module in plan.family.after if module.kind == "head"]
         write_config(source, payload, quantization_config(plan.number_format, ignore=heads))
         made = prepared.layout.create(payload)
@@ -90,7 +90,7 @@ class Target:
 def _fingerprint(prepared: Prepared) -> dict[str, Any]:
     """What must be equal for an interrupted export to be resumed: the source's files and the settings."""
     digest = hashlib.sha256((prepared.source.directory / "config.json").read_bytes())
-    for path in sorted({info.path for info in prepared.checkpoint.infos.values()}):
+    for path in prepared.checkpoint.files:
         stat = os.stat(path)
         digest.update(f"{path.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
     recipe = prepared.recipe

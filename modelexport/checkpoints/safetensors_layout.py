@@ -6,10 +6,11 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from modelexport.checkpoints import raw_io
+from modelexport.checkpoints.placement import Placement
 from modelexport.checkpoints.safetensors_header import TensorInfo, dtype_bits, tensor_nbytes
 from modelexport.checkpoints.safetensors_reader import SINGLE_NAME
 from modelexport.errors import CheckpointError
@@ -21,13 +22,15 @@ DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
 class LayoutFile:
     """One file to be: its name, its complete header (length, JSON, padding), its tensors, its size in bytes.
 
-    The paths in ``infos`` are relative: the file's name.
+    The paths in ``infos`` are relative: the file's name. ``inserts`` are what else is known in advance: (offset,
+    bytes), in order (the envelopes that DCP puts around each tensor).
     """
 
     name: str
     header: bytes
     infos: tuple[TensorInfo, ...]
     size: int
+    inserts: tuple[tuple[int, bytes], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -37,10 +40,13 @@ class Layout:
     Attributes:
         files: in order.
         infos: every tensor by name; paths are relative to the checkpoint's directory.
+        placements: for tensors that go to several arrays, or into a part of one, where their rectangles go; their
+            ``infos`` then tell dtype, shape and size, but no place.
     """
 
     files: tuple[LayoutFile, ...]
     infos: dict[str, TensorInfo]
+    placements: Mapping[str, tuple[Placement, ...]] = field(default_factory=dict)
 
     @property
     def total_bytes(self) -> int:
@@ -163,7 +169,8 @@ def _is_complete(path: Path, file: LayoutFile) -> bool:
         if path.is_symlink() or path.stat().st_size != file.size:
             return False
         with path.open("rb") as stream:
-            return stream.read(len(file.header)) == file.header
+            known = ((0, file.header), *file.inserts)
+            return all(stream.seek(at) == at and stream.read(len(text)) == text for at, text in known)
     except OSError:
         return False
 
@@ -172,6 +179,7 @@ def _create_file(path: Path, file: LayoutFile) -> None:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         raw_io.allocate(fd, file.size)
-        raw_io.write_exactly(fd, memoryview(file.header), 0)
+        for at, text in ((0, file.header), *file.inserts):
+            raw_io.write_exactly(fd, memoryview(text), at)
     finally:
         os.close(fd)

@@ -7,11 +7,13 @@ import os
 import re
 import shlex
 import threading
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelexport.checkpoints import raw_io
+from modelexport.checkpoints.placement import Placement, runs
 from modelexport.checkpoints.safetensors_header import (
     Header,
     TensorInfo,
@@ -20,6 +22,7 @@ from modelexport.checkpoints.safetensors_header import (
     torch_dtype,
 )
 from modelexport.errors import CheckpointError
+from modelexport.sharding.boxes import Box, relative, slices, tile, uncovered, whole
 
 if TYPE_CHECKING:
     import torch
@@ -32,19 +35,33 @@ _PART = re.compile(r"^(?P<stem>.*)-(?P<part>\d+)-of-(?P<parts>\d+)\.safetensors$
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A directory of safetensors files, headers read and checked, no data read.
+    """A checkpoint, headers read and checked, no data read.
 
     Attributes:
         directory: where it lies.
         infos: every tensor by name, files in the order of their names, tensors in the order of their data.
         config: ``config.json``, or None where there is none.
-        headers: each file's header, by the file's path.
+        headers: each safetensors file's header, by the file's path.
+        placements: for tensors that lie in several arrays, or in a part of one, where their rectangles are; their
+            ``infos`` then tell the whole tensor's dtype, shape and size, but no single place.
+        format: the checkpoint format, as ``--format`` spells it.
+        left_out: what else the files hold, which is no part of the model -> what it is.
     """
 
     directory: Path
     infos: dict[str, TensorInfo]
     config: dict[str, Any] | None
     headers: dict[Path, Header]
+    placements: Mapping[str, tuple[Placement, ...]] = field(default_factory=dict)
+    format: str = "hf"
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def files(self) -> list[Path]:
+        """Every file that holds a tensor, each once, sorted."""
+        placed = {place.path for places in self.placements.values() for place in places}
+        alone = {info.path for name, info in self.infos.items() if name not in self.placements}
+        return sorted(placed | alone)
 
 
 def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
@@ -219,6 +236,7 @@ class Reader:
         """
         import torch
 
+        places = self._checkpoint.placements.get(info.name)
         shape, offset, pitch = _rectangle(info, rows, cols)
         dtype = torch_dtype(info.dtype)
         if out is None:
@@ -228,23 +246,49 @@ class Reader:
                 f"tensor {info.name!r}: the slice is {dtype} {list(shape)} on the CPU, "
                 f"out is {out.dtype} {list(out.shape)} on {out.device}"
             )
+        if places is not None:
+            self._gather(info, places, _box(info, rows, cols), out)
+            return out
         memory = raw_io.row_bytes(out, 1 if len(shape) > 1 else 0)
         if memory is None:
             raise ValueError(
                 f"tensor {info.name!r}: the rows of out must be contiguous, its strides are {out.stride()}"
             )
-        try:
-            got = raw_io.read_rows(self._fd(info.path), memory, offset, pitch)
-        except OSError as error:
+        self._fill(info.name, info.path, memory, offset, pitch)
+        return out
+
+    def read_place(self, info: TensorInfo, place: Placement, box: Box, out: torch.Tensor) -> None:
+        """Read the rectangle ``box`` of a tensor from one of its places, even where it lies in others too.
+
+        Raises:
+            CheckpointError: the file cannot be read or has become shorter.
+        """
+        if out.numel():
+            for memory, begin, pitch in runs(out, place.begin(box), place.strides):
+                self._fill(info.name, place.path, memory, begin, pitch)
+
+    def _gather(self, info: TensorInfo, places: tuple[Placement, ...], box: Box, out: torch.Tensor) -> None:
+        """Bring a rectangle together from the places that it lies in."""
+        covers = [place.box for place in places]
+        missing = uncovered(box, covers) if out.numel() else []
+        if missing:
             raise CheckpointError(
-                f"{info.path}: tensor {info.name!r} cannot be read: {error.strerror or error}"
-            ) from error
+                f"{self._checkpoint.directory}: tensor {info.name!r} of shape {list(info.shape)} is not whole: no file "
+                f"holds its part {_ranges(missing[0])}"
+            )
+        for number, part in tile(box, covers) if out.numel() else ():
+            self.read_place(info, places[number], part, out[slices(relative(part, box))])
+
+    def _fill(self, name: str, path: Path, memory: Any, offset: int, pitch: int) -> None:
+        try:
+            got = raw_io.read_rows(self._fd(path), memory, offset, pitch)
+        except OSError as error:
+            raise CheckpointError(f"{path}: tensor {name!r} cannot be read: {error.strerror or error}") from error
         if got != memory.size:
             raise CheckpointError(
-                f"{info.path}: tensor {info.name!r}: {memory.size:,} bytes expected, {got:,} found; "
+                f"{path}: tensor {name!r}: {memory.size:,} bytes expected, {got:,} found; "
                 "the file was cut short while it was being read"
             )
-        return out
 
     def close(self) -> None:
         """Close every file. Reading afterwards is an error."""
@@ -294,6 +338,18 @@ def _rectangle(
     if bits == 4 and shape:
         shape[-1] //= 2
     return tuple(shape), info.offset + start_bits // 8, row_bits // 8
+
+
+def _box(info: TensorInfo, rows: tuple[int, int] | None, cols: tuple[int, int] | None) -> Box:
+    box = list(whole(info.shape))
+    for dim, part in enumerate((rows, cols)):
+        if part is not None:
+            box[dim] = part
+    return tuple(box)
+
+
+def _ranges(box: Box) -> str:
+    return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
 
 
 def _share(bits: int, shape: tuple[int, ...], dim: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -11,13 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from modelexport.checkpoints import raw_io
+from modelexport.checkpoints.placement import row_major, runs
 from modelexport.checkpoints.safetensors_header import TensorInfo, dtype_name
 from modelexport.checkpoints.safetensors_layout import Layout
 from modelexport.errors import CheckpointError
+from modelexport.sharding.boxes import intersect, placed, relative, slices
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
+
+    from modelexport.checkpoints.placement import Placement
+    from modelexport.sharding.boxes import Box
 
 _WRITEBACK_BYTES = 32 << 20
 
@@ -57,12 +61,38 @@ class Writer:
         _check_piece(info, tensor, start, full)
         if tensor.numel() == 0:
             return 0
-        fd, mappable = self._open(info.path)
-        with self._named_errors(info):
-            for piece, begin, pitch in _row_pieces(info, tensor, start, full):
-                raw_io.write_rows(fd, piece, begin, pitch, mappable=mappable)
-        self._note_written(fd, info, tensor, start, full)
+        if tensor.dim() and (tensor.stride(-1) != 1 or 0 in tensor.stride()):  # expanded, transposed, ...
+            tensor = tensor.contiguous()
+        places = self._layout.placements.get(name)
+        if places is not None:
+            return self._scatter(info, places, tensor, placed(start, tuple(tensor.shape)))
+        strides = row_major(full, tensor.element_size())
+        first = info.offset + sum(begin * stride for begin, stride in zip(start, strides, strict=True))
+        self._move(info, info.path, tensor, first, strides)
+        self._note_written(self._open(info.path)[0], info, tensor, start, full)
         return tensor.numel() * tensor.element_size()
+
+    def _scatter(self, info: TensorInfo, places: Sequence[Placement], tensor: torch.Tensor, box: Box) -> int:
+        """Write a rectangle to every place that wants a part of it; returns the bytes written, replicas counted."""
+        written = 0
+        for place in places:
+            shared = intersect(box, place.box)
+            if shared is None:
+                continue
+            part = tensor[slices(relative(shared, box))]
+            self._move(info, place.path, part, place.begin(shared), place.strides)
+            size = part.numel() * part.element_size()
+            written += size
+            whole_rows = row_major(tuple(part.shape), part.element_size()) == place.strides
+            if self._writeback is not None and whole_rows:
+                self._writeback.note(self._open(place.path)[0], place.begin(shared), size)
+        return written
+
+    def _move(self, info: TensorInfo, path: Path, tensor: torch.Tensor, begin: int, strides: Sequence[int]) -> None:
+        fd, mappable = self._open(path)
+        with self._named_errors(info, path):
+            for memory, offset, pitch in runs(tensor, begin, strides):
+                raw_io.write_rows(fd, memory, offset, pitch, mappable=mappable)
 
     def write_pieces(self, name: str, pieces: Sequence[tuple[torch.Tensor, Sequence[int]]]) -> int:
         """Write several pieces of one tensor, as :meth:`write` does each.
@@ -87,14 +117,14 @@ class Writer:
             _check_piece(info, tensor, tuple(offset), full)
         written = 0
         for group in _side_by_side([(tensor, tuple(offset)) for tensor, offset in pieces]):
-            columns = _columns(group, full)
+            columns = None if name in self._layout.placements else _columns(group, full)
             if columns is None:
                 written += sum(self.write(name, tensor, offset=offset) for tensor, offset in group)
                 continue
             fd, _ = self._open(info.path)
             rows, width = columns[0].shape[0], info.nbytes // full[0]
             begin = info.offset + group[0][1][0] * width
-            with self._named_errors(info):
+            with self._named_errors(info, info.path):
                 raw_io.write_joined(fd, columns, begin)
             if self._writeback is not None:
                 self._writeback.note(fd, begin, rows * width)
@@ -142,11 +172,11 @@ class Writer:
         self.close()
 
     @contextlib.contextmanager
-    def _named_errors(self, info: TensorInfo) -> Iterator[None]:
+    def _named_errors(self, info: TensorInfo, relative_path: Path) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            path = self._directory / info.path
+            path = self._directory / relative_path
             if error.errno in raw_io.DISK_FULL:
                 raise raw_io.disk_full(path, info.nbytes, error) from error
             raise CheckpointError(
@@ -226,28 +256,6 @@ def _columns(group: Sequence[_Placed], full: tuple[int, ...]) -> list[np.ndarray
         columns.append(column)
         at += tensor.shape[1]
     return columns if at == full[1] else None
-
-
-def _row_pieces(
-    info: TensorInfo, tensor: torch.Tensor, start: tuple[int, ...], full: tuple[int, ...]
-) -> Iterator[tuple[np.ndarray, int, int]]:
-    """Cut a piece into sets of equally spaced segments: (uint8 ``[rows, segment]``, file offset, file pitch)."""
-    shape, size = tuple(tensor.shape), tensor.element_size()
-    # The last dim that is cut and all after it form one segment of the file; the dim before it counts the rows.
-    inner = max((dim for dim in range(len(full)) if shape[dim] != full[dim]), default=0)
-    if inner == 0 and len(full) > 1 and raw_io.row_bytes(tensor, 0) is None:
-        inner = 1  # one run in the file, but in memory row by row
-    spans = [size] * (len(full) + 1)
-    for dim in reversed(range(len(full))):
-        spans[dim] = spans[dim + 1] * full[dim]
-    origin = info.offset + sum(begin * spans[dim + 1] for dim, begin in enumerate(start))
-    outer = max(0, inner - 1)
-    if raw_io.row_bytes(tensor[(0,) * outer], inner - outer) is None:
-        tensor = tensor.contiguous()
-    for where in itertools.product(*(range(n) for n in shape[:outer])):
-        memory = raw_io.row_bytes(tensor[where], inner - outer)
-        assert memory is not None
-        yield memory, origin + sum(i * spans[dim + 1] for dim, i in enumerate(where)), spans[inner]
 
 
 class _Writeback:

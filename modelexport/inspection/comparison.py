@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from modelexport.checkpoints.safetensors_file import Checkpoint, TensorInfo
+from modelexport.contents.modules import Architecture, StoredModule
+from modelexport.contents.schemes import FLOATS
 from modelexport.errors import UsageError
-from modelexport.inspection.modules import Architecture, StoredModule
-from modelexport.inspection.schemes import FLOATS
 
 if TYPE_CHECKING:
     from modelexport.inspection.audit import Item

@@ -16,9 +16,9 @@ from typing import Any
 
 from modelexport.checkpoints.hf import RECORD
 from modelexport.checkpoints.safetensors_file import INDEX_NAME, Checkpoint, open_checkpoint, read_json
+from modelexport.contents.modules import Architecture, StoredModule, read_architecture, read_modules
+from modelexport.contents.schemes import QuantizationConfig, read_quantization_config
 from modelexport.errors import CheckpointError
-from modelexport.inspection.modules import Architecture, StoredModule, read_architecture, read_modules
-from modelexport.inspection.schemes import QuantizationConfig, read_quantization_config
 from modelexport.inspection.structure import check_structure
 from modelexport.sharding.plan import admissible_tp
 from modelexport.tables import size_text, table

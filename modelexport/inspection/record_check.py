@@ -8,8 +8,8 @@ from typing import Any
 
 from modelexport.checkpoints.hf import RECORD
 from modelexport.checkpoints.safetensors_file import Checkpoint
-from modelexport.inspection.modules import StoredModule
-from modelexport.inspection.schemes import QuantizationConfig
+from modelexport.contents.modules import StoredModule
+from modelexport.contents.schemes import QuantizationConfig
 
 
 def check_record(

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from modelexport.checkpoints.safetensors_file import Checkpoint, TensorInfo
+from modelexport.contents.modules import Architecture, StoredModule
+from modelexport.contents.schemes import FLOATS, QuantizationConfig, Scheme, promised
 from modelexport.errors import CheckpointError
 from modelexport.families import Dimensions, Family, Module
-from modelexport.inspection.modules import Architecture, StoredModule
-from modelexport.inspection.schemes import FLOATS, QuantizationConfig, Scheme, promised
 
 _PLAIN = ("weight", "bias")
 _KV_SCALES = ("k_scale", "v_scale", "q_scale")

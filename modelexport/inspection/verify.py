@@ -18,12 +18,12 @@ from typing import Any
 
 from modelexport.checkpoints.hf import RECORD
 from modelexport.checkpoints.safetensors_file import Checkpoint, open_checkpoint
+from modelexport.contents.modules import StoredModule, read_architecture, read_modules
+from modelexport.contents.schemes import read_quantization_config
 from modelexport.errors import CheckpointError, UsageError
 from modelexport.inspection.comparison import Comparison, compare_headers, plan_items
 from modelexport.inspection.inspect import read_record
-from modelexport.inspection.modules import StoredModule, read_architecture, read_modules
 from modelexport.inspection.record_check import check_record
-from modelexport.inspection.schemes import read_quantization_config
 from modelexport.inspection.structure import check_structure
 from modelexport.tables import table
 

@@ -18,11 +18,11 @@ from safetensors.torch import save_file
 
 from modelexport.checkpoints.safetensors_file import TensorInfo
 from modelexport.cli import main
+from modelexport.contents.modules import layer_path, recognise
+from modelexport.contents.schemes import promised, read_quantization_config
 from modelexport.errors import CheckpointError
 from modelexport.exporter import export
 from modelexport.inspection.inspect import inspect_checkpoint
-from modelexport.inspection.modules import layer_path, recognise
-from modelexport.inspection.schemes import promised, read_quantization_config
 from tests._models import copy_checkpoint, make_llama
 
 pytestmark = pytest.mark.timeout(120)

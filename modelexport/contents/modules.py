@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from modelexport.checkpoints.safetensors_file import Checkpoint, TensorInfo
+from modelexport.contents.schemes import QuantizationConfig, Scheme
 from modelexport.errors import ModelExportError
 from modelexport.families import Dimensions, Family, family_of, read_dimensions
-from modelexport.inspection.schemes import QuantizationConfig, Scheme
 
 PLAIN = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64", "F8_E4M3": "fp8", "F8_E5M2": "fp8-e5m2"}
 _SCALES = ("weight_scale", "weight_scale_inv", "scales", "absmax")
