@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from modelexport.checkpoints.safetensors_file import Checkpoint, Reader, TensorInfo
+from modelexport.checkpoints.safetensors_file import Checkpoint, TensorInfo
+from modelexport.contents.ties import check_tied
 from modelexport.errors import CheckpointError, PlanError, nearest
 from modelexport.export_steps import ExportPlan, OutputTensor, Step, TensorTask, full_name
 from modelexport.families import Dimensions, Family, Module, family_of, read_dimensions
@@ -51,7 +52,8 @@ def build_plan(checkpoint: Checkpoint, number_format: NumberFormat, parallelism:
             f"{checkpoint.directory} is already quantised (quant_method '{method}'); "
             "give the unquantised checkpoint that it was made from"
         )
-    return _Planner(checkpoint, family_of(config), read_dimensions(config), number_format, parallelism).plan()
+    family = family_of(config)
+    return _Planner(checkpoint, family, read_dimensions(config, family), number_format, parallelism).plan()
 
 
 class _Planner:
@@ -81,9 +83,11 @@ class _Planner:
         self.format_problems: dict[str, dict[str, None]] = {}  # what is wrong -> the modules where it is
 
     def plan(self) -> ExportPlan:
-        if self.dims.layers > len(self.infos):  # before any loop over a number that a stranger wrote
+        layers, experts = self.dims.layers, self.dims.experts
+        if layers * max(1, experts) > len(self.infos):  # before any loop over a number that a stranger wrote
+            each = f" of {experts} experts" if experts else ""
             raise CheckpointError(
-                f"{self.directory}: config.json says {self.dims.layers} layers, but there are only "
+                f"{self.directory}: config.json says {layers} layers{each}, but there are only "
                 f"{len(self.infos)} tensors"
             )
         self._drop_buffers()
@@ -93,7 +97,8 @@ class _Planner:
             steps += self._single(module)
         for i in range(self.dims.layers):
             layer = self.family.layer_prefix.format(i=i)
-            tasks = [task for module in self.family.layer for task in self._module_tasks(layer, module)]
+            modules = self.family.modules_of_layer(self.dims)
+            tasks = [task for path, _, module in modules for task in self._module_tasks(layer, path, module)]
             steps.append(Step(layer, layer, i, tuple(tasks)))
         for module in self.family.after:
             steps += self._single(module)
@@ -109,11 +114,8 @@ class _Planner:
             raise CheckpointError(f"{self.directory}: {'; '.join(self.problems[:8])}{more}")
         if self.format_problems:
             raise PlanError("; ".join(f"{', '.join(paths)}: {text}" for text, paths in self.format_problems.items()))
-        if tied is not None and not _same_bytes(self.checkpoint, *tied):  # last: the one check that reads weights
-            raise CheckpointError(
-                f"{self.directory}: config.json ties the embeddings, but {tied[0].name} differs from "
-                f"{tied[1].name}; set tie_word_embeddings to false to export both"
-            )
+        if tied is not None:  # last: the one check that reads weights
+            check_tied(self.checkpoint, *tied)
         return ExportPlan(
             self.family,
             self.dims,
@@ -144,7 +146,7 @@ class _Planner:
 
     def _single(self, module: Module) -> list[Step]:
         """Steps of a module outside the decoder layers, in slabs of rows if it is large."""
-        tasks = self._module_tasks(module.path, module, in_layer=False)
+        tasks = self._module_tasks(module.path, "", module)
         if not tasks:
             return []
         weight = tasks[0].info
@@ -170,14 +172,13 @@ class _Planner:
             steps.append(Step(f"{module.path}[{rows[0]}:{rows[1]}]", module.path, None, (task,)))
         return steps
 
-    def _module_tasks(self, layer: str, module: Module, *, in_layer: bool = True) -> list[TensorTask]:
-        name = full_name(layer, module.path) if in_layer else layer
+    def _module_tasks(self, layer: str, path: str, module: Module) -> list[TensorTask]:
+        name = full_name(layer, path)
         weight = self.infos.pop(f"{name}.weight", None)
         if weight is None:
             if not (module.kind == "head" and self.dims.tied_embeddings):
                 self.missing.append(f"{name}.weight")
             return []
-        path = module.path if in_layer else ""
         if not self._shape_is_right(weight, module):
             return []
         quantised = module.kind == "linear" and self.format.quantised
@@ -196,8 +197,9 @@ class _Planner:
             )
         ]
         bias = self.infos.pop(f"{name}.bias", None)
-        if bias is None and module.bias is not None and self.config.get(module.bias):
-            self.problems.append(f"{name}.bias is missing, though config.json says {module.bias}")
+        if bias is None and module.has_bias(self.config):
+            why = f"config.json says {module.bias}" if isinstance(module.bias, str) else f"{self.family.name} has one"
+            self.problems.append(f"{name}.bias is missing, though {why}")
         if bias is not None:
             tasks.append(self._bias(bias, module, path, cut, weight.shape[0]))
         return tasks
@@ -210,9 +212,7 @@ class _Planner:
         return TensorTask(bias, module, path, "bias", (0, rows), own, False, self._outputs(bias, False))
 
     def _shape_is_right(self, weight: TensorInfo, module: Module) -> bool:
-        hidden = self.dims.hidden
-        along = self.dims.axis_size(module.axis) if module.axis else hidden
-        expected = {"column": (along, hidden), "row": (hidden, along), "replicated": (hidden,)}[module.partition]
+        expected = self.dims.weight_shape(module)
         if weight.shape != expected:
             self.problems.append(f"{weight.name} is {list(weight.shape)} but config.json makes it {list(expected)}")
             return False
@@ -222,7 +222,7 @@ class _Planner:
                     f"{weight.name} is {weight.dtype}; only {', '.join(QUANTISABLE)} weights can be quantised"
                 )
                 return False
-            pattern = f"*.{module.path}"
+            pattern = f"*.{module.general_path}"
             try:
                 self.format.check_shape(pattern, (weight.shape[0], weight.shape[1]))
             except PlanError as error:
@@ -237,13 +237,17 @@ class _Planner:
         elif module.kind == "embedding":
             tied = " (and serves as the head)" if self.dims.tied_embeddings else ""
             self.unquantised[name] = f"embedding{tied}: engines look rows up in the model's dtype"
+        elif module.kind == "router":
+            self.unquantised[name] = "router: it picks experts by small differences"
         else:
             self.unquantised[name] = "head: its error goes straight into the logits"
 
     def _cut(self, module: Module, shape: tuple[int, ...]) -> Cut:
-        if module.partition == "replicated" or module.axis is None:
+        if module.partition == "replicated":
             return replicated(shape[0], self.tp)
         dim = 0 if module.partition == "column" else 1
+        if module.axis is None:  # fused on disk: any rows will do to quantise it
+            return cut_along(dim, even_cut(shape[dim], 1, self.tp))
         unit = self._cut_unit("heads" if module.axis == "kv_heads" else module.axis)
         if module.axis == "kv_heads":
             heads, size = self.dims.heads, self.dims.head_dim
@@ -281,19 +285,3 @@ def nearest_hint(name: str, names: dict[str, Any]) -> str:
     """``"; did you mean ..."`` for a missing tensor, or ``""`` where none of ``names`` is close."""
     hint = nearest(name, names)
     return hint.split(" known:")[0] if "did you mean" in hint else ""
-
-
-def _same_bytes(checkpoint: Checkpoint, a: TensorInfo, b: TensorInfo) -> bool:
-    if (a.dtype, a.shape) != (b.dtype, b.shape):
-        return False
-    import torch
-
-    rows = a.shape[0] if a.shape else 1
-    step = max(1, (8 << 20) * rows // max(1, a.nbytes))
-    with Reader(checkpoint) as reader:
-        for start in range(0, rows, step):
-            span = (start, min(start + step, rows))
-            left, right = (reader.read(info, rows=span).view(torch.uint8) for info in (a, b))
-            if not torch.equal(left, right):
-                return False
-    return True

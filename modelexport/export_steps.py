@@ -130,12 +130,30 @@ class ExportPlan:
         """Tensor-parallel sizes at which an engine can load the result (vocabulary padded by the engine)."""
         limits = []
         for task in self._weights():
-            if task.module.kind == "linear" and task.cut.dim is not None and task.module.axis != "kv_heads":
-                unit = self.dimensions.axis_unit(task.module.axis or "")
+            if task.module.kind != "linear" or task.cut.dim is None:
+                continue
+            for _, axis in task.module.axes:
+                if axis == "kv_heads":
+                    continue
+                unit = self.dimensions.axis_unit(axis)
                 if task.quantised:
                     unit = math.lcm(unit, self.number_format.alignment[task.cut.dim])
-                limits.append((task.info.shape[task.cut.dim], unit))
+                limits.append((self.dimensions.axis_size(axis), unit))
         return admissible_tp(sorted(set(limits)), self.dimensions.kv_heads)
+
+    def ignored(self) -> list[str]:
+        """The modules that engines must not take for quantised linears: heads (tied ones too) and routers."""
+        routers = (
+            full_name(step.layer, task.path)
+            for step in self.steps
+            for task in step.tasks
+            if task.module.kind == "router" and task.parameter == "weight"
+        )
+        return [*(module.path for module in self.family.after if module.kind == "head"), *routers]
+
+    def general_path(self, step: Step, task: TensorTask) -> str:
+        """The name under which a task's module is taken together with its like: of all layers, and all experts."""
+        return task.module.general_path if task.path else step.layer
 
     def peak_rank_bytes(self) -> int:
         """Upper estimate of a rank's buffers: two steps' shards of the source and two of the output."""

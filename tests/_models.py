@@ -1,8 +1,8 @@
-"""Tiny Llama checkpoints for tests: saved by transformers itself, or as headers alone for planning.
+"""Tiny checkpoints for tests: saved by transformers itself, or as headers alone for planning.
 
-Import as ``from tests._models import ...``. What :func:`make_llama` saves has no constant tensor (transformers would
-leave norms at one and biases at zero), so that a part that went astray shows. The default shape suits every number
-format with its default group size.
+Llamas by default; other families with ``model_type``. Import as ``from tests._models import ...``. What
+:func:`make_llama` saves has no constant tensor (transformers would leave norms at one and biases at zero), so that a
+part that went astray shows. The default shape suits every number format with its default group size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ class LlamaShape:
     """Everything that distinguishes one tiny checkpoint from another.
 
     Attributes:
+        model_type: ``llama``, ``mistral``, ``qwen2``, ``phi3`` or ``mixtral``.
         head_dim: None leaves it out of config.json's defaults (``hidden // heads``).
+        attention_bias, mlp_bias: llama only.
+        experts: mixtral only.
         dtype: ``bfloat16``, ``float16`` or ``float32``.
         max_shard_size: as ``save_pretrained`` takes it; small values give several files and an index.
     """
@@ -43,36 +46,39 @@ class LlamaShape:
     dtype: str = "bfloat16"
     max_shard_size: str = "5GB"
     seed: int = 0
+    model_type: str = "llama"
+    experts: int = 4
+
+
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+}
 
 
 def save_llama(directory: Path, shape: LlamaShape) -> Path:
-    """Save a random Llama of that shape with ``save_pretrained``; returns ``directory``."""
+    """Save a random model of that shape with ``save_pretrained``; returns ``directory``."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    config = LlamaConfig(
-        hidden_size=shape.hidden,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        intermediate_size=shape.intermediate,
-        vocab_size=shape.vocab,
-        num_hidden_layers=shape.layers,
-        attention_bias=shape.attention_bias,
-        mlp_bias=shape.mlp_bias,
-        tie_word_embeddings=shape.tied,
-        max_position_embeddings=128,
-    )
+    own = {key: value for key, value in config_json(shape).items() if key not in ("architectures", "model_type")}
+    config = AutoConfig.for_model(shape.model_type, **own, max_position_embeddings=128, **_SPECIAL_TOKENS)
     generator = torch.Generator().manual_seed(shape.seed)
-    model = LlamaForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             centre, spread = (1.0, 0.1) if name.endswith("norm.weight") else (0.0, 0.05)
             parameter.normal_(centre, spread, generator=generator)
     model.to(getattr(torch, shape.dtype)).save_pretrained(directory, max_shard_size=shape.max_shard_size)
     return directory
+
+
+_SPECIAL_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}  # within any vocabulary
 
 
 def make_llama(**shape: Any) -> Path:
@@ -128,42 +134,62 @@ def copy_checkpoint(
 def config_json(shape: LlamaShape) -> dict[str, Any]:
     """config.json of that shape as far as planning reads it, without transformers."""
     config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [_ARCHITECTURES[shape.model_type]],
+        "model_type": shape.model_type,
         "hidden_size": shape.hidden,
         "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.kv_heads,
         "intermediate_size": shape.intermediate,
         "vocab_size": shape.vocab,
         "num_hidden_layers": shape.layers,
-        "attention_bias": shape.attention_bias,
-        "mlp_bias": shape.mlp_bias,
         "tie_word_embeddings": shape.tied,
     }
+    if shape.model_type == "llama":
+        config |= {"attention_bias": shape.attention_bias, "mlp_bias": shape.mlp_bias}
+    if shape.model_type == "mixtral":
+        config["num_local_experts"] = shape.experts
+        config["num_experts_per_tok"] = min(2, shape.experts)
     if shape.head_dim is not None:
         config["head_dim"] = shape.head_dim
     return config
 
 
-def tensor_shapes(shape: LlamaShape) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors that transformers saves for that shape (test_models_agree says so)."""
+def _layer_linears(shape: LlamaShape) -> dict[str, tuple[int, int]]:
     head_dim = shape.head_dim or shape.hidden // shape.heads
     queries, keys = shape.heads * head_dim, shape.kv_heads * head_dim
-    linears = {
-        "self_attn.q_proj": (queries, shape.hidden),
-        "self_attn.k_proj": (keys, shape.hidden),
-        "self_attn.v_proj": (keys, shape.hidden),
-        "self_attn.o_proj": (shape.hidden, queries),
-        "mlp.gate_proj": (shape.intermediate, shape.hidden),
-        "mlp.up_proj": (shape.intermediate, shape.hidden),
-        "mlp.down_proj": (shape.hidden, shape.intermediate),
-    }
+    up, down = (shape.intermediate, shape.hidden), (shape.hidden, shape.intermediate)
+    linears = {"self_attn.o_proj": (shape.hidden, queries)}
+    if shape.model_type == "phi3":
+        linears["self_attn.qkv_proj"] = (queries + 2 * keys, shape.hidden)
+        linears |= {"mlp.gate_up_proj": (2 * shape.intermediate, shape.hidden), "mlp.down_proj": down}
+        return linears
+    linears |= {"self_attn.q_proj": (queries, shape.hidden)}
+    linears |= {f"self_attn.{name}_proj": (keys, shape.hidden) for name in "kv"}
+    if shape.model_type == "mixtral":
+        linears["block_sparse_moe.gate"] = (shape.experts, shape.hidden)
+        for e in range(shape.experts):
+            prefix = f"block_sparse_moe.experts.{e}"
+            linears |= {f"{prefix}.w1": up, f"{prefix}.w2": down, f"{prefix}.w3": up}
+        return linears
+    return linears | {"mlp.gate_proj": up, "mlp.up_proj": up, "mlp.down_proj": down}
+
+
+def _has_bias(shape: LlamaShape, linear: str) -> bool:
+    if shape.model_type == "qwen2":
+        return linear in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    if shape.model_type != "llama":
+        return False
+    return shape.attention_bias if linear.startswith("self_attn") else shape.mlp_bias
+
+
+def tensor_shapes(shape: LlamaShape) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors that transformers saves for that shape (test_models_agree says so)."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab, shape.hidden)}
     for i in range(shape.layers):
         prefix = f"model.layers.{i}"
-        for name, size in linears.items():
+        for name, size in _layer_linears(shape).items():
             shapes[f"{prefix}.{name}.weight"] = size
-            if shape.attention_bias if name.startswith("self_attn") else shape.mlp_bias:
+            if _has_bias(shape, name):
                 shapes[f"{prefix}.{name}.bias"] = size[:1]
         shapes[f"{prefix}.input_layernorm.weight"] = (shape.hidden,)
         shapes[f"{prefix}.post_attention_layernorm.weight"] = (shape.hidden,)
@@ -177,13 +203,95 @@ def headers_only(shape: LlamaShape | None = None, **changes: Any) -> Checkpoint:
     """A checkpoint without a byte of weights behind it: whoever reads from it fails. Any size is cheap."""
     shape = replace(shape or LlamaShape(), **changes)
     dtype = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}[shape.dtype]
+    return _headers({name: (dtype, size) for name, size in sorted(tensor_shapes(shape).items())}, config_json(shape))
+
+
+def _headers(tensors: dict[str, tuple[str, tuple[int, ...]]], config: dict[str, Any]) -> Checkpoint:
     path = Path("/nonexistent/model.safetensors")
     infos: dict[str, TensorInfo] = {}
     at = 8
-    for name, size in sorted(tensor_shapes(shape).items()):
+    for name, (dtype, size) in tensors.items():
         infos[name] = TensorInfo(name, dtype, size, path, at, tensor_nbytes(dtype, size))
         at += infos[name].nbytes
-    return Checkpoint(path.parent, infos, config_json(shape), {})
+    return Checkpoint(path.parent, infos, config, {})
+
+
+SCHEMES: dict[str, dict[str, Any]] = {  # as compressed-tensors' presets of these names have them
+    "int8": {
+        "format": "int-quantized",
+        "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
+        "input_activations": {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True},
+    },
+    "fp8-static": {
+        "format": "float-quantized",
+        "weights": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True},
+        "input_activations": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False},
+    },
+    "fp8-block": {
+        "format": "float-quantized",
+        "weights": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]},
+        "input_activations": {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 128, "dynamic": True},
+    },
+    "int4": {
+        "format": "pack-quantized",
+        "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True},
+    },
+    "int4-asym": {
+        "format": "pack-quantized",
+        "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False},
+    },
+    "int4-actorder": {
+        "format": "pack-quantized",
+        "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "actorder": "group"},
+    },
+    "int8-wo": {
+        "format": "pack-quantized",
+        "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
+    },
+    "nvfp4": {
+        "format": "nvfp4-pack-quantized",
+        "weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+        "input_activations": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+    },
+    "mxfp4": {
+        "format": "mxfp4-pack-quantized",
+        "weights": {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32},
+    },
+    "mxfp8": {
+        "format": "mxfp8-quantized",
+        "weights": {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32},
+    },
+}
+
+
+def quantised_headers(scheme: str, shape: LlamaShape | None = None, **changes: Any) -> Checkpoint:
+    """The headers of a checkpoint whose linears are quantised with one of :data:`SCHEMES`, head and routers not.
+
+    The tensors are those that :func:`~modelexport.contents.schemes.promised` names; the tests of ``inspect`` compare
+    that with what compressed-tensors itself writes.
+    """
+    from modelexport.contents.schemes import promised, read_quantization_config
+
+    plain = headers_only(shape, **changes)
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], **SCHEMES[scheme]}},
+        "ignore": ["lm_head", r"re:.*block_sparse_moe\.gate$"],
+    }
+    config = {**(plain.config or {}), "quantization_config": quantization}
+    read = read_quantization_config(config)
+    assert read is not None
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, info in plain.infos.items():
+        module, suffix = name.rsplit(".", 1)
+        found = None if suffix != "weight" or len(info.shape) != 2 else read.scheme_of(module)
+        if found is None or "embed" in name:
+            tensors[name] = (info.dtype, info.shape)
+        else:
+            for own, promise in promised(found, (info.shape[0], info.shape[1])).items():
+                tensors[f"{module}.{own}"] = (promise.dtypes[0], promise.shapes[0])
+    return _headers(tensors, config)
 
 
 def describe(shape: LlamaShape) -> str:

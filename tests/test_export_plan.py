@@ -16,13 +16,15 @@ from hypothesis import strategies as st
 
 from modelexport import export_plan
 from modelexport.checkpoints.safetensors_file import Checkpoint, Reader, TensorInfo, open_checkpoint, torch_dtype
+from modelexport.contents.rules import tensor_rules
 from modelexport.errors import CheckpointError, ModelExportError, PlanError
 from modelexport.export_plan import ExportPlan, Step, TensorTask, build_plan, full_name
 from modelexport.layers import Box, LayerConfig, ModuleConfig, TensorShard, merge
 from modelexport.quantization import formats
 from modelexport.quantization.formats.base import NumberFormat
 from modelexport.sharding.plan import Parallelism
-from tests._models import LlamaShape, copy_checkpoint, headers_only, make_llama, tensor_shapes
+from modelexport.sharding.shard_plan import part_problem
+from tests._models import LlamaShape, copy_checkpoint, headers_only, make_llama, quantised_headers, tensor_shapes
 
 FORMATS = [("none", None), ("int8", None), ("fp8", None), ("int4", 32), ("int4", 64)]
 
@@ -65,6 +67,8 @@ def cases(draw: st.DrawFn) -> tuple[LlamaShape, str, int | None, int, int]:
         attention_bias=draw(st.booleans()),
         mlp_bias=draw(st.booleans()),
         tied=draw(st.booleans()),
+        model_type=draw(st.sampled_from(["llama", "llama", "mixtral", "phi3", "qwen2"])),
+        experts=draw(st.integers(1, 3)),
         dtype=draw(st.sampled_from(["bfloat16", "float16", "float32"])),
     )
     return shape, quant, group, draw(st.integers(1, 9)), draw(st.sampled_from([64 << 20, 4096]))
@@ -148,7 +152,10 @@ def test_what_a_rank_holds_fits_together(case: tuple[LlamaShape, str, int | None
     plan = plan_for(headers_only(shape), quant, group_size=group, tp=tp)
     held = {task.path: task.cut.held for _, task in every_task(plan) if task.parameter == "weight"}
     head_dim, per_group = shape.head_dim or 0, shape.heads // shape.kv_heads
-    for rank in range(tp):
+    mlps = {"mlp": ("gate_proj", "up_proj", "down_proj")}
+    if shape.model_type == "mixtral":
+        mlps = {f"block_sparse_moe.experts.{e}": ("w1", "w3", "w2") for e in range(shape.experts)}
+    for rank in range(tp if shape.model_type != "phi3" else 0):  # what is fused on disk is cut as it comes
         start, stop = held["self_attn.q_proj"][rank]
         assert start % head_dim == 0
         assert stop % head_dim == 0
@@ -157,7 +164,8 @@ def test_what_a_rank_holds_fits_together(case: tuple[LlamaShape, str, int | None
             a, b = held[path][rank]
             assert set(range(a // head_dim, b // head_dim)) == attended
         assert held["self_attn.o_proj"][rank] == (start, stop)
-        assert held["mlp.gate_proj"][rank] == held["mlp.up_proj"][rank] == held["mlp.down_proj"][rank]
+        for mlp, names in mlps.items():
+            assert len({held[f"{mlp}.{name}"][rank] for name in names}) == 1
     for _, task in every_task(plan):
         if task.parameter == "bias":  # added to the rank's own outputs, or, where those are partial sums, once
             whole = ((0, task.info.shape[0]),) * tp
@@ -504,10 +512,45 @@ def test_a_long_list_is_cut_and_counted() -> None:
     assert text.count(" is missing") == 8
 
 
+def test_routers_stay_as_they_are_and_engines_are_told() -> None:
+    plan = plan_for(headers_only(model_type="mixtral", layers=2), "int8", tp=2)
+    gates = [f"model.layers.{i}.block_sparse_moe.gate" for i in range(2)]
+    assert plan.ignored() == ["lm_head", *gates]
+    assert [name for name in plan.unquantised if name in gates] == gates
+    assert plan.unquantised[gates[0]] == "router: it picks experts by small differences"
+    assert ("model.layers.1.block_sparse_moe.gate.weight", "BF16", (4, 128)) in set(plan.outputs())
+    assert plan_for(headers_only(tied=True)).ignored() == ["lm_head"], "engines make one of the embeddings"
+
+
+def test_experts_share_a_row_of_the_summary() -> None:
+    plan = plan_for(headers_only(model_type="mixtral", layers=2, experts=3), "int8", tp=2)
+    names = {plan.general_path(step, task) for step, task in every_task(plan)}
+    assert {name for name in names if "experts" in name} == {
+        f"block_sparse_moe.experts.*.{name}" for name in ("w1", "w2", "w3")
+    }
+    assert {"model.embed_tokens", "self_attn.q_proj", "block_sparse_moe.gate"} <= names
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "phi3", "mixtral"])
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_sizes_that_engines_load_are_those_of_the_shard_plan(model_type: str, scheme: str) -> None:
+    """Two ways to the same answer: limits on each dimension, and the plan of the checkpoint that is written."""
+    for heads, kv_heads, intermediate in [(8, 4, 1024), (6, 2, 384), (12, 3, 1536)]:
+        shape = LlamaShape(
+            model_type=model_type, hidden=256, heads=heads, kv_heads=kv_heads, head_dim=64, intermediate=intermediate
+        )
+        rules = tensor_rules(quantised_headers(scheme, shape, layers=1))
+        parts = {part for rule in rules for part in rule.parts}
+        works = [tp for tp in range(1, 65) if all(part_problem(part, tp) is None for part in parts)]
+        assert plan_for(headers_only(shape, layers=1), scheme).admissible_tp() == works
+
+
 def test_an_absurd_number_of_layers_is_refused_at_once() -> None:
     refused(
         without(headers_only(), num_hidden_layers=10**12), CheckpointError, "1000000000000 layers", "only 21 tensors"
     )
+    mixtral = without(headers_only(model_type="mixtral"), num_local_experts=10**12)
+    refused(mixtral, CheckpointError, "2 layers of 1000000000000 experts", "only 41 tensors")
 
 
 @pytest.mark.parametrize("group", [None, 128])

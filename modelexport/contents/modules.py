@@ -89,10 +89,11 @@ def read_architecture(config: Mapping[str, Any] | None) -> Architecture:
     if config is None:
         return Architecture(reason="there is no config.json")
     try:
-        family, dimensions = family_of(dict(config)), read_dimensions(config)
+        family = family_of(dict(config))
+        dimensions = read_dimensions(config, family)
     except ModelExportError as error:
         return Architecture(reason=str(error))
-    kinds = {m.path: m.kind for m in (*family.before, *family.layer, *family.after)}
+    kinds = {m.general_path: m.kind for m in (*family.before, *family.layer, *family.after)}
     return Architecture(family, dimensions, "", kinds)
 
 

@@ -18,12 +18,20 @@ FLOATS = ("BF16", "F16", "F32")
 _VALUES = {("int", 8): "I8", ("float", 8): "F8_E4M3"}
 
 
+Axes = tuple["tuple[int, int] | None", ...]
+"""For each dim of a tensor: (the weight's dim that it runs along, elements of the weight for each of its own); None
+where it does not vary with the weight. Fewer than its dims: the others do not vary."""
+
+_AS_WEIGHT: Axes = ((0, 1), (1, 1))
+
+
 @dataclass(frozen=True)
 class Promise:
-    """A tensor that must be there: the dtypes and the shapes that it may have."""
+    """A tensor that must be there: the dtypes and the shapes that it may have, and how it goes with the weight."""
 
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
+    axes: Axes = ()
 
     def __str__(self) -> str:
         return f"{' or '.join(self.dtypes)} {' or '.join(str(list(shape)) for shape in self.shapes)}"
@@ -134,34 +142,23 @@ def promised(scheme: Scheme, shape: tuple[int, int]) -> dict[str, Promise]:
     Raises:
         CheckpointError: the format is not known here.
     """
-    rows, cols = shape
     bits, kind = _bits(scheme.weights), str(scheme.weights.get("type"))
-    scale = Promise(FLOATS, _scale_shapes(scheme, shape))
-    symmetric = scheme.weights.get("symmetric", True)
+    shapes, axes = _scales(scheme, shape)
     tensors: dict[str, Promise]
     if scheme.format in ("int-quantized", "float-quantized", "naive-quantized"):
         dtype = _VALUES.get((kind, bits))
         if dtype is None:
             raise CheckpointError(f"{scheme.name}: {scheme.format} cannot hold {bits}-bit {kind} weights")
-        tensors = {"weight": Promise((dtype,), (shape,)), "weight_scale": scale}
-        if not symmetric:
-            tensors["weight_zero_point"] = Promise((dtype,), scale.shapes)
+        tensors = {"weight": Promise((dtype,), (shape,), _AS_WEIGHT), "weight_scale": Promise(FLOATS, shapes, axes)}
+        if not scheme.weights.get("symmetric", True):
+            tensors["weight_zero_point"] = Promise((dtype,), shapes, axes)
     elif scheme.format == "pack-quantized":
-        tensors = {
-            "weight_packed": Promise(("I32",), ((rows, _ceil(cols * bits, 32)),)),
-            "weight_scale": scale,
-            "weight_shape": Promise(("I64", "I32"), ((2,),)),
-        }
-        if not symmetric:
-            packed = tuple((_ceil(rows * bits, 32), *rest) for _, *rest in scale.shapes)
-            tensors["weight_zero_point"] = Promise(("I32",), packed)
-        if scheme.weights.get("actorder") in ("group", True):
-            tensors["weight_g_idx"] = Promise(("I32",), ((cols,),))
+        tensors = _packed(scheme, shape, bits)
     elif scheme.format in ("nvfp4-pack-quantized", "mxfp4-pack-quantized"):
         nv = scheme.format.startswith("nv")
         tensors = {
-            "weight_packed": Promise(("U8",), ((rows, cols // 2),)),
-            "weight_scale": Promise(("F8_E4M3",) if nv else ("U8", "F8_E8M0"), scale.shapes),
+            "weight_packed": Promise(("U8",), ((shape[0], shape[1] // 2),), ((0, 1), (1, 2))),
+            "weight_scale": Promise(("F8_E4M3",) if nv else ("U8", "F8_E8M0"), shapes, axes),
         }
         if nv:
             tensors["weight_global_scale"] = Promise(("F32",), ((1,),))
@@ -169,12 +166,33 @@ def promised(scheme: Scheme, shape: tuple[int, int]) -> dict[str, Promise]:
                 tensors["input_global_scale"] = Promise(("F32",), ((1,),))
     elif scheme.format == "mxfp8-quantized":
         tensors = {
-            "weight": Promise(("F8_E4M3",), (shape,)),
-            "weight_scale": Promise(("U8", "F8_E8M0"), scale.shapes),
+            "weight": Promise(("F8_E4M3",), (shape,), _AS_WEIGHT),
+            "weight_scale": Promise(("U8", "F8_E8M0"), shapes, axes),
         }
     else:
         raise CheckpointError(f"{scheme.name}: no rules are known for format '{scheme.format}'")
     return {**tensors, **_static(scheme.inputs, "input"), **_static(scheme.outputs, "output")}
+
+
+def _packed(scheme: Scheme, shape: tuple[int, int], bits: int) -> dict[str, Promise]:
+    """int32 words, several weights of a row to each."""
+    rows, cols = shape
+    shapes, axes = _scales(scheme, shape)
+    per_word = 32 // bits if 32 % bits == 0 else 0
+    indexed = scheme.weights.get("actorder") in ("group", "dynamic", True)
+    if indexed:  # any column may belong to any group: a part of the columns still needs the scales of all groups
+        axes = axes[:1]
+    tensors = {
+        "weight_packed": Promise(("I32",), ((rows, _ceil(cols * bits, 32)),), ((0, 1), (1, per_word or cols))),
+        "weight_scale": Promise(FLOATS, shapes, axes),
+        "weight_shape": Promise(("I64", "I32"), ((2,),)),
+    }
+    if not scheme.weights.get("symmetric", True):
+        packed = tuple((_ceil(rows * bits, 32), *rest) for _, *rest in shapes)
+        tensors["weight_zero_point"] = Promise(("I32",), packed, ((0, per_word or rows), *axes[1:]))
+    if indexed:
+        tensors["weight_g_idx"] = Promise(("I32",), ((cols,),), ((1, 1),))
+    return tensors
 
 
 def _static(part: Mapping[str, Any] | None, prefix: str) -> dict[str, Promise]:
@@ -187,23 +205,24 @@ def _static(part: Mapping[str, Any] | None, prefix: str) -> dict[str, Promise]:
     return tensors
 
 
-def _scale_shapes(scheme: Scheme, shape: tuple[int, int]) -> tuple[tuple[int, ...], ...]:
+def _scales(scheme: Scheme, shape: tuple[int, int]) -> tuple[tuple[tuple[int, ...], ...], Axes]:
+    """The shapes that a weight's scales may have, and how they go with it."""
     rows, cols = shape
     strategy = scheme.weights.get("strategy")
     if strategy == "tensor":
-        return ((1,), ())
+        return ((1,), ()), ()
     if strategy == "channel":
-        return ((rows, 1),)
+        return ((rows, 1),), ((0, 1), None)
     if strategy in ("group", "tensor_group"):
         group = scheme.weights.get("group_size")
         if not isinstance(group, int) or group < 1:
             raise CheckpointError(f"{scheme.name}: strategy '{strategy}' with group_size {group!r}")
-        return ((rows, _ceil(cols, group)),)
+        return ((rows, _ceil(cols, group)),), ((0, 1), (1, group))
     if strategy == "block":
         block = scheme.weights.get("block_structure")
         if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
             raise CheckpointError(f"{scheme.name}: strategy 'block' with block_structure {block!r}")
-        return ((_ceil(rows, block[0]), _ceil(cols, block[1])),)
+        return ((_ceil(rows, block[0]), _ceil(cols, block[1])),), ((0, block[0]), (1, block[1]))
     raise CheckpointError(f"{scheme.name}: unknown strategy {strategy!r} for weights")
 
 

@@ -2,7 +2,7 @@
 
 Cuts follow Megatron-LM (Shoeybi et al., 2019): q/k/v and gate/up by output features, o and down by input
 features, the vocabulary by rows. Checkpoints converted from the first Llama carry ``rotary_emb.inv_freq``
-buffers, which every reader recomputes.
+buffers, which every reader recomputes. Mistral's models have the same modules and names.
 """
 
 from modelexport.families.base import Family, Module
@@ -10,6 +10,7 @@ from modelexport.families.base import Family, Module
 FAMILY = Family(
     name="llama",
     architecture="LlamaForCausalLM",
+    aliases=("mistral",),
     before=(Module(path="model.embed_tokens", kind="embedding", role="embedding", partition="column", axis="vocab"),),
     layer=(
         Module(path="input_layernorm", kind="norm", role="attention.norm"),

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from modelexport.checkpoints.safetensors_file import Checkpoint, TensorInfo
 from modelexport.contents.modules import Architecture, StoredModule
+from modelexport.contents.rules import places
 from modelexport.contents.schemes import FLOATS, QuantizationConfig, Scheme, promised
 from modelexport.errors import CheckpointError
-from modelexport.families import Dimensions, Family, Module
+from modelexport.families import Dimensions, Family
 
 _PLAIN = ("weight", "bias")
 _KV_SCALES = ("k_scale", "v_scale", "q_scale")
@@ -28,8 +29,13 @@ def check_structure(
     problems = list(_config_problems(architecture, quantization))
     shapes: dict[str, tuple[int, ...]] = {}
     if architecture.family is not None and architecture.dimensions is not None:
-        shapes = family_shapes(architecture.family, architecture.dimensions)
-        problems += _family_problems(architecture, quantization, modules, shapes)
+        dims, count = architecture.dimensions, len(checkpoint.infos)
+        if dims.layers * max(1, dims.experts) > count:  # before any loop over a number that a stranger wrote
+            each = f" of {dims.experts} experts" if dims.experts else ""
+            problems.append(f"config.json says {dims.layers} layers{each}, but there are only {count} tensors")
+        else:
+            shapes = family_shapes(architecture.family, dims)
+            problems += _family_problems(architecture, quantization, modules, shapes)
     for module in modules:
         problems += module_problems(module, quantization, shapes.get(module.name))
     return list(dict.fromkeys(problems))
@@ -37,24 +43,7 @@ def check_structure(
 
 def family_shapes(family: Family, dims: Dimensions) -> dict[str, tuple[int, ...]]:
     """Every module of the model -> its weight's shape by config.json."""
-    shapes = {}
-    for module in family.before:
-        shapes[module.path] = _expected_shape(module, dims)
-    for i in range(dims.layers):
-        prefix = family.layer_prefix.format(i=i)
-        for module in family.layer:
-            shapes[f"{prefix}.{module.path}"] = _expected_shape(module, dims)
-    for module in family.after:
-        if not (module.kind == "head" and dims.tied_embeddings):
-            shapes[module.path] = _expected_shape(module, dims)
-    return shapes
-
-
-def _expected_shape(module: Module, dims: Dimensions) -> tuple[int, ...]:
-    along = dims.axis_size(module.axis) if module.axis else dims.hidden
-    if module.partition == "replicated":
-        return (dims.hidden,)
-    return (along, dims.hidden) if module.partition == "column" else (dims.hidden, along)
+    return {place.name: dims.weight_shape(place.module) for place in places(family, dims)}
 
 
 def _config_problems(architecture: Architecture, quantization: QuantizationConfig | None) -> Iterator[str]:

@@ -17,7 +17,10 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Parallelism:
-    """Ranks along each axis of parallelism: tensor, pipeline, expert."""
+    """Ranks along each axis of parallelism: tensor, pipeline, expert.
+
+    Ranks are numbered with the tensor axis running fastest, then the expert axis, then the pipeline's.
+    """
 
     tp: int = 1
     pp: int = 1
@@ -27,6 +30,29 @@ class Parallelism:
         for axis, size in (("tp", self.tp), ("pp", self.pp), ("ep", self.ep)):
             if size < 1:
                 raise PlanError(f"{axis} is {size}; at least 1 rank is needed")
+
+    def __str__(self) -> str:
+        return f"tp {self.tp}, pp {self.pp}, ep {self.ep}"
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        return self.tp * self.pp * self.ep
+
+    def rank_of(self, tp: int = 0, pp: int = 0, ep: int = 0) -> int:
+        """The rank at these coordinates."""
+        for axis, at, size in (("tp", tp, self.tp), ("pp", pp, self.pp), ("ep", ep, self.ep)):
+            if not 0 <= at < size:
+                raise IndexError(f"{axis} coordinate {at} of {size}")
+        return (pp * self.ep + ep) * self.tp + tp
+
+    def coordinates(self, rank: int) -> tuple[int, int, int]:
+        """(tp, pp, ep) of a rank: the inverse of :meth:`rank_of`."""
+        if not 0 <= rank < self.size:
+            raise IndexError(f"rank {rank} of {self.size}")
+        outer, tp = divmod(rank, self.tp)
+        pp, ep = divmod(outer, self.ep)
+        return tp, pp, ep
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ class Part:
             heads. ``kv_heads``: where there are more ranks than units, ranks share them, neighbours the same one.
             ``padded``: the last ranks get less, or nothing; engines fill up with zeros (a vocabulary).
         heads: attention heads in the range; 0 where it has none. ``unit`` may be several heads.
+        stands_for: elements of the module's weight for each element of this tensor (a scale, a packed word); for words
+            to people, who think in elements of the weight.
     """
 
     role: str
@@ -32,6 +34,7 @@ class Part:
     unit: int = 1
     spread: Spread = "even"
     heads: int = 0
+    stands_for: int = 1
 
     @property
     def size(self) -> int:

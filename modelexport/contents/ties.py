@@ -1,0 +1,57 @@
+"""Tied embeddings are written once: what is dropped must be what is kept."""
+
+from __future__ import annotations
+
+from modelexport.checkpoints import raw_io
+from modelexport.checkpoints.safetensors_file import Checkpoint, Reader, TensorInfo
+from modelexport.errors import CheckpointError
+from modelexport.families import family_of
+
+_CHUNK_BYTES = 8 << 20
+
+
+def check_ties(checkpoint: Checkpoint) -> None:
+    """Compare a second copy of tied embeddings, where a checkpoint has one, with the first; else nothing is read.
+
+    Raises:
+        CheckpointError: they differ, so that config.json and the weights contradict each other.
+    """
+    family = family_of(checkpoint.config or {})
+    if not (checkpoint.config or {}).get("tie_word_embeddings"):
+        return
+    heads, embeddings = (
+        [
+            checkpoint.infos[f"{m.path}.weight"]
+            for m in modules
+            if m.kind == kind and f"{m.path}.weight" in checkpoint.infos
+        ]
+        for modules, kind in ((family.after, "head"), (family.before, "embedding"))
+    )
+    for head, embedding in zip(heads, embeddings, strict=False):
+        check_tied(checkpoint, head, embedding)
+
+
+def check_tied(checkpoint: Checkpoint, head: TensorInfo, embedding: TensorInfo) -> None:
+    """Compare the head of a model whose config ties it to the embedding with that embedding. Reads both.
+
+    Raises:
+        CheckpointError: they differ, so that config.json and the weights contradict each other.
+    """
+    if not _same_bytes(checkpoint, head, embedding):
+        raise CheckpointError(
+            f"{checkpoint.directory}: config.json ties the embeddings, but {head.name} differs from "
+            f"{embedding.name}; set tie_word_embeddings to false to keep both"
+        )
+
+
+def _same_bytes(checkpoint: Checkpoint, a: TensorInfo, b: TensorInfo) -> bool:
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    rows = a.shape[0] if a.shape else 1
+    step = max(1, _CHUNK_BYTES * rows // max(1, a.nbytes))
+    with Reader(checkpoint) as reader:
+        for start in range(0, rows, step):
+            span = (start, min(start + step, rows))
+            if not raw_io.same_bytes(reader.read(a, rows=span), reader.read(b, rows=span)):
+                return False
+    return True

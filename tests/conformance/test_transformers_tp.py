@@ -1,0 +1,181 @@
+"""Our shard plans against transformers: its own tensor and expert parallelism, and what a rank's part computes.
+
+transformers cuts with DTensors under torchrun; here each rank saves what it holds, and that must be the slice that
+:class:`~modelexport.sharding.shard_plan.ShardPlan` gives. It refuses fewer key/value heads than ranks, and gathers the
+outputs of what is fused on disk; for these, a rank's part is made a small model of its own, and the sum over the ranks
+of what their parts compute must be what the whole computes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from modelexport.checkpoints.safetensors_file import open_checkpoint
+from modelexport.contents.rules import layers_of, tensor_rules
+from modelexport.sharding.boxes import slices
+from modelexport.sharding.plan import Parallelism
+from modelexport.sharding.shard_plan import ShardPlan, build_shard_plan
+from tests._models import make_llama
+
+pytestmark = pytest.mark.timeout(240)
+
+SHAPE = {"heads": 8, "kv_heads": 4, "hidden": 128, "intermediate": 192, "layers": 1, "vocab": 211, "dtype": "float32"}
+MODELS = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "qwen2": {"tied": True},
+    "phi3": {},
+    "mixtral": {"experts": 4},
+}
+
+
+def checkpoint(model_type: str, **changes: object) -> Path:
+    return make_llama(**{"model_type": model_type, **SHAPE, **MODELS[model_type], **changes})
+
+
+def plan_of(directory: Path, parallelism: Parallelism) -> ShardPlan:
+    rules = tensor_rules(open_checkpoint(directory))
+    return build_shard_plan(rules, parallelism, layers=layers_of(rules))
+
+
+def part(plan: ShardPlan, tensors: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+    """What a rank holds: the rectangles of each tensor one behind the other."""
+    found = {}
+    for name in plan.names(rank):
+        pieces = [tensors[name][slices(box)] for _, box in plan.held(name, rank)]
+        found[name] = torch.cat(pieces, plan.rules[name].dim or 0) if len(pieces) > 1 else pieces[0]
+    return found
+
+
+def in_memory(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Names and stacks as transformers has them: of Mixtral's experts, gate before up."""
+    found = {n.replace("block_sparse_moe.gate", "mlp.gate"): t for n, t in tensors.items() if ".experts." not in n}
+    prefix = "model.layers.0.block_sparse_moe.experts."
+    numbers = sorted({int(n.removeprefix(prefix).split(".")[0]) for n in tensors if n.startswith(prefix)})
+    if numbers:
+        gates, downs, ups = ([tensors[f"{prefix}{e}.w{k}.weight"] for e in numbers] for k in (1, 2, 3))
+        pairs = [torch.cat([gate, up]) for gate, up in zip(gates, ups, strict=True)]
+        found["model.layers.0.mlp.experts.gate_up_proj"] = torch.stack(pairs)
+        found["model.layers.0.mlp.experts.down_proj"] = torch.stack(downs)
+    return found
+
+
+def run_transformers(out: Path, ranks: int, models: dict[str, Path]) -> None:
+    arguments = [f"{name}={directory}" for name, directory in models.items()]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    done = subprocess.run(
+        [sys.executable, *launcher, "-m", "tests.conformance._transformers_tp_rank", str(out), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_each_rank_holds_in_transformers_what_our_plan_gives_it(tmp_path: Path, ranks: int) -> None:
+    from transformers import AutoModelForCausalLM
+
+    models = {name: checkpoint(name) for name in MODELS}
+    run_transformers(tmp_path, ranks, {**models, "ep-mixtral": models["mixtral"]})
+    for name, directory in {**models, "ep-mixtral": models["mixtral"]}.items():
+        whole = load_file(directory / "model.safetensors")
+        plan = plan_of(directory, Parallelism(tp=ranks))
+        with torch.no_grad():
+            logits = AutoModelForCausalLM.from_pretrained(directory)(torch.arange(1, 17)[None]).logits
+        for rank in range(ranks):
+            expected = part(plan, whole, rank)
+            if name == "ep-mixtral":  # attention is still cut; of the experts, whole ones are dealt out
+                dealt = part(plan_of(directory, Parallelism(ep=ranks)), whole, rank)
+                expected = {n: t for n, t in expected.items() if ".experts." not in n}
+                expected |= {n: t for n, t in dealt.items() if ".experts." in n}
+            expected = in_memory(expected)
+            found = load_file(tmp_path / f"{name}-rank{rank}.safetensors")
+            torch.testing.assert_close(found.pop("logits"), logits, rtol=0, atol=1e-5)
+            if name == "qwen2":
+                expected["lm_head.weight"] = expected["model.embed_tokens.weight"]  # tied: cut alike
+            assert set(found) == set(expected)
+            for key, tensor in found.items():
+                if name == "phi3" and ("qkv_proj" in key or "gate_up_proj" in key):
+                    # Any equal shares of the rows: it gathers the output before it uses it.
+                    assert torch.equal(tensor, whole[key].chunk(ranks)[rank]), key
+                else:
+                    assert torch.equal(tensor, expected[key]), f"{name} {key} on rank {rank} of {ranks}"
+            uncut = {key for key, tensor in in_memory(whole).items() if tensor.shape == found[key].shape}
+            assert all(
+                "norm" in key or key.endswith(("mlp.gate.weight", "o_proj.bias", "down_proj.bias")) for key in uncut
+            ), "norms, routers and the biases of row-parallel linears are whole on every rank, and nothing else"
+
+
+def load_part(directory: Path, tensors: dict[str, torch.Tensor], source: Path, ranks: int) -> torch.nn.Module:
+    """A rank's part as a model of its own: fewer heads, fewer hidden units."""
+    from transformers import AutoModelForCausalLM
+
+    config = json.loads((source / "config.json").read_text())
+    config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
+    config["num_attention_heads"] //= ranks
+    config["num_key_value_heads"] = max(1, config["num_key_value_heads"] // ranks)
+    config["intermediate_size"] //= ranks
+    config["tie_word_embeddings"] = True  # neither end of the model is looked at
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    ends = ("model.embed_tokens.weight", "lm_head.weight")
+    own = {name: tensor.contiguous() for name, tensor in tensors.items() if name not in ends}
+    own["model.embed_tokens.weight"] = torch.zeros(config["vocab_size"], config["hidden_size"])
+    save_file(own, directory / "model.safetensors", metadata={"format": "pt"})
+    model, info = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager", output_loading_info=True)
+    assert not any(info.values()), info
+    return model
+
+
+def computed(model: torch.nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What the first layer's attention and MLP make of ``x``, before anything is added."""
+    layer = model.model.layers[0]
+    with torch.no_grad():
+        position = model.model.rotary_emb(x, torch.arange(x.shape[1])[None])
+        attention = layer.self_attn(hidden_states=x, position_embeddings=position, attention_mask=None)[0]
+        mlp = layer.mlp(x)
+    return {"attention": attention, "mlp": mlp[0] if isinstance(mlp, tuple) else mlp}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "ranks"),
+    [
+        ("llama", {"kv_heads": 2}, 4),  # two ranks share a key/value head
+        ("llama", {"kv_heads": 1}, 8),
+        ("qwen2", {"kv_heads": 2}, 8),
+        ("phi3", {}, 2),
+        ("phi3", {"kv_heads": 2}, 4),
+        ("mixtral", {"kv_heads": 2}, 4),
+    ],
+)
+def test_the_parts_of_all_ranks_compute_together_what_the_whole_does(
+    tmp_path: Path, model_type: str, changes: dict[str, int], ranks: int
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    source = checkpoint(model_type, **changes)
+    whole = load_file(source / "model.safetensors")
+    plan = plan_of(source, Parallelism(tp=ranks))
+    x = torch.randn(2, 12, 128, generator=torch.Generator().manual_seed(0))
+    wanted = computed(AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager"), x)
+    total = {name: torch.zeros_like(value) for name, value in wanted.items()}
+    for rank in range(ranks):
+        tensors = part(plan, whole, rank)
+        for name, tensor in tensors.items():
+            if rank > 0 and name.endswith(("o_proj.bias", "down_proj.bias")):
+                tensors[name] = torch.zeros_like(tensor)  # added once, to the sum
+        for name, value in computed(load_part(tmp_path / str(rank), tensors, source, ranks), x).items():
+            total[name] += value
+    for name, value in wanted.items():
+        torch.testing.assert_close(total[name], value, rtol=0, atol=2e-6 + 2e-6 * float(value.abs().max()))
