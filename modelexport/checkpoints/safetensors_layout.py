@@ -142,11 +142,17 @@ def plan_layout(
     files = []
     for number, infos in enumerate(shards, 1):
         name = SINGLE_NAME if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
-        files.append(_plan_file(name, infos, metadata))
+        files.append(plan_file(name, infos, metadata))
     return Layout(tuple(files), {info.name: info for file in files for info in file.infos})
 
 
-def _plan_file(name: str, infos: list[TensorInfo], metadata: Mapping[str, str]) -> LayoutFile:
+def plan_file(name: str, infos: Sequence[TensorInfo], metadata: Mapping[str, str]) -> LayoutFile:
+    """Lay out one file: its header, and its tensors in an order that readers can map, see :func:`plan_layout`.
+
+    Args:
+        infos: name, dtype, shape and size of each; their paths and offsets are set here.
+        metadata: strings for the header's ``__metadata__``.
+    """
     infos = sorted(infos, key=lambda info: 0 if info.nbytes % 8 == 0 else 64 - dtype_bits(info.dtype))
     header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     at = 0

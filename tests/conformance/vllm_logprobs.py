@@ -1,6 +1,8 @@
 """Run inside an environment that holds vLLM's CPU build: log-probabilities of a prompt, as one line of JSON.
 
 usage: python vllm_logprobs.py CHECKPOINT TP TOKEN [TOKEN ...]
+
+MODELEXPORT_VLLM_LOAD_FORMAT is vLLM's load_format, "auto" unless set.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ def main() -> None:
         max_model_len=128,
         max_num_seqs=1,
         skip_tokenizer_init=True,
+        load_format=os.environ.get("MODELEXPORT_VLLM_LOAD_FORMAT", "auto"),
         distributed_executor_backend="mp" if int(tp) > 1 else "uni",
     )
     wanted = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
