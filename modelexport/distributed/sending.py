@@ -87,6 +87,12 @@ class SendingLink(Link):
                 self._arena.release(region)
         self._held.clear()
 
+    def abandon(self) -> None:
+        """As :meth:`close`, but what the other end may still be reading stays out of use in this process."""
+        self._reclaim()
+        self._held.clear()
+        self.close()
+
     def _describe(self, seq: int, payload: _payload.Payload) -> dict[str, Any]:
         """Place the payload in the arena, announce its segments; the message that says where it is."""
         held: dict[int, _memory.Region] = {}

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from typing import Any
+import logging
+from typing import Any, TypeVar
 
 import pytest
 
@@ -81,12 +82,27 @@ RANKS = {
     "zero_first": "is_main",
     "zero_only": "",
 }
-DOCUMENTS = {"gather": GATHER, "launch": LAUNCH, "collectives": COLLECTIVES, "ranks": RANKS}
+SHARES = "loaded_tensors, unloaded_shards, shard_distribution"
+EXCHANGE = {
+    "is_float8tensor": "tensor",
+    "_shard_size": "sh_ten",
+    "_get_empty_tensor_for_exchange": "shard_id, needed_shards, unneeded_shards, loaded_tensors",
+    "distribute_shards_to_ranks": "shard_to_ranks, shard_to_size, num_ranks, cross_parallelization_group_loads",
+    "determine_main_replica_uniform_distribution": "sharded_state_dict, parallelization_group, ignore_groups=False",
+    "exchange_loaded_tensors_gather_rounds": f"{SHARES}=None, parallelization_group=None",
+    "exchange_loaded_tensors_gather_object": f"{SHARES}, parallelization_group=None",
+    "exchange_loaded_objects_gather_object": "loaded_objects",
+    "exchange_loaded_tensors_broadcast": f"{SHARES}, parallelization_group=None",
+    "exchange_by_distribution": f"{SHARES}, parallelization_group=None, exchange_algo='broadcast'",
+}
+DISTRIBUTION = ("main_rank_for_shard", "shards_in_this_group", "shard_to_metadata", "all_ranks_for_shard")
+ELSEWHERE = {"exchange": "modelexport.sharding.exchange"}
+DOCUMENTS = {"gather": GATHER, "launch": LAUNCH, "collectives": COLLECTIVES, "ranks": RANKS, "exchange": EXCHANGE}
 CALLS = [(module, name, call) for module, names in DOCUMENTS.items() for name, call in names.items()]
 
 
 def module(name: str) -> Any:
-    return importlib.import_module(f"modelexport.distributed.{name}")
+    return importlib.import_module(ELSEWHERE.get(name, f"modelexport.distributed.{name}"))
 
 
 def takes(function: Any, call: str) -> None:
@@ -138,3 +154,12 @@ def test_the_constants(name: str) -> None:
     assert len({id(value) for value in values}) == len(values), "each is itself"
     for member, value in CONSTANTS[name].items():
         assert value is ... or getattr(holder, member) == value
+
+
+def test_the_names_of_the_exchange_that_are_no_functions() -> None:
+    exchange = module("exchange")
+    assert {"ShardDistribution", "T", "logger"} <= set(exchange.__all__)
+    assert exchange.ShardDistribution._fields == DISTRIBUTION
+    assert issubclass(exchange.ShardDistribution, tuple)
+    assert isinstance(exchange.T, TypeVar)
+    assert isinstance(exchange.logger, logging.Logger)

@@ -1,0 +1,213 @@
+"""What ranks tell each other before tensors travel: what each has and needs, and what is wrong with its arguments.
+
+Where a rank's arguments are wrong, or ranks disagree, all of them raise the same error before anything is sent.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from modelexport.distributed import shared_mesh
+from modelexport.distributed.collectives.argument_check import exchange_texts
+from modelexport.distributed.collectives.groups import AnyGroup, Members, members
+from modelexport.distributed.shard_transport import Cargo, Piece, deliver, where_this_is
+from modelexport.errors import UsageError, nearest
+
+__all__ = ["ExchangeReport", "Route", "agree", "is_float8tensor", "raw", "team_of", "tell_all"]
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_DIRECT = ("p2p", "shared_memory")
+
+
+@dataclass
+class ExchangeReport:
+    """What an exchange did on this rank; filled in where one is passed. Exchanges add up.
+
+    Attributes:
+        algorithm: the one that ran last, ``auto`` resolved.
+        needed: bytes of the shards that this rank needed from others.
+        sent: bytes that this rank put on the wire, counted once for each rank that they went to.
+        received: bytes that came in over the wire, needed or not.
+        copied: bytes that this rank copied into shared memory, for others to map.
+        mapped: bytes of other ranks' memory that this rank got views of.
+        messages: that this rank sent, or collectives that it took part in.
+    """
+
+    algorithm: str = ""
+    needed: int = 0
+    sent: int = 0
+    received: int = 0
+    copied: int = 0
+    mapped: int = 0
+    messages: int = 0
+
+    def add(self, **amounts: int) -> None:
+        """Adds to the counters of these names."""
+        known = {field.name for field in fields(self)} - {"algorithm"}
+        assert amounts.keys() <= known, amounts
+        for name, amount in amounts.items():
+            setattr(self, name, getattr(self, name) + amount)
+
+
+@dataclass(frozen=True)
+class Route:
+    """How the tensors of one exchange travel.
+
+    Attributes:
+        team: the group; ranks are places in it.
+        algorithm: its name, ``auto`` resolved.
+        device: from which the group's back end takes tensors, the same kind on every rank.
+        records: what each rank said.
+        report: this rank's counters.
+    """
+
+    team: Members
+    algorithm: str
+    device: torch.device
+    records: Sequence[dict[str, Any]]
+    report: ExchangeReport
+
+    def carry(self, pieces: Sequence[Piece], cargo: Cargo, *, keep: bool) -> None:
+        """Bring the pieces to those who want them, by ``p2p`` or ``shared_memory``; see these modules."""
+        me = self.team.position
+        wanted = sum(piece.nbytes for piece in pieces if me in piece.targets)
+        if self.algorithm == "p2p":
+            traffic = deliver(pieces, cargo, self.team, self.device)
+            assert traffic.received == wanted
+            self.report.add(sent=traffic.sent, received=traffic.received, messages=traffic.messages)
+            return
+        assert self.algorithm == "shared_memory"
+        try:
+            mesh = shared_mesh.mesh_of(self.team, [record["mesh"] for record in self.records])
+            copied = mesh.deliver(pieces, cargo, keep=keep)
+        except BaseException:
+            shared_mesh.forget(self.team)
+            raise
+        self.report.add(copied=copied, mapped=wanted)
+
+
+def team_of(call: str, group: AnyGroup) -> Members:
+    """The members of a group that this rank must belong to."""
+    team = members(group)
+    if not team.is_member:
+        raise UsageError(f"{call}: rank {team.rank} does not belong to the group of ranks {list(team.ranks)}")
+    return team
+
+
+def agree(
+    call: str,
+    team: Members,
+    algorithm: str,
+    known: Sequence[str],
+    describe: Callable[[], dict[str, Any]],
+    tensors: Callable[[], Sequence[torch.Tensor]],
+    report: ExchangeReport | None,
+) -> Route:
+    """Tell the others what ``describe`` says, hear from all, choose the way.
+
+    Args:
+        call: the public function, for messages.
+        team: the group.
+        algorithm: by name; ``auto``: shared memory where all ranks are on one host and their tensors in its memory,
+            else point to point.
+        known: the names that the call takes.
+        describe: looks at this rank's arguments; JSON.
+        tensors: what this rank has to give, once ``describe`` has found it good.
+        report: the caller's.
+
+    Raises:
+        UsageError: on every rank, if ``describe`` raised on any, or the algorithms differ, are unknown or impossible.
+    """
+    failure: Exception | None = None
+    record: dict[str, Any] = {"algorithm": algorithm}
+    try:
+        if algorithm not in known:
+            raise UsageError(f"there is no exchange algorithm {algorithm!r}{nearest(str(algorithm), known)}")
+        record |= describe()
+        cuda = any(tensor.is_cuda for tensor in tensors())
+        # Looked up only where it decides: not every machine can say where it is.
+        record |= {"cuda": cuda, "able": torch.cuda.is_available()}
+        if team.size > 1 and algorithm in ("auto", "shared_memory"):
+            record |= {"host": where_this_is(), "mesh": shared_mesh.standing(team)}
+    except Exception as error:
+        failure = error
+    records = tell_all(call, team, record, failure)
+    for rank, said in zip(team.ranks, records, strict=True):
+        if said["algorithm"] != records[0]["algorithm"]:
+            raise UsageError(
+                f"{call}: rank {rank} asks for the algorithm {said['algorithm']!r} and rank {team.ranks[0]} for "
+                f"{records[0]['algorithm']!r}; ask for the same on every rank"
+            )
+    on_cuda = any(record["cuda"] for record in records) and all(record["able"] for record in records)
+    here = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+    device = team.carrier(here)
+    if algorithm == "auto":
+        together = team.size > 1 and len({record["host"] for record in records}) == 1
+        algorithm = "shared_memory" if together and device.type == "cpu" else "p2p"
+    elif algorithm == "shared_memory" and not team.alone:
+        _check_one_host(call, records, team)
+    report = report if report is not None else ExchangeReport()
+    report.algorithm = algorithm
+    return Route(team, algorithm, device, records, report)
+
+
+def tell_all(call: str, team: Members, record: dict[str, Any], failure: Exception | None) -> list[dict[str, Any]]:
+    """Every rank's record, in the group's order: one exchange of metadata.
+
+    Args:
+        call: the public function that this rank is in.
+        team: the group.
+        record: what this rank says; JSON.
+        failure: instead, what is wrong with this rank's arguments.
+
+    Raises:
+        UsageError: on every rank, where one has a failure, or is in another function.
+    """
+    if failure is not None:
+        kind = "" if isinstance(failure, UsageError) else f"{type(failure).__name__}: "
+        record = {"problem": f"{kind}{failure}"}
+    text = json.dumps({"call": call, **record})
+    records = [json.loads(found) for found in ([text] if team.alone else exchange_texts(text, team))]
+    for rank, said in zip(team.ranks, records, strict=True):
+        if said["call"] != records[0]["call"]:
+            raise UsageError(
+                f"rank {rank} calls {said['call']} where rank {team.ranks[0]} calls {records[0]['call']}; every rank "
+                "of a group must make the same calls in the same order"
+            )
+    for rank, said in zip(team.ranks, records, strict=True):
+        if "problem" in said:
+            raise UsageError(f"{call}: rank {rank}: {said['problem']}") from failure
+    return records
+
+
+def _check_one_host(call: str, records: Sequence[dict[str, Any]], team: Members) -> None:
+    for rank, record in zip(team.ranks, records, strict=True):
+        if record["host"] != records[0]["host"]:
+            raise UsageError(
+                f"{call}: shared_memory needs all ranks on one host and of one user, but rank {rank} is on "
+                f"{record['host']} and rank {team.ranks[0]} on {records[0]['host']}; use 'p2p' or 'auto'"
+            )
+
+
+def is_float8tensor(tensor: torch.Tensor) -> bool:
+    """Whether this is Transformer Engine's ``Float8Tensor`` (which need not be installed to ask)."""
+    return any(
+        kind.__name__ == "Float8Tensor" and kind.__module__.split(".")[0] == "transformer_engine"
+        for kind in type(tensor).__mro__
+    )
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor as integers of their width, which torch can copy and cut whatever they mean.
+
+    Same shape, strides and memory; 16-byte elements have one more last dim, of two halves.
+    """
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if plain.dtype.itemsize in _INTEGERS:
+        return plain.view(_INTEGERS[plain.dtype.itemsize])
+    return torch.view_as_real(plain).view(torch.int64)
