@@ -17,10 +17,12 @@ from typing import Any, NoReturn
 from modelexport import __version__
 from modelexport.distributed.environment import external_rank
 from modelexport.errors import ModelExportError, RankFailedError, UsageError, nearest
-from modelexport.recipe import ExportRecipe, parse_assignments
+from modelexport.recipe import ExportRecipe
+from modelexport.reshard_recipe import ReshardRecipe
+from modelexport.settings import Settings, parse_assignments
 from modelexport.startup import exempt_everything
 
-COMMANDS = ("inspect", "verify")
+COMMANDS = ("diff", "inspect", "reshard", "verify")
 _OTHERS_FIRST = 1.0  # seconds for rank 0 to say what is wrong: torchrun ends all when the first has ended
 _EXAMPLES = """\
 examples:
@@ -29,6 +31,8 @@ examples:
   modelexport --model DIR --quant int8 --dry-run             plan, sizes and memory; writes nothing
   torchrun --nnodes 2 --nproc-per-node 4 -m modelexport --tp 8 --workspace DIR --model DIR --out DIR
                                                              ranks on two machines, all DIRs seen by both
+  modelexport reshard ckpt/ --tp 8 --pp 2 --out DIR          the same for another parallelism, quantised or not
+  modelexport diff ckpt/ DIR                                 same tensors, same values? any formats
   modelexport inspect ckpt/                                  layers, dtypes, bits per weight
   modelexport verify ckpt/ --against DIR                     hashes, structure, error per layer
 """
@@ -107,8 +111,6 @@ class _Parser(argparse.ArgumentParser):
 
 def export_parser() -> _Parser:
     """The parser of the export command: one flag for every field of ExportRecipe, and --recipe, --set."""
-    from modelexport.quantization.formats import names
-
     parser = _Parser(
         prog="modelexport",
         description="Quantise a language model in tensor-parallel rank processes and write one checkpoint.",
@@ -120,8 +122,32 @@ def export_parser() -> _Parser:
     parser.add_argument("--version", action="version", version=f"modelexport {__version__}")
     parser.add_argument("--recipe", type=Path, metavar="FILE", help="YAML file of settings; flags win over it")
     parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="one setting, as in a recipe")
+    _add_settings(parser, ExportRecipe)
+    return parser
+
+
+def reshard_parser() -> _Parser:
+    """The parser of ``modelexport reshard``: one flag for every field of ReshardRecipe."""
+    parser = _Parser(
+        prog="modelexport reshard",
+        description="Write a checkpoint for another parallelism or in another format; its values stay as they are.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint directory: any format, any parallelism")
+    _add_settings(parser, ReshardRecipe, skip=("checkpoint",))
+    return parser
+
+
+def _add_settings(parser: _Parser, settings: type[Settings], skip: Sequence[str] = ()) -> None:
+    from modelexport.contents.formats import names as checkpoint_formats
+    from modelexport.quantization.formats import names as number_formats
+
+    known = {"quant": number_formats, "format": checkpoint_formats}
     kinds: dict[str, Any] = {"str": str, "int": int, "float": float}
-    for spec in dataclasses.fields(ExportRecipe):
+    for spec in dataclasses.fields(settings):
+        if spec.name in skip:
+            continue
         flag = f"--{spec.name.replace('_', '-')}"
         kind = str(spec.type).split(" | ")[0]
         shown = f" (default: {spec.default})" if spec.default is not None and kind != "bool" else ""
@@ -130,10 +156,9 @@ def export_parser() -> _Parser:
             options["action"] = argparse.BooleanOptionalAction if spec.default else "store_true"
         else:
             options["type"] = kinds[kind]
-            choices = names() if spec.name == "quant" else spec.metadata["choices"]
+            choices = known[spec.name]() if spec.name in known else spec.metadata["choices"]
             options["metavar"] = "|".join(choices) if choices else spec.metadata["metavar"]
         parser.add_argument(flag, **options)
-    return parser
 
 
 def _export(arguments: list[str]) -> int:
@@ -159,7 +184,37 @@ def _export(arguments: list[str]) -> int:
     return 0
 
 
+def _reshard(arguments: list[str]) -> int:
+    recipe = ReshardRecipe.from_mapping(vars(reshard_parser().parse_strictly(arguments)), where="command line")
+    from modelexport.resharder import reshard
+
+    result = reshard(recipe)
+    if external_rank() not in (None, 0):
+        return 0
+    if recipe.json:
+        print(json.dumps(result.as_json(), indent=1))
+    elif not recipe.quiet:
+        from modelexport.summary import reshard_summary
+
+        print(reshard_summary(result))
+    return 0
+
+
+def _diff(arguments: list[str]) -> int:
+    parser = _Parser(prog="modelexport diff", description="Do two checkpoints hold the same model?", allow_abbrev=False)
+    for name in ("a", "b"):
+        parser.add_argument(name, type=Path, metavar=name.upper(), help="a checkpoint: any format, any parallelism")
+    parser.add_argument("--config", type=Path, metavar="PATH", help="the model's config.json, where one has none")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    given = parser.parse_strictly(arguments)
+    from modelexport.inspection.diff import print_diff
+
+    return print_diff(given.a, given.b, given.config, as_json=given.json)
+
+
 def _subcommand(command: str, arguments: list[str]) -> int:
+    if command in ("diff", "reshard"):
+        return {"diff": _diff, "reshard": _reshard}[command](arguments)
     parser = _Parser(prog=f"modelexport {command}", allow_abbrev=False)
     parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="a safetensors checkpoint directory")
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from modelexport.checkpoints.safetensors_file import Checkpoint, Layout, TensorInfo, open_checkpoint
+from modelexport.checkpoints.safetensors_file import Checkpoint, Layout, TensorInfo
+from modelexport.contents.opening import open_model
 from modelexport.distributed.launch import phase
 from modelexport.errors import CheckpointError
 from modelexport.export_plan import ExportPlan, full_name
@@ -33,7 +34,7 @@ def audit(
     Raises:
         CheckpointError: the files do not hold the planned tensors, or their bytes are not those written.
     """
-    written = open_checkpoint(payload)
+    written = open_model(payload)
     _same_structure(layout.infos, written)
     pieces: dict[str, list[Piece]] = {}
     for record in records.values():

@@ -1,4 +1,4 @@
-"""An export whose ranks torchrun, accelerate, srun or mpirun started, on one machine or on several.
+"""An export, or a resharding, whose ranks torchrun, accelerate, srun or mpirun started, on one machine or on several.
 
 Every process runs the whole of :func:`~modelexport.exporter.export`. They find the source and plan each by
 themselves, compare what they found, and from then on each is one rank; global rank 0 opens and publishes the target.
@@ -7,18 +7,21 @@ themselves, compare what they found, and from then on each is one rank; global r
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from modelexport.checkpoints.safetensors_file import Checkpoint
 from modelexport.distributed import launch, ranks
 from modelexport.distributed.environment import share_cores
 from modelexport.distributed.launch import MultiprocessConfig
 from modelexport.errors import CheckpointError, UsageError
-from modelexport.export_target import Prepared
 from modelexport.recipe import ExportRecipe
+from modelexport.reshard_recipe import ReshardRecipe
+from modelexport.settings import Settings
 
 T = TypeVar("T")
 
@@ -48,7 +51,28 @@ def external_config(recipe: ExportRecipe) -> MultiprocessConfig | None:
                 f"{found.local_world_size} of {found.world_size} ranks are on this machine, and shared memory does not "
                 "reach the others: add --workspace DIR, a directory that all machines see"
             )
-        _check_coherent(recipe)
+        if recipe.transport == "direct":
+            _check_coherent(recipe.out, "--gather nfs")
+    return found
+
+
+def reshard_config(recipe: ReshardRecipe) -> MultiprocessConfig | None:
+    """The same for a resharding, which any number of ranks can do.
+
+    Raises:
+        UsageError: another number of ranks was started than ``--ranks`` says, or ranks on several machines would
+            write into files that only one may.
+    """
+    found = launch.external_config(MultiprocessConfig(backend="gloo", timeout=recipe.timeout))
+    if found is None:
+        return None
+    if recipe.ranks not in (None, found.world_size):
+        raise UsageError(
+            f"the launcher started {found.world_size} ranks, and --ranks is {recipe.ranks}: leave it out, or make both "
+            "the same"
+        )
+    if is_spread(found) and recipe.exchange == "direct":
+        _check_coherent(recipe.out, "--exchange p2p")
     return found
 
 
@@ -57,15 +81,13 @@ def is_spread(config: MultiprocessConfig) -> bool:
     return bool(config.local_world_size < config.world_size)
 
 
-def _check_coherent(recipe: ExportRecipe) -> None:
+def _check_coherent(out: str | None, instead: str) -> None:
     """Refuse ``direct`` onto file systems that lose one of two clients' writes to the same page."""
-    if recipe.transport != "direct" or recipe.out is None:
-        return
-    kind = filesystem_type(Path(recipe.out).resolve().parent)
+    kind = None if out is None else filesystem_type(Path(out).resolve().parent)
     if kind in _NOT_COHERENT:
         raise UsageError(
-            f"--out {recipe.out} is on {kind}, where the writes of two machines into one file may undo each other: "
-            "use --gather nfs"
+            f"--out {out} is on {kind}, where the writes of two machines into one file may undo each "
+            f"other: use {instead}"
         )
 
 
@@ -86,29 +108,29 @@ def filesystem_type(path: Path) -> str | None:
     return None
 
 
-def agree(prepared: Prepared) -> None:
-    """Let all ranks compare what they are about to export.
+def agree(checkpoint: Checkpoint, recipe: Settings) -> None:
+    """Let all ranks compare what they are about to read, and what they were told.
 
     Raises:
         RankFailedError: on every rank, where two of them see different sources or were given different settings.
     """
-    ranks.reduce_and_broadcast(lambda: _sight(prepared), _compare)
+    ranks.reduce_and_broadcast(lambda: _sight(checkpoint, recipe), _compare)
 
 
-def _sight(prepared: Prepared) -> dict[str, str]:
+def _sight(checkpoint: Checkpoint, recipe: Settings) -> dict[str, str]:
     """What must be equal on every rank, and where this one is."""
-    digest = hashlib.sha256((prepared.source.directory / "config.json").read_bytes())
-    for name, info in sorted(prepared.checkpoint.infos.items()):
+    digest = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode())
+    for name, info in sorted(checkpoint.infos.items()):
         digest.update(f"{name} {info.dtype} {info.shape} {info.path.name} {info.offset}\n".encode())
-    for name, places in sorted(prepared.checkpoint.placements.items()):
+    for name, places in sorted(checkpoint.placements.items()):
         lies = [(place.box, place.path.name, place.offset, place.strides) for place in places]
         digest.update(f"{name} {lies}\n".encode())
-    recipe = {key: value for key, value in vars(prepared.recipe).items() if key not in ("quiet", "json")}
+    settings = {key: value for key, value in vars(recipe).items() if key not in ("quiet", "json")}
     return {
         "host": socket.gethostname(),
-        "source": f"{prepared.source.directory} ({digest.hexdigest()[:12]})",
+        "source": f"{checkpoint.directory} ({digest.hexdigest()[:12]})",
         "digest": digest.hexdigest(),
-        "recipe": str(sorted((key, str(value)) for key, value in recipe.items())),
+        "recipe": str(sorted((key, str(value)) for key, value in settings.items())),
     }
 
 
@@ -118,7 +140,7 @@ def _compare(sights: list[dict[str, str]]) -> None:
         if other["digest"] != first["digest"]:
             raise CheckpointError(
                 f"rank {rank} on {other['host']} sees another model in {other['source']} than rank 0 on "
-                f"{first['host']} in {first['source']}: give --model a directory with the same files on every machine"
+                f"{first['host']} in {first['source']}: give a directory with the same files on every machine"
             )
         if other["recipe"] != first["recipe"]:
             raise UsageError(

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from modelexport import __version__
 from modelexport.checkpoints.hf import SideFiles
-from modelexport.checkpoints.safetensors_file import Layout
-from modelexport.export_plan import ExportPlan
+from modelexport.contents.targets import TargetPlan
+from modelexport.export_plan import ExportPlan, full_name
 from modelexport.recipe import ExportRecipe
 
 if TYPE_CHECKING:
@@ -136,6 +136,8 @@ class ExportResult:
         evaluation: perplexity and a sentence before and after; of the demo model only.
         cuts: which part of each kind of module the ranks read.
         kernels: ``fused``, or which slower ones were used and why.
+        format: the checkpoint format written.
+        target: lines that say which rank of the written checkpoint holds what; empty where it is whole.
     """
 
     source: str
@@ -154,6 +156,8 @@ class ExportResult:
     evaluation: Evaluation | None = None
     cuts: list[CutRow] = field(default_factory=list)
     kernels: str = "fused"
+    format: str = "hf"
+    target: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
         """JSON-able form, for ``--json``."""
@@ -161,14 +165,16 @@ class ExportResult:
         return {**fields, "evaluation": self.evaluation.as_json() if self.evaluation else None}
 
     @classmethod
-    def preview(cls, plan: ExportPlan, source: str, layout: Layout) -> ExportResult:
+    def preview(cls, plan: ExportPlan, source: str, target: TargetPlan) -> ExportResult:
         """The result of a dry run."""
-        return cls._build(plan, source, None, layout, {}, plan.left_out, 0.0)
+        return cls._build(plan, source, None, target, {}, plan.left_out, 0.0)
 
     @classmethod
-    def of(cls, record: dict[str, Any], plan: ExportPlan, out: Path, layout: Layout, seconds: float) -> ExportResult:
+    def of(
+        cls, record: dict[str, Any], plan: ExportPlan, out: Path, target: TargetPlan, seconds: float
+    ) -> ExportResult:
         """The result of an export that published ``record``."""
-        return cls._build(plan, record["source"], str(out), layout, record["sqnr_db"], record["left_out"], seconds)
+        return cls._build(plan, record["source"], str(out), target, record["sqnr_db"], record["left_out"], seconds)
 
     @classmethod
     def _build(
@@ -176,7 +182,7 @@ class ExportResult:
         plan: ExportPlan,
         source: str,
         out: str | None,
-        layout: Layout,
+        target: TargetPlan,
         sqnr: dict[str, float],
         left_out: dict[str, str],
         seconds: float,
@@ -189,7 +195,7 @@ class ExportResult:
             rows=_rows(plan, sqnr),
             source_bytes=sum(step.source_bytes for step in plan.steps),
             output_bytes=sum(step.output_bytes for step in plan.steps),
-            files=[file.name for file in layout.files],
+            files=[file.name for file in target.layout.files],
             peak_rank_bytes=plan.peak_rank_bytes(),
             tensor_parallel_sizes=plan.admissible_tp(),
             unquantised=plan.unquantised,
@@ -197,17 +203,20 @@ class ExportResult:
             seconds=seconds,
             cuts=_cuts(plan),
             kernels=_kernels(),
+            format=target.format,
+            target=list(target.plan.describe()) if target.plan.parallelism.size > 1 else [],
         )
 
 
 def _cuts(plan: ExportPlan) -> list[CutRow]:
     """One row for each name of a module, from the first layer that has it."""
     rows: dict[str, CutRow] = {}
-    described: dict[str, str] = {}  # module's name -> the layer that its row describes
+    described: dict[str, str] = {}  # the row's name -> the module that it describes
     for step in plan.steps:
         for task in step.tasks:
-            path, cut = task.path or step.layer, task.cut
-            if task.parameter != "weight" or described.setdefault(path, step.layer) != step.layer:
+            path, cut = plan.general_path(step, task), task.cut
+            full = full_name(step.layer, task.path)
+            if task.parameter != "weight" or described.setdefault(path, full) != full:
                 continue
             row = rows.setdefault(path, CutRow(path, task.module.partition, cut.dim, task.info.shape, [], []))
             for sizes, ranges in ((row.owned, cut.owned), (row.held, cut.held)):
@@ -228,11 +237,11 @@ def _rows(plan: ExportPlan, sqnr: dict[str, float]) -> list[TypeRow]:
     sums: dict[str, dict[str, Any]] = {}
     for step in plan.steps:
         for task in step.tasks:
-            path = task.path or step.layer
+            path = plan.general_path(step, task)
             row = sums.setdefault(
                 path, {"modules": set(), "weights": 0, "nbytes": 0, "format": "", "worst": (math.inf, None)}
             )
-            full = f"{step.layer}.{task.path}".rstrip(".")
+            full = full_name(step.layer, task.path)
             row["modules"].add(full)
             share = (task.rows[1] - task.rows[0]) / max(1, task.info.shape[0])
             row["nbytes"] += round(share * sum(out.nbytes for out in task.outputs))

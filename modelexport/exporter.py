@@ -16,18 +16,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelexport.checkpoints.safetensors_file import open_checkpoint, plan_layout
+from modelexport.checkpoints.safetensors_file import Checkpoint, plan_layout
 from modelexport.checkpoints.source import Source, resolve_source
+from modelexport.contents import formats as checkpoint_formats
+from modelexport.contents.opening import open_model
+from modelexport.contents.rules import tensor_rules
+from modelexport.contents.targets import TargetPlan, plan_target
 from modelexport.distributed import launch
 from modelexport.distributed.launch import MultiprocessConfig
 from modelexport.errors import ModelExportError, RankFailedError, UsageError
 from modelexport.export_hosts import agree, external_config, is_spread, run_as_rank
-from modelexport.export_plan import build_plan
+from modelexport.export_plan import ExportPlan, build_plan
 from modelexport.export_record import ExportResult
-from modelexport.export_target import Prepared, Target
+from modelexport.export_target import Prepared, export_target, quantisation
 from modelexport.recipe import ExportRecipe
 from modelexport.sharding.plan import Parallelism
-from modelexport.startup import quick_imports
+from modelexport.startup import without_collector
 
 if TYPE_CHECKING:
     from modelexport.export_rank import RankJob
@@ -69,7 +73,7 @@ def export(recipe: ExportRecipe | None = None, **settings: Any) -> ExportResult:
         raise UsageError("no target given: add --out DIR")
     if recipe.dry_run:
         prepared = prepare(recipe)
-        return ExportResult.preview(prepared.plan, prepared.source.label, prepared.layout)
+        return ExportResult.preview(prepared.plan, prepared.source.label, prepared.target)
     config = external_config(recipe)
     if config is None:
         prepared, record = _launch(recipe)
@@ -77,7 +81,7 @@ def export(recipe: ExportRecipe | None = None, **settings: Any) -> ExportResult:
         prepared, record = _take_part(recipe, config)
     seconds = time.perf_counter() - began
     assert recipe.out is not None
-    result = ExportResult.of(record, prepared.plan, Path(recipe.out), prepared.layout, seconds)
+    result = ExportResult.of(record, prepared.plan, Path(recipe.out), prepared.target, seconds)
     first = config is None or config.rank == 0
     return _evaluated(result, prepared.source) if recipe.evaluate and prepared.source.is_demo and first else result
 
@@ -87,7 +91,7 @@ def _launch(recipe: ExportRecipe) -> tuple[Prepared, dict[str, Any]]:
     if recipe.tp > 1:
         launch.prestart(PRELOAD)
     prepared = prepare(recipe)
-    with Target(prepared) as target:
+    with export_target(prepared) as target:
         done = target.begin()
         job = _job(prepared, done)
         from modelexport.export_rank import run_rank
@@ -118,8 +122,8 @@ def _take_part(recipe: ExportRecipe, config: MultiprocessConfig) -> tuple[Prepar
             source = resolve_source(recipe.model, recipe.revision)
         launch.phase("planning the export")
         prepared = prepare(recipe, source)
-        agree(prepared)
-        with Target(prepared) as target:
+        agree(prepared.checkpoint, recipe)
+        with export_target(prepared) as target:
 
             def begin() -> dict[str, Any]:
                 with launch.phase_scope("opening the target"):
@@ -144,7 +148,7 @@ def _evaluated(result: ExportResult, source: Source) -> ExportResult:
     """Add perplexity and a sentence, before and after: the demo model comes with text that it has not seen."""
     from modelexport.assets import demo_documents
 
-    with quick_imports():
+    with without_collector():
         import transformers  # noqa: F401 (most of what an evaluation has to wait for)
 
         from modelexport.inspection.evaluate import evaluate
@@ -157,24 +161,34 @@ def _evaluated(result: ExportResult, source: Source) -> ExportResult:
 def prepare(recipe: ExportRecipe, source: Source | None = None) -> Prepared:
     """Read the headers and plan the export; no weight is read and nothing is written."""
     number_format = _number_format(recipe)  # before a download, for a wrong name's sake
+    checkpoint_formats.get(recipe.format)
     source = source or resolve_source(recipe.model, recipe.revision)
     if recipe.out is not None and source.directory.resolve().is_relative_to(Path(recipe.out).resolve()):
         raise UsageError(f"--out {recipe.out} would replace the source, {source.directory}: choose another target")
-    checkpoint = open_checkpoint(source.directory)
-    plan = build_plan(checkpoint, number_format, Parallelism(tp=recipe.tp))
-    layout = plan_layout(list(plan.outputs()), max_shard_bytes=recipe.max_shard_bytes)
-    return Prepared(recipe, source, checkpoint, plan, layout)
+    with without_collector():  # a hundred thousand small objects: the collector would walk them over and over
+        checkpoint = open_model(source.directory, recipe.config)
+        plan = build_plan(checkpoint, number_format, Parallelism(tp=recipe.tp))
+        return Prepared(recipe, source, checkpoint, plan, _target(recipe, checkpoint, plan))
+
+
+def _target(recipe: ExportRecipe, checkpoint: Checkpoint, plan: ExportPlan) -> TargetPlan:
+    """Where the plan's tensors go: seen as a checkpoint that is yet to be cut for the target's parallelism."""
+    whole = plan_layout(list(plan.outputs()), max_shard_bytes=recipe.max_shard_bytes)
+    config = {**(checkpoint.config or {}), "quantization_config": quantisation(plan)}
+    rules = tensor_rules(replace(checkpoint, infos=whole.infos, config=config, placements={}, left_out={}))
+    parallelism = Parallelism(recipe.target_tp, recipe.target_pp, recipe.target_ep)
+    return plan_target(recipe.format, rules, config, parallelism, max_shard_bytes=recipe.max_shard_bytes)
 
 
 def _number_format(recipe: ExportRecipe) -> NumberFormat:
     from modelexport.quantization import formats
 
-    with quick_imports():
+    with without_collector():
         return formats.get(recipe.quant, group_size=recipe.group_size)
 
 
 def _job(prepared: Prepared, done: dict[str, Any], *, spread: bool = False) -> RankJob:
-    with quick_imports():
+    with without_collector():
         from modelexport.export_rank import RankJob
 
     recipe = prepared.recipe

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def quick_imports() -> Iterator[None]:
-    """Imports inside run without the collector."""
+def without_collector() -> Iterator[None]:
+    """What is inside runs without the collector: imports, and plans of a hundred thousand small objects."""
     enabled = gc.isenabled()
     gc.disable()
     try:

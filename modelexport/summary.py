@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from modelexport.export_record import CutRow, ExportResult
+from modelexport.resharder import ReshardResult
 from modelexport.tables import size_text, table
 
 
@@ -31,6 +32,7 @@ def summary(result: ExportResult) -> str:
     lines.append(
         f"weights: {size_text(result.source_bytes)} -> {size_text(result.output_bytes)} ({ratio:.2f} times "
         f"smaller) in {len(result.files)} file{'s' if len(result.files) > 1 else ''}"
+        f"{'' if result.format == 'hf' and not result.target else _written_for(result)}"
     )
     lines += _notes("not quantised", result.unquantised)
     lines += _notes("not written", result.left_out)
@@ -39,7 +41,7 @@ def summary(result: ExportResult) -> str:
     if result.kernels != "fused":
         lines.append(f"kernels: {result.kernels}, which are many times slower")
     if result.out is None:
-        lines += ["", *_plan(result)]
+        lines += ["", *_plan(result), *(["", "the checkpoint's ranks:", *result.target] if result.target else [])]
         lines.append(
             f"dry run, nothing written: {result.tp} rank{'s' if result.tp > 1 else ''}, buffers of at most "
             f"{size_text(result.peak_rank_bytes)} each, beside what importing torch takes"
@@ -48,6 +50,33 @@ def summary(result: ExportResult) -> str:
         if result.evaluation is not None:
             lines += result.evaluation.lines()
         lines.append(f"wrote {result.out} in {result.seconds:.1f} s")
+    return "\n".join(lines)
+
+
+def _written_for(result: ExportResult) -> str:
+    return f", format {result.format}" + (f", for {result.target[0]}" if result.target else "")
+
+
+def reshard_summary(result: ReshardResult) -> str:
+    """The report of a resharding or of its dry run."""
+    lines = []
+    if result.out is None:
+        lines = [*result.plan, ""]
+        shares = ", ".join(f"{rank}: {size_text(nbytes)}" for rank, nbytes in enumerate(result.reads))
+        lines.append(f"read by process {shares}; every byte once")
+    lines += _notes("left out", result.left_out)
+    ways = ", ".join(f"{axis} {size}" for axis, size in (("tp", result.tp), ("pp", result.pp), ("ep", result.ep)))
+    lines.append(
+        f"{result.source} ({result.source_format}) -> {result.format} for {ways}: {result.tensors} tensors, "
+        f"{size_text(result.nbytes)}; {len(result.files)} file{'s' if len(result.files) > 1 else ''}, "
+        f"{size_text(result.stored_bytes)}"
+    )
+    if result.out is None:
+        lines.append("dry run, nothing written")
+    else:
+        speed = size_text(result.nbytes / max(result.seconds, 1e-9))
+        sent = f", {size_text(result.bytes_sent)} exchanged" if result.bytes_sent else ""
+        lines.append(f"wrote {result.out} in {result.seconds:.1f} s ({speed}/s{sent}); compared with the source: equal")
     return "\n".join(lines)
 
 

@@ -22,8 +22,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("modelexport.__main__",),
     ("modelexport.cli",),
     ("modelexport.summary",),
-    ("modelexport.exporter",),
+    ("modelexport.exporter", "modelexport.resharder"),
     (
+        "modelexport.reshard_rank",
         "modelexport.export_rank",
         "modelexport.export_handover",
         "modelexport.export_audit",
@@ -31,14 +32,16 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "modelexport.export_target",
         "modelexport.export_hosts",
     ),
-    ("modelexport.export_plan", "modelexport.export_steps"),
+    ("modelexport.target",),
+    ("modelexport.export_plan", "modelexport.export_steps", "modelexport.reshard_plan"),
     ("modelexport.inspection",),
     ("modelexport.contents",),
     ("modelexport.checkpoints", "modelexport.families", "modelexport.quantization"),
     ("modelexport.layers",),
     ("modelexport.sharding",),
     ("modelexport.distributed",),
-    ("modelexport.recipe", "modelexport.assets", "modelexport.tables"),
+    ("modelexport.recipe", "modelexport.reshard_recipe"),
+    ("modelexport.settings", "modelexport.assets", "modelexport.tables"),
     ("modelexport.errors", "modelexport.startup"),
     ("modelexport",),  # __version__
 )
@@ -49,7 +52,6 @@ SAME: tuple[frozenset[str], ...] = (
     frozenset({"modelexport.export_rank", "modelexport.export_audit", "modelexport.export_handover"}),
     frozenset({"modelexport.export_plan", "modelexport.export_steps"}),
     frozenset({"modelexport.export_target", "modelexport.export_record"}),
-    frozenset({"modelexport.export_hosts", "modelexport.export_target"}),
 )
 
 # In these packages files are entries of a catalogue: they share only the base, not each other.
@@ -68,7 +70,9 @@ TYPING_ONLY: frozenset[tuple[str, str]] = frozenset(
 LIGHT = (
     "modelexport",
     "modelexport.errors",
+    "modelexport.settings",
     "modelexport.recipe",
+    "modelexport.reshard_recipe",
     "modelexport.cli",
     "modelexport.assets",
     "modelexport.families",
@@ -87,6 +91,7 @@ LIGHT = (
     "modelexport.export_target",
     "modelexport.export_hosts",
     "modelexport.exporter",
+    "modelexport.resharder",
     "modelexport.summary",
     "modelexport.tables",
 )

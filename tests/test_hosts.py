@@ -20,6 +20,7 @@ from modelexport import export_hosts
 from modelexport.errors import UsageError
 from modelexport.exporter import export
 from modelexport.recipe import ExportRecipe
+from modelexport.resharder import reshard
 from tests import _hosts
 from tests._hosts import Host, torchrun
 from tests._models import make_llama
@@ -75,6 +76,21 @@ def test_the_demo_model_with_its_evaluation(hosts: tuple[Host, Host], shared: Pa
     assert statuses == [0, 0], logs
     assert logs[0].count("perplexity") == 1
     assert digests(shared / "out") == alone(shared)
+    nothing_left(shared)
+
+
+@pytest.mark.parametrize("exchange", ["direct", "auto"])
+def test_two_machines_reshard_as_one_process_does(hosts: tuple[Host, Host], shared: Path, exchange: str) -> None:
+    source = make_llama(**AWKWARD)
+    reshard(checkpoint=str(source), out=str(shared / "four"), tp=2, quiet=True)
+    arguments = ["modelexport", "reshard", str(shared / "four"), "--exchange", exchange, "--out", str(shared / "out")]
+    statuses, logs = torchrun(hosts, arguments, shared)
+    assert statuses == [0, 0], logs
+    assert "compared with the source: equal" in logs[0]
+    assert ("exchanged" in logs[0]) == (exchange == "auto")
+    assert "compared" not in logs[1], "only rank 0 speaks"
+    reshard(checkpoint=str(shared / "four"), out=str(shared / "alone"), quiet=True)
+    assert digests(shared / "out") == digests(shared / "alone")
     nothing_left(shared)
 
 

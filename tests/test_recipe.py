@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modelexport.errors import UsageError
-from modelexport.recipe import FORMATS, GATHERS, ExportRecipe, parse_assignments
+from modelexport.recipe import GATHERS, ExportRecipe
+from modelexport.settings import parse_assignments
 
 FIELDS = {field.name: field for field in dataclasses.fields(ExportRecipe)}
 
@@ -52,7 +53,11 @@ valid: dict[str, st.SearchStrategy[Any]] = {
     "out": st.none() | st.text(min_size=1),
     "quant": st.sampled_from(["none", "int8", "fp8", "int4"]),
     "group_size": st.none() | st.integers(1, 4096),
-    "format": st.sampled_from(FORMATS),
+    "format": st.sampled_from(["hf", "trtllm"]),
+    "config": st.none() | st.text(min_size=1),
+    "target_tp": st.integers(1, 100),
+    "target_pp": st.integers(1, 100),
+    "target_ep": st.integers(1, 100),
     "tp": st.integers(1, 10_000),
     "gather": st.sampled_from([None, "nfs"]),
     "workspace": st.text(min_size=1),
@@ -109,9 +114,9 @@ def test_a_flag_can_take_a_setting_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("quantt: int4", "unknown key 'quantt'; did you mean 'quant'? known: dry_run, "),
+        ("quantt: int4", "unknown key 'quantt'; did you mean 'quant'? known: config, "),
         ("tpp: 4", "unknown key 'tpp'; did you mean 'tp'?"),
-        ("Q: 4", "unknown key 'Q'; known: dry_run, "),
+        ("Q: 4", "unknown key 'Q'; known: config, "),
         ("1: 2", "unknown key '1'"),
         ("tp: '4'", "tp must be int, found '4'"),
         ("tp: 4.0", "tp must be int, found 4.0"),
@@ -162,7 +167,7 @@ def test_a_recipe_that_cannot_be_read(tmp_path: Path) -> None:
         ({"gather": "smh"}, "--gather smh: unknown; did you mean 'shm'? known: direct, nfs, shm"),
         ({"gather": "nfs"}, "add --workspace DIR"),
         ({"gather": "shm", "workspace": "/w"}, "of no use to --gather shm: drop one"),
-        ({"format": "gguff"}, "--format gguff: unknown; known: hf"),
+        ({"target_tp": 0}, "--target-tp 0: at least 1 rank is needed, e.g. --target-tp 4"),
     ],
 )
 def test_values_that_cannot_be(keys: dict[str, Any], words: str) -> None:

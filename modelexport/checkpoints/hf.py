@@ -61,17 +61,18 @@ def quantization_config(number_format: NumberFormat, ignore: Sequence[str]) -> d
     }
 
 
-def write_config(source: Path, target: Path, quantization: dict[str, Any] | None) -> None:
-    """Write config.json: the source's own bytes, or its content with ``quantization_config`` added."""
-    content = (source / "config.json").read_bytes()
-    if quantization is not None:
-        config = json.loads(content)
-        config["quantization_config"] = quantization
-        content = (json.dumps(config, indent=2) + "\n").encode()
-    (target / "config.json").write_bytes(content)
+def config_bytes(content: bytes, quantization: dict[str, Any] | None) -> bytes:
+    """A config.json: the given bytes as they are, or their content with ``quantization_config`` added."""
+    if quantization is None:
+        return content
+    config = json.loads(content)
+    config["quantization_config"] = quantization
+    return (json.dumps(config, indent=2) + "\n").encode()
 
 
-def copy_side_files(source: Path, target: Path, weights: Collection[Path] = ()) -> SideFiles:
+def copy_side_files(
+    source: Path, target: Path, weights: Collection[Path] = (), not_the_models: Collection[str] = ()
+) -> SideFiles:
     """Copy everything of the checkpoint that is neither weights nor rewritten: tokenizer, templates, licence.
 
     Links to files are followed (a hub cache is made of them). Hidden directories stay behind, the staging directory
@@ -79,6 +80,7 @@ def copy_side_files(source: Path, target: Path, weights: Collection[Path] = ()) 
 
     Args:
         weights: the files that the checkpoint's tensors were read from; other safetensors files are noted.
+        not_the_models: names of files that belong to the source's format alone.
 
     Raises:
         CheckpointError: a file or a directory cannot be read.
@@ -86,7 +88,7 @@ def copy_side_files(source: Path, target: Path, weights: Collection[Path] = ()) 
     side = SideFiles()
     for path in sorted(_files_below(source, side)):
         name = path.relative_to(source)
-        if path.name in _NOT_A_MODELS or str(name) in _REWRITTEN:
+        if path.name in _NOT_A_MODELS or str(name) in _REWRITTEN or str(name) in not_the_models:
             continue
         if path in weights or path.name.endswith(".index.json"):
             continue

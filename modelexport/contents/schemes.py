@@ -10,6 +10,7 @@ import fnmatch
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from modelexport.errors import CheckpointError
@@ -81,7 +82,16 @@ class QuantizationConfig:
 
     def ignores(self, module: str) -> bool:
         """Whether ``ignore`` names the module (exactly, by ``re:...`` or, for other methods, by wildcard)."""
-        return any(self._matches(pattern, module) for pattern in self.ignore)
+        return module in self._exactly or any(self._matches(pattern, module) for pattern in self._patterns)
+
+    @cached_property
+    def _exactly(self) -> frozenset[str]:
+        return frozenset(self.ignore)
+
+    @cached_property
+    def _patterns(self) -> tuple[str, ...]:
+        """Of ``ignore``, what may match other names than its own."""
+        return tuple(p for p in self.ignore if p.startswith("re:") or not self.is_compressed_tensors)
 
     def scheme_of(self, module: str, class_name: str = "Linear") -> Scheme | None:
         """The scheme that a module is quantised with: by its name first, then by its class; None if kept."""

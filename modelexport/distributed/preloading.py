@@ -10,9 +10,9 @@ import importlib
 import os
 
 from modelexport.distributed.starting import PRELOAD_VARIABLE
-from modelexport.startup import exempt_everything, quick_imports
+from modelexport.startup import exempt_everything, without_collector
 
-with quick_imports():
+with without_collector():
     for name in os.environ.pop(PRELOAD_VARIABLE, "").split(","):
         if name:
             with contextlib.suppress(ImportError):  # the rank that needs it will say so, with its name

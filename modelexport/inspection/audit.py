@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from modelexport.checkpoints import raw_io
 from modelexport.checkpoints.safetensors_file import Checkpoint, Reader, TensorInfo, torch_dtype
 from modelexport.errors import CheckpointError
 from modelexport.quantization import kernels
@@ -242,7 +243,7 @@ def _check(item: Item, chunks: Iterator[Chunk], pieces: Mapping[str, Sequence[Pi
         if chunk.original is None:
             continue
         if item.number_format is None:
-            equal = all(_same_bytes(tensor, chunk.original) for tensor in chunk.tensors.values())
+            equal = all(_same(tensor, chunk.original) for tensor in chunk.tensors.values())
             identical = equal and identical is not False
             continue
         errors.append(item.number_format.squared_error(chunk.original, chunk.tensors))
@@ -302,10 +303,8 @@ def _decibels(signal: float | None, noise: float | None) -> float | None:
     return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
 
 
-def _same_bytes(a: Tensor, b: Tensor) -> bool:
-    if (a.dtype, a.shape) != (b.dtype, b.shape):
-        return False
-    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+def _same(a: Tensor, b: Tensor) -> bool:
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and raw_io.same_bytes(a, b)
 
 
 def _row_chunks(weight: TensorInfo) -> Iterator[tuple[int, int]]:

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from modelexport.checkpoints.hf import RECORD
-from modelexport.checkpoints.safetensors_file import INDEX_NAME, Checkpoint, open_checkpoint, read_json
+from modelexport.checkpoints.safetensors_file import INDEX_NAME, Checkpoint, read_json
 from modelexport.contents.modules import Architecture, StoredModule, read_architecture, read_modules
+from modelexport.contents.opening import open_model
 from modelexport.contents.schemes import QuantizationConfig, read_quantization_config
 from modelexport.errors import CheckpointError
 from modelexport.inspection.structure import check_structure
@@ -54,6 +55,8 @@ class Inspection:
     """What a checkpoint holds.
 
     Attributes:
+        format: the checkpoint format, as ``--format`` spells it.
+        files: name, bytes and the number of tensors of which it holds a part.
         layers: decoder layers (or the longest stack of numbered ones), counted in the tensors.
         quantization: quant_method, format, status, config groups in words, ignore, kv_cache_scheme; or None.
         quantised, kept: names of modules stored with scales, and names of linears and heads stored without.
@@ -64,6 +67,7 @@ class Inspection:
     """
 
     directory: str
+    format: str
     model_type: str | None
     architectures: list[str]
     layers: int
@@ -72,6 +76,7 @@ class Inspection:
     parameters: int
     nbytes: int
     ratio: float
+    tensors: int
     files: list[dict[str, Any]]
     quantization: dict[str, Any] | None
     quantised: list[str]
@@ -97,7 +102,7 @@ def inspect_checkpoint(directory: Path | str) -> Inspection:
     Raises:
         CheckpointError: no safetensors there, a damaged header or index, or a config.json that is no JSON.
     """
-    checkpoint = open_checkpoint(directory)
+    checkpoint = open_model(directory)
     config = checkpoint.config or {}
     architecture = read_architecture(checkpoint.config)
     quantization = read_quantization_config(config)
@@ -123,13 +128,12 @@ def inspect_checkpoint(directory: Path | str) -> Inspection:
         parameters=parameters,
         nbytes=nbytes,
         ratio=2 * parameters / nbytes if nbytes else 1.0,
-        files=[
-            {"name": path.name, "bytes": path.stat().st_size, "tensors": len(header.infos)}
-            for path, header in checkpoint.headers.items()
-        ],
+        format=checkpoint.format,
+        tensors=len(checkpoint.infos),
+        files=_files(checkpoint),
         quantization=None if quantization is None else _quantization_summary(quantization),
         quantised=[m.name for m in modules if m.stored.quantised],
-        kept=[m.name for m in modules if m.kind in ("linear", "head") and not m.stored.quantised],
+        kept=[m.name for m in modules if m.kind in ("linear", "head", "router") and not m.stored.quantised],
         tensor_parallel_sizes=sizes,
         tensor_parallel_note=note,
         record=record,
@@ -142,18 +146,19 @@ def tensor_parallel_sizes(architecture: Architecture, modules: Sequence[StoredMo
     family, dims = architecture.family, architecture.dimensions
     if family is None or dims is None:
         return None, architecture.reason
-    declared = {module.path: module for module in family.layer}
+    declared = {module.general_path: module for module in family.layer}
     limits, kv_units = set(), {1}
     for module in modules:
         rule = declared.get(module.path)
-        if rule is None or rule.kind != "linear" or rule.axis is None or module.stored.shape is None:
+        if rule is None or rule.kind != "linear" or module.stored.shape is None:
             continue
         dim = 0 if rule.partition == "column" else 1
-        if rule.axis == "kv_heads":
-            kv_units.add(module.stored.unit[0])
-        else:
-            unit = math.lcm(dims.axis_unit(rule.axis), module.stored.unit[dim])
-            limits.add((module.stored.shape[dim], unit))
+        for _, axis in rule.axes:
+            if axis == "kv_heads":
+                kv_units.add(module.stored.unit[dim])
+                continue
+            unit = math.lcm(dims.axis_unit(axis), module.stored.unit[dim])
+            limits.add((dims.axis_size(axis) if rule.parts else module.stored.shape[dim], unit))
     sizes = admissible_tp(sorted(limits), dims.kv_heads)
     # A rank holds at least one whole key/value head; blocks of rows may not be cut by its end.
     whole = [tp for tp in sizes if all(max(1, dims.kv_heads // tp) * dims.head_dim % u == 0 for u in kv_units)]
@@ -203,7 +208,7 @@ def _rows(modules: Sequence[StoredModule], architecture: Architecture) -> list[T
     family = architecture.family
     order: dict[str, int] = {}
     if family is not None:
-        order = {m.path: i for i, m in enumerate((*family.before, *family.layer, *family.after))}
+        order = {m.general_path: i for i, m in enumerate((*family.before, *family.layer, *family.after))}
     rows = []
     for (stack, path, number_format), group in sorted(
         groups.items(), key=lambda entry: order.get(entry[0][1], len(order))
@@ -307,9 +312,9 @@ def _report(inspection: Inspection) -> Iterator[str]:
     yield from table(("module", "count", "format", "shape", "scales", "bits/weight", "size"), cells)
     yield ""
     files = f"{len(inspection.files)} file{'s' if len(inspection.files) > 1 else ''}"
-    tensors = sum(file["tensors"] for file in inspection.files)
     yield (
-        f"total: {inspection.parameters:,} parameters, {size_text(inspection.nbytes)} in {tensors} tensors, {files}; "
+        f"total: {inspection.parameters:,} parameters, {size_text(inspection.nbytes)} in {inspection.tensors} tensors, "
+        f"{files} ({inspection.format}); "
         f"{inspection.bits:.2f} bits a parameter, {inspection.ratio:.2f} times smaller than in 16 bits"
     )
     yield from _quantization_lines(inspection)
@@ -322,6 +327,16 @@ def _report(inspection: Inspection) -> Iterator[str]:
     yield from (f"warning: {text}" for text in shown)
     if len(inspection.warnings) > len(shown):
         yield f"warning: and {len(inspection.warnings) - len(shown)} more (--json lists all)"
+
+
+def _files(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    held: dict[Path, set[str]] = {path: set() for path in (*checkpoint.headers, *checkpoint.files)}
+    for name, info in checkpoint.infos.items():
+        for place in checkpoint.placements.get(name, ()):
+            held[place.path].add(name)
+        if name not in checkpoint.placements:
+            held[info.path].add(name)
+    return [{"name": path.name, "bytes": path.stat().st_size, "tensors": len(held[path])} for path in sorted(held)]
 
 
 def _first(texts: Any, count: int) -> str:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from modelexport.checkpoints.safetensors_file import Checkpoint, Reader, open_checkpoint
+from modelexport.checkpoints.safetensors_file import Checkpoint, Reader
+from modelexport.contents.opening import open_model
 from modelexport.errors import CheckpointError, UsageError
 from modelexport.quantization import formats
 
@@ -30,7 +31,7 @@ def load_reference(directory: str | Path, *, dtype: torch.dtype = torch.float32)
     Raises:
         CheckpointError: files damaged or missing, a tensor missing or left over, or it is quantised.
     """
-    checkpoint = open_checkpoint(directory)
+    checkpoint = open_model(directory)
     if (checkpoint.config or {}).get("quantization_config"):
         raise CheckpointError(f"{directory} is quantised; load_dequantised reads it")
     return _load(checkpoint, dtype)
@@ -46,7 +47,7 @@ def load_dequantised(directory: str | Path, *, dtype: torch.dtype = torch.float3
         CheckpointError: files damaged or missing, a tensor missing, left over or of the wrong shape, or a
             quantisation that none of our number formats is.
     """
-    return _load(open_checkpoint(directory), dtype)
+    return _load(open_model(directory), dtype)
 
 
 def _load(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:

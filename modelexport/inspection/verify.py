@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from modelexport.checkpoints.hf import RECORD
-from modelexport.checkpoints.safetensors_file import Checkpoint, open_checkpoint
+from modelexport.checkpoints.safetensors_file import Checkpoint
 from modelexport.contents.modules import StoredModule, read_architecture, read_modules
+from modelexport.contents.opening import open_model
 from modelexport.contents.schemes import read_quantization_config
 from modelexport.errors import CheckpointError, UsageError
 from modelexport.inspection.comparison import Comparison, compare_headers, plan_items
@@ -106,7 +107,7 @@ def verify_checkpoint(
     result = Verification(str(directory), None if against is None else str(against))
     source = None if against is None else _open_source(Path(against))
     try:
-        checkpoint = open_checkpoint(directory)
+        checkpoint = open_model(directory)
         quantization = read_quantization_config(checkpoint.config)
     except CheckpointError as error:
         result.problems.append(str(error))
@@ -150,7 +151,7 @@ def print_verification(directory: Path, against: Path | None, *, as_json: bool) 
 
 
 def _open_source(directory: Path) -> Checkpoint:
-    source = open_checkpoint(directory)
+    source = open_model(directory)
     if (source.config or {}).get("quantization_config"):
         raise CheckpointError(f"{directory} is quantised itself; --against needs the checkpoint that was quantised")
     return source

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from modelexport.checkpoints.hf import copy_side_files, quantization_config, write_config
+from modelexport.checkpoints.hf import config_bytes, copy_side_files, quantization_config
 from modelexport.errors import CheckpointError
 from modelexport.quantization import formats
 
@@ -68,18 +68,14 @@ def test_none_has_no_quantization_config() -> None:
     assert quantization_config(formats.get("none"), ignore=[]) is None
 
 
-def test_config_without_quantisation_keeps_its_bytes(tmp_path: Path, target: Path) -> None:
+def test_config_without_quantisation_keeps_its_bytes() -> None:
     content = '{"model_type":"llama",\r\n  "name": "\u00e9"}'.encode()  # another writer's habits
-    (tmp_path / "config.json").write_bytes(content)
-    write_config(tmp_path, target, None)
-    assert (target / "config.json").read_bytes() == content
+    assert config_bytes(content, None) == content
 
 
-def test_config_gains_quantisation_and_keeps_the_rest(tmp_path: Path, target: Path) -> None:
+def test_config_gains_quantisation_and_keeps_the_rest() -> None:
     keys = {"model_type": "llama", "rope_parameters": {"rope_theta": 1e4}, "name": "\u00e9", "pad_token_id": None}
-    (tmp_path / "config.json").write_text(json.dumps(keys), encoding="utf-8")
-    write_config(tmp_path, target, {"quant_method": "x"})
-    written = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    written = json.loads(config_bytes(json.dumps(keys).encode(), {"quant_method": "x"}))
     assert written == {**keys, "quantization_config": {"quant_method": "x"}}
     assert list(written)[:4] == list(keys), "in the source's order"
 

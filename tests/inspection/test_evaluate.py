@@ -62,7 +62,9 @@ def quantised_demo(name: str, directory: Path) -> Path:
             tensors[full] = weight
     directory.mkdir()
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    hf.write_config(demo_model_path(), directory, hf.quantization_config(number_format, ["lm_head"]))
+    quantization = hf.quantization_config(number_format, ["lm_head"])
+    content = (demo_model_path() / "config.json").read_bytes()
+    (directory / "config.json").write_bytes(hf.config_bytes(content, quantization))
     return directory
 
 

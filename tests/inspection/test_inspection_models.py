@@ -39,7 +39,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
                 tensors[full] = weight
         directory = made[name] = tmp_path_factory.mktemp(name)
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-        hf.write_config(demo_model_path(), directory, hf.quantization_config(number_format, ["lm_head"]))
+        quantization = hf.quantization_config(number_format, ["lm_head"])
+        content = (demo_model_path() / "config.json").read_bytes()
+        (directory / "config.json").write_bytes(hf.config_bytes(content, quantization))
     return made
 
 
@@ -164,7 +166,8 @@ def test_targets_by_name_and_pattern(exported: dict[str, Path], tmp_path: Path) 
     quantization = hf.quantization_config(formats.get("fp8"), ["re:.*gate_proj$"])
     assert quantization is not None
     quantization["config_groups"]["group_0"]["targets"] = [chosen[0], r"re:model\.layers\.3\..*v_proj$"]
-    hf.write_config(demo_model_path(), tmp_path, quantization)
+    content = (demo_model_path() / "config.json").read_bytes()
+    (tmp_path / "config.json").write_bytes(hf.config_bytes(content, quantization))
     model = load_dequantised(tmp_path)
     hooked = [name for name, module in model.named_modules() if module._forward_pre_hooks]
     assert sorted(hooked) == sorted(chosen)

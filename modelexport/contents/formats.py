@@ -1,0 +1,69 @@
+"""The checkpoint formats there are: every module of :mod:`modelexport.checkpoints` that says its ``NAME``.
+
+``hf`` itself, a directory of safetensors files with whole tensors, is what :mod:`modelexport.checkpoints` reads and
+writes without a format module; sharded, it is one like the others.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from modelexport import checkpoints
+from modelexport.checkpoints.safetensors_file import Checkpoint, Layout
+from modelexport.errors import UsageError, nearest
+from modelexport.sharding.rules import TensorRule
+from modelexport.sharding.shard_plan import ShardPlan
+
+Rules = Callable[..., list[TensorRule]]
+
+
+class CheckpointFormat(Protocol):
+    """What a format module offers."""
+
+    NAME: str
+    SIDE_FILES: tuple[str, ...]
+    """Files that belong to the format and not to the model: they do not come along into another format."""
+
+    def lay_out(self, plan: ShardPlan, config: dict[str, Any], *, max_shard_bytes: int) -> Layout:
+        """Which files there will be, and where everything goes."""
+
+    def side_files(self, plan: ShardPlan, config: dict[str, Any], layout: Layout) -> Mapping[str, bytes]:
+        """The files beside the weights that belong to the format: name -> content."""
+
+    def recognises(self, directory: Path) -> bool:
+        """Whether the directory holds a checkpoint of this format."""
+
+    def open(self, directory: Path, config: dict[str, Any] | None, rules: Rules) -> Checkpoint:
+        """Read and check everything but the weights."""
+
+
+@cache
+def formats() -> dict[str, CheckpointFormat]:
+    """Format modules by name, in the order of their names."""
+    found = {}
+    for module in pkgutil.iter_modules(checkpoints.__path__):
+        loaded = importlib.import_module(f"{checkpoints.__name__}.{module.name}")
+        if hasattr(loaded, "NAME"):
+            found[loaded.NAME] = cast(CheckpointFormat, loaded)
+    return dict(sorted(found.items()))
+
+
+def names() -> list[str]:
+    """The names that ``--format`` takes."""
+    return list(formats())
+
+
+def get(name: str) -> CheckpointFormat:
+    """The format of that name.
+
+    Raises:
+        UsageError: there is none; the message has the nearest.
+    """
+    if name not in formats():
+        raise UsageError(f"--format {name}: unknown{nearest(name, formats())}")
+    return formats()[name]

@@ -1,0 +1,53 @@
+"""Open a checkpoint of any format that there is, as one: tensors by their Hugging Face names, nothing read yet."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from modelexport.checkpoints.safetensors_file import Checkpoint, open_checkpoint, read_json
+from modelexport.contents.formats import formats
+from modelexport.contents.rules import expected_rules
+from modelexport.errors import CheckpointError
+
+
+def open_model(directory: str | os.PathLike[str], config: str | os.PathLike[str] | None = None) -> Checkpoint:
+    """Open a checkpoint, whatever its format and parallelism.
+
+    Args:
+        directory: of the checkpoint.
+        config: the model's config.json, or the directory that holds it, where the checkpoint's own lacks one; it
+            wins where both have one.
+
+    Raises:
+        CheckpointError: no checkpoint that is known, one that is damaged or not whole, or one that needs a
+            ``config`` and has none.
+    """
+    directory = Path(directory)
+    given = None if config is None else read_config(config)
+    if directory.is_dir():
+        for module in formats().values():
+            if module.recognises(directory):
+                return module.open(directory, given, expected_rules)
+    found = open_checkpoint(directory)
+    return found if given is None else replace(found, config=given)
+
+
+def config_path(config: str | os.PathLike[str]) -> Path:
+    """The file that ``--config`` names: itself, or config.json in it."""
+    path = Path(config).expanduser()
+    return path / "config.json" if path.is_dir() else path
+
+
+def read_config(config: str | os.PathLike[str]) -> dict[str, Any]:
+    """The content of the config.json that ``--config`` names.
+
+    Raises:
+        CheckpointError: it is not there, or is no JSON object.
+    """
+    path = config_path(config)
+    if not path.exists():
+        raise CheckpointError(f"--config {os.fspath(config)}: {path} does not exist; give the model's config.json")
+    return read_json(path)

@@ -1,0 +1,66 @@
+"""What a checkpoint of a given format and parallelism will consist of: decided, and checked, before a byte is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from modelexport.checkpoints.placement import Placement, row_major
+from modelexport.checkpoints.safetensors_file import INDEX_NAME, Layout, TensorInfo, dtype_bits, plan_layout
+from modelexport.contents import formats
+from modelexport.sharding.boxes import whole
+from modelexport.sharding.plan import Parallelism
+from modelexport.sharding.rules import TensorRule
+from modelexport.sharding.shard_plan import ShardPlan, build_shard_plan
+
+
+@dataclass(frozen=True)
+class TargetPlan:
+    """A checkpoint to be.
+
+    Attributes:
+        format: as ``--format`` spells it.
+        plan: who holds what.
+        layout: where every byte goes.
+        side_files: the format's own files beside the weights: name -> content.
+    """
+
+    format: str
+    plan: ShardPlan
+    layout: Layout
+    side_files: Mapping[str, bytes]
+
+
+def plan_target(
+    format_name: str,
+    rules: Sequence[TensorRule],
+    config: dict[str, Any],
+    parallelism: Parallelism,
+    *,
+    max_shard_bytes: int,
+) -> TargetPlan:
+    """Plan a checkpoint.
+
+    Raises:
+        UsageError: no such format.
+        PlanError: the model cannot be cut so, or the format cannot hold it; everything that stands in the way.
+    """
+    module = formats.get(format_name)
+    layers = 1 + max((rule.layer for rule in rules if rule.layer is not None), default=-1)
+    plan = build_shard_plan(rules, parallelism, layers=layers)
+    if format_name == "hf" and parallelism.size == 1:
+        specs = [(rule.name, rule.dtype, rule.shape) for rule in rules]
+        layout = plan_layout(specs, max_shard_bytes=max_shard_bytes)
+        index = {INDEX_NAME: layout.index_json().encode()} if len(layout.files) > 1 else {}
+        return TargetPlan(format_name, plan, layout, index)
+    layout = module.lay_out(plan, config, max_shard_bytes=max_shard_bytes)
+    return TargetPlan(format_name, plan, layout, module.side_files(plan, config, layout))
+
+
+def places(layout: Layout, info: TensorInfo) -> tuple[Placement, ...]:
+    """Every place of a tensor in a layout, also where it is a single one."""
+    found = layout.placements.get(info.name)
+    if found is not None:
+        return found
+    return (Placement(whole(info.shape), info.path, info.offset, row_major(info.shape, dtype_bits(info.dtype) // 8)),)

@@ -1,0 +1,257 @@
+"""``modelexport diff``: do two checkpoints hold the same model, whatever their formats and parallelisms?
+
+The same tensors by name, of the same dtype and shape, equal to the bit; and in a sharded checkpoint all replicas of an
+element equal too. Reads every byte of both once, in rows that fit the cache.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from modelexport.checkpoints import raw_io
+from modelexport.checkpoints.safetensors_file import Checkpoint, Reader, TensorInfo
+from modelexport.contents.opening import open_model
+from modelexport.sharding.boxes import Box, extent, intersect, relative, slices, whole
+from modelexport.tables import size_text
+
+if TYPE_CHECKING:
+    import torch
+
+CHUNK_BYTES = 4 << 20
+_LISTED = 10
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """One tensor that is not the same in both.
+
+    Attributes:
+        what: ``only in A``, ``only in B``, ``dtype``, ``shape``, ``values``, or ``replicas`` (of one checkpoint).
+        text: what was found, in words.
+        elements: how many differ; 0 where they could not be compared.
+        first: index of the first element that differs, and its value in A and in B.
+        largest: the largest difference of two values; None where they are not comparable (NaN, packed numbers).
+    """
+
+    tensor: str
+    what: str
+    text: str
+    elements: int = 0
+    first: tuple[int, ...] | None = None
+    values: tuple[float, float] | None = None
+    largest: float | None = None
+
+
+@dataclass
+class Diff:
+    """What two checkpoints have in common and what not.
+
+    Attributes:
+        tensors, nbytes: that were compared, and their size in A.
+        differences: in A's order of tensors.
+    """
+
+    a: str
+    b: str
+    formats: tuple[str, str] = ("", "")
+    tensors: int = 0
+    nbytes: int = 0
+    differences: list[TensorDifference] = field(default_factory=list)
+
+    @property
+    def equal(self) -> bool:
+        """Whether they hold the same."""
+        return not self.differences
+
+    def as_json(self) -> dict[str, Any]:
+        """JSON-able form, for ``--json``."""
+        return {"equal": self.equal, **asdict(self)}
+
+
+def diff_checkpoints(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    config: str | os.PathLike[str] | None = None,
+    *,
+    threads: int | None = None,
+) -> Diff:
+    """Compare two checkpoints; see the module's docstring.
+
+    Args:
+        config: the model's config.json, for whichever of the two has none of its own.
+        threads: that read and compare side by side; None: one for every core this process may use.
+
+    Raises:
+        CheckpointError: one of them cannot be read, is not whole, or lacks a config.json.
+    """
+    left, right = (_open(path, config) for path in (a, b))
+    result = Diff(os.fspath(a), os.fspath(b), (left.format, right.format))
+    common = []
+    for name, info in left.infos.items():
+        other = right.infos.get(name)
+        if other is None:
+            result.differences.append(TensorDifference(name, "only in A", f"only in {a}"))
+        elif other.shape != info.shape:
+            text = f"shape {list(info.shape)} in {a}, {list(other.shape)} in {b}"
+            result.differences.append(TensorDifference(name, "shape", text))
+        else:
+            common.append(name)
+    result.differences += [
+        TensorDifference(name, "only in B", f"only in {b}") for name in right.infos if name not in left.infos
+    ]
+    result.tensors = len(common)
+    result.nbytes = sum(left.infos[name].nbytes for name in common)
+    with Reader(left) as first, Reader(right) as second, _workers(threads) as pool:
+        compare = _Comparison(left, right, first, second)
+        for found in pool.map(compare, common):
+            result.differences += found
+    order = {name: number for number, name in enumerate(left.infos)}
+    result.differences.sort(key=lambda found: order.get(found.tensor, len(order)))
+    return result
+
+
+def print_diff(a: Path, b: Path, config: Path | None, *, as_json: bool) -> int:
+    """Print what differs; returns the exit status: 0 equal, 1 not."""
+    result = diff_checkpoints(a, b, config)
+    print(json.dumps(result.as_json(), indent=1) if as_json else "\n".join(_report(result)))
+    return 0 if result.equal else 1
+
+
+def _open(directory: str | os.PathLike[str], config: str | os.PathLike[str] | None) -> Checkpoint:
+    own = (Path(directory) / "config.json").is_file()
+    return open_model(directory, None if own else config)
+
+
+@contextmanager
+def _workers(threads: int | None) -> Iterator[ThreadPoolExecutor]:
+    """A pool for tensors; each of its threads computes with one thread."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(threads or len(os.sched_getaffinity(0))) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Comparison:
+    """Compares one tensor after another."""
+
+    def __init__(self, left: Checkpoint, right: Checkpoint, first: Reader, second: Reader) -> None:
+        self.sides = ((left, first), (right, second))
+
+    def __call__(self, name: str) -> list[TensorDifference]:
+        (left, first), (right, second) = self.sides
+        info, other = left.infos[name], right.infos[name]
+        differing, index, values, largest = 0, None, None, 0.0
+        replicas: dict[str, TensorDifference] = {}
+        for box in _chunks(info):
+            rows = box[0] if box else None
+            mine, theirs = first.read(info, rows=rows), second.read(other, rows=rows)
+            for checkpoint, reader, read in ((left, first, mine), (right, second, theirs)):
+                text = _odd_replica(checkpoint, reader, checkpoint.infos[name], box, read)
+                if text is not None:
+                    replicas.setdefault(str(checkpoint.directory), TensorDifference(name, "replicas", text))
+            if info.dtype == other.dtype and raw_io.same_bytes(mine, theirs):
+                continue
+            unequal, gap = _unequal(mine, theirs)
+            count = int(unequal.sum())
+            if count and index is None:
+                where = [int(i) for i in unequal.nonzero()[0]]
+                values = (_number(mine[tuple(where)]), _number(theirs[tuple(where)]))
+                index = tuple(i + start for i, (start, _) in zip(where, box, strict=True))
+            differing += count
+            largest = math.nan if gap is None else max(largest, gap)
+        found = list(replicas.values())
+        if info.dtype != other.dtype:
+            how = "the same values" if not differing else f"{differing:,} of {math.prod(info.shape):,} values differ"
+            text = f"{info.dtype} in {left.directory}, {other.dtype} in {right.directory}; {how}"
+            found.append(TensorDifference(name, "dtype", text, differing, index, values))
+        elif differing:
+            assert index is not None
+            assert values is not None
+            text = (
+                f"{differing:,} of {math.prod(info.shape):,} elements differ, first {list(index)}: "
+                f"{values[0]:g} in {left.directory}, {values[1]:g} in {right.directory}"
+            )
+            finite = None if math.isnan(largest) else largest
+            found.append(TensorDifference(name, "values", text, differing, index, values, finite))
+        return found
+
+
+def _chunks(info: TensorInfo) -> Iterator[Box]:
+    if not info.shape:
+        yield ()
+        return
+    row = max(1, info.nbytes // max(1, info.shape[0]))
+    count = max(1, CHUNK_BYTES // row)
+    for start in range(0, max(1, info.shape[0]), count):
+        yield ((start, min(start + count, info.shape[0])), *whole(info.shape)[1:])
+
+
+def _odd_replica(checkpoint: Checkpoint, reader: Reader, info: TensorInfo, box: Box, read: torch.Tensor) -> str | None:
+    """What is wrong with the replicas of a rectangle that was read from the first of them; None: nothing."""
+    import torch
+
+    places = checkpoint.placements.get(info.name, ())
+    if sum(math.prod(extent(place.box)) for place in places) <= math.prod(info.shape):
+        return None  # nothing lies in two places
+    for place in places:
+        shared = intersect(box, place.box)
+        if shared is None:
+            continue
+        again = torch.empty(extent(shared), dtype=read.dtype)
+        reader.read_place(info, place, shared, again)
+        if not raw_io.same_bytes(again, read[slices(relative(shared, box))]):
+            ranges = ", ".join(f"{start}:{stop}" for start, stop in shared)
+            return (
+                f"{checkpoint.directory}: {place.path.name} has other values for [{ranges}] than another of its files"
+            )
+    return None
+
+
+def _unequal(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, float | None]:
+    """Which elements differ, and the largest difference; None where a value is no number.
+
+    Of one dtype they differ by their bits; of two, by their values.
+    """
+    import torch
+
+    if a.dtype == b.dtype:
+        carrier = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(a.element_size(), a.dtype)
+        unequal = a.contiguous().view(carrier) != b.contiguous().view(carrier)
+    else:
+        unequal = a.double() != b.double()
+    if not bool(unequal.any()) or a.dtype.is_complex:
+        return unequal, 0.0 if not bool(unequal.any()) else None
+    gap = float((a[unequal].double() - b[unequal].double()).abs().max())
+    return unequal, gap if math.isfinite(gap) else None
+
+
+def _number(value: torch.Tensor) -> float:
+    return float(value.abs() if value.is_complex() else value.double())
+
+
+def _report(result: Diff) -> Sequence[str]:
+    lines = []
+    for found in result.differences[:_LISTED]:
+        lines.append(f"{found.tensor}: {found.text}")
+        if found.what == "values" and found.largest is not None:
+            lines[-1] += f"; largest difference {found.largest:g}"
+    if len(result.differences) > _LISTED:
+        lines.append(f"and {len(result.differences) - _LISTED} more (--json lists all)")
+    kinds = f"{result.a} ({result.formats[0]}) and {result.b} ({result.formats[1]})"
+    if result.equal:
+        return [f"equal: {result.tensors} tensors, {size_text(result.nbytes)}, in {kinds}"]
+    tensors = len({found.tensor for found in result.differences})
+    return [f"different: {tensors} tensors of {kinds}:", *lines]

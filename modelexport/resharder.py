@@ -1,0 +1,308 @@
+"""reshard(): from a checkpoint of any format and parallelism to one of any other, step by step.
+
+open the source (headers only) -> rules of its tensors -> who will hold what -> staging directory with the format's
+side files and file headers -> processes read, exchange, write, compare -> one rename
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from modelexport import __version__
+from modelexport.checkpoints.hf import SideFiles
+from modelexport.checkpoints.safetensors_file import Checkpoint
+from modelexport.contents import formats
+from modelexport.contents.opening import open_model
+from modelexport.contents.rules import left_out, tensor_rules
+from modelexport.contents.targets import TargetPlan, plan_target
+from modelexport.contents.ties import check_ties
+from modelexport.distributed import launch
+from modelexport.distributed.launch import MultiprocessConfig
+from modelexport.errors import RankFailedError, UsageError
+from modelexport.export_hosts import agree, is_spread, reshard_config, run_as_rank
+from modelexport.export_target import files_digest, source_config
+from modelexport.inspection.inspect import read_record
+from modelexport.reshard_plan import Step, deal, plan_steps
+from modelexport.reshard_recipe import ReshardRecipe
+from modelexport.sharding.plan import Parallelism
+from modelexport.startup import without_collector
+from modelexport.target import Target, TargetFiles
+
+if TYPE_CHECKING:
+    from modelexport.reshard_rank import ReshardJob
+
+PRELOAD = ("torch", "modelexport.reshard_rank")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A resharding before its first weight is read."""
+
+    recipe: ReshardRecipe
+    checkpoint: Checkpoint
+    target: TargetPlan
+    steps: list[Step]
+
+
+@dataclass(frozen=True)
+class ReshardResult:
+    """What a resharding wrote, or would write (``out`` None: a dry run).
+
+    Attributes:
+        source_format, format: the checkpoint formats, as ``--format`` spells them.
+        tensors, nbytes: of the model, each element once.
+        stored_bytes: of the files written.
+        bytes_sent: what processes sent to each other.
+        reads: bytes that each process reads.
+        plan: lines that say who holds what.
+        left_out: what of the source is not part of the model -> what it is.
+    """
+
+    source: str
+    source_format: str
+    out: str | None
+    format: str
+    tp: int
+    pp: int
+    ep: int
+    ranks: int
+    tensors: int
+    nbytes: int
+    stored_bytes: int
+    files: list[str]
+    reads: list[int] = field(default_factory=list)
+    bytes_sent: int = 0
+    seconds: float = 0.0
+    plan: list[str] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """JSON-able form, for ``--json``."""
+        return asdict(self)
+
+
+def reshard(recipe: ReshardRecipe | None = None, **settings: Any) -> ReshardResult:
+    """Write a checkpoint anew for another parallelism, or in another format; the values stay as they are.
+
+    Args:
+        recipe: the settings; or give them as keyword arguments, named like the fields of
+            :class:`~modelexport.reshard_recipe.ReshardRecipe`.
+
+    Raises:
+        UsageError: a setting is wrong, or the target exists.
+        CheckpointError: the source is missing, damaged or not whole, or needs a config.json that was not given.
+        PlanError: the model cannot be cut so, or the format cannot hold it; all reasons at once.
+        RankFailedError: a process failed; nothing was published, and the same call resumes.
+    """
+    if recipe is None:
+        recipe = ReshardRecipe.from_mapping(settings, where="reshard()")
+    elif settings:
+        raise UsageError("reshard(): give a recipe or settings, not both")
+    began = time.perf_counter()
+    if recipe.out is None and not recipe.dry_run:
+        raise UsageError("no target given: add --out DIR")
+    if recipe.dry_run:
+        return _result(prepare(recipe), recipe.ranks or 1)
+    config = reshard_config(recipe)
+    prepared, world, outcome = _launch(recipe) if config is None else _take_part(recipe, config)
+    return _result(prepared, world, outcome, time.perf_counter() - began)
+
+
+def prepare(recipe: ReshardRecipe) -> Prepared:
+    """Read the headers and plan everything; no weight is read and nothing is written."""
+    with without_collector():  # a hundred thousand small objects: the collector would walk them over and over
+        return _prepare(recipe)
+
+
+def _prepare(recipe: ReshardRecipe) -> Prepared:
+    formats.get(recipe.format)
+    source = Path(recipe.checkpoint).expanduser()
+    if recipe.out is not None and source.resolve().is_relative_to(Path(recipe.out).resolve()):
+        raise UsageError(f"--out {recipe.out} would replace the source, {source}: choose another target")
+    checkpoint = open_model(source, recipe.config)
+    rules = tensor_rules(checkpoint)
+    check_ties(checkpoint)
+    target = plan_target(
+        recipe.format,
+        rules,
+        checkpoint.config or {},
+        Parallelism(recipe.tp, recipe.pp, recipe.ep),
+        max_shard_bytes=recipe.max_shard_bytes,
+    )
+    return Prepared(recipe, checkpoint, target, plan_steps(rules, checkpoint.infos))
+
+
+def _launch(recipe: ReshardRecipe) -> tuple[Prepared, int, dict[str, Any]]:
+    """Reshard in processes of our own."""
+    world = recipe.ranks or 1
+    if world > 1:
+        launch.prestart(PRELOAD)
+    prepared = prepare(recipe)
+    with _target(prepared) as target:
+        done = target.begin()
+        with without_collector():
+            from modelexport.reshard_rank import run_rank
+        with _outcome(prepared, done) as (on_event, results):
+            config = MultiprocessConfig(
+                world_size=world,
+                local_world_size=world,
+                model_parallelism=world,
+                backend="gloo",
+                timeout=recipe.timeout,
+                preload=PRELOAD,
+                on_event=on_event,
+            )
+            launch.launch_subprocesses(run_rank, config, None, 0, _job(prepared, done, spread=False))
+        target.finish(_single(results))
+        return prepared, world, results[0]
+
+
+def _take_part(recipe: ReshardRecipe, config: MultiprocessConfig) -> tuple[Prepared, int, dict[str, Any]]:
+    """Reshard as one of the processes that another launcher started."""
+    from modelexport.distributed import ranks
+
+    def reshard_as_rank() -> tuple[Prepared, int, dict[str, Any]]:
+        from modelexport.reshard_rank import run_rank
+
+        launch.phase("planning the resharding")
+        prepared = prepare(recipe)
+        agree(prepared.checkpoint, recipe)
+        with _target(prepared) as target:
+
+            def begin() -> dict[str, Any]:
+                with launch.phase_scope("opening the target"):
+                    return target.begin()
+
+            def finish() -> dict[str, Any]:
+                with launch.phase_scope("publishing the checkpoint"):
+                    target.finish(_single(results))
+                    return results[0]
+
+            done = ranks.compute_and_broadcast(begin)
+            with (
+                _outcome(prepared, done, shown=config.rank == 0) as (on_event, results),
+                launch.local_status(on_event, config.rank),
+            ):
+                run_rank(_job(prepared, done, spread=is_spread(config)))
+            return prepared, config.world_size, ranks.compute_and_broadcast(finish)
+
+    return run_as_rank(config, reshard_as_rank)
+
+
+def _target(prepared: Prepared) -> Target:
+    recipe, checkpoint = prepared.recipe, prepared.checkpoint
+    assert recipe.out is not None
+
+    def record(side: SideFiles, beside: Mapping[str, Path], outcome: dict[str, Any]) -> dict[str, Any]:
+        """An export's record holds for the same tensors in other files too."""
+        found = read_record(checkpoint.directory)
+        if found is None:
+            return {}
+        digests = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in sorted(beside.items())}
+        written = {**found["recipe"], "format": recipe.format, "max_shard_bytes": recipe.max_shard_bytes}
+        return {key: {"file_sha256": digests, "recipe": written}.get(key, value) for key, value in found.items()}
+
+    fingerprint = {
+        "checkpoint": str(checkpoint.directory.resolve()),
+        "source_files": files_digest(checkpoint.config, checkpoint.files),
+        "format": recipe.format,
+        "target": {"tp": recipe.tp, "pp": recipe.pp, "ep": recipe.ep},
+        "max_shard_bytes": recipe.max_shard_bytes,
+        "modelexport": __version__,
+    }
+    config = source_config(checkpoint, recipe.config, None)
+    files = TargetFiles(checkpoint, prepared.target, fingerprint, config, record)
+    return Target(recipe.out, files, overwrite=recipe.overwrite, quiet=recipe.quiet)
+
+
+def _job(prepared: Prepared, done: dict[str, Any], *, spread: bool) -> ReshardJob:
+    from modelexport.reshard_rank import ReshardJob
+
+    recipe = prepared.recipe
+    assert recipe.out is not None
+    exchange = recipe.exchange or ("auto" if spread else "direct")
+    return ReshardJob(
+        source=prepared.checkpoint,
+        steps=prepared.steps,
+        layout=prepared.target.layout,
+        out=Path(recipe.out),
+        exchange=exchange,
+        spread=spread,
+        timeout=recipe.timeout,
+        done=done,
+    )
+
+
+@contextmanager
+def _outcome(
+    prepared: Prepared, done: dict[str, Any], *, shown: bool = True
+) -> Iterator[tuple[Callable[[int, dict[str, Any]], None], list[dict[str, Any]]]]:
+    """What hears the processes' events, and the list that it puts the result into; with a progress bar."""
+    from tqdm import tqdm
+
+    recipe, results = prepared.recipe, list[dict[str, Any]]()
+    quiet = recipe.quiet or recipe.json or not shown
+    resumed = sum(step.nbytes for step in prepared.steps if step.id in done)
+    if resumed and not quiet:
+        tqdm.write(f"resuming: {len(done)} of {len(prepared.steps)} steps are done already", file=sys.stderr)
+    total = sum(step.nbytes for step in prepared.steps)
+    disable = True if quiet else None
+    with tqdm(
+        total=total, initial=resumed, unit="B", unit_scale=True, desc="reshard", leave=False, disable=disable
+    ) as bar:
+
+        def on_event(rank: int, event: dict[str, Any]) -> None:
+            if event.get("kind") == "step":
+                bar.set_postfix_str(event["step"], refresh=False)
+                bar.update(event["bytes"])
+            elif event.get("kind") == "result":
+                results.append(event)
+
+        yield on_event, results
+
+
+def _single(results: list[dict[str, Any]]) -> dict[str, Any]:
+    if len(results) != 1:
+        raise RankFailedError(0, "reporting the result", f"{len(results)} results arrived instead of 1")
+    return results[0]
+
+
+def _reads(steps: Iterable[Step], world: int) -> list[int]:
+    shares = [0] * world
+    for step in steps:
+        sizes = [unit.nbytes for unit in step.units]
+        for nbytes, owner in zip(sizes, deal(sizes, world), strict=True):
+            shares[owner] += nbytes
+    return shares
+
+
+def _result(
+    prepared: Prepared, world: int, outcome: Mapping[str, Any] | None = None, seconds: float = 0.0
+) -> ReshardResult:
+    recipe, checkpoint, layout = prepared.recipe, prepared.checkpoint, prepared.target.layout
+    return ReshardResult(
+        source=recipe.checkpoint,
+        source_format=checkpoint.format,
+        out=None if outcome is None else recipe.out,
+        format=recipe.format,
+        tp=recipe.tp,
+        pp=recipe.pp,
+        ep=recipe.ep,
+        ranks=world,
+        tensors=len(prepared.target.plan.rules),
+        nbytes=sum(step.nbytes for step in prepared.steps),
+        stored_bytes=sum(file.size for file in layout.files),
+        files=[file.name for file in layout.files],
+        reads=_reads(prepared.steps, world),
+        bytes_sent=0 if outcome is None else outcome["bytes_sent"],
+        seconds=seconds,
+        plan=list(prepared.target.plan.describe()),
+        left_out={**checkpoint.left_out, **left_out(checkpoint)},
+    )

@@ -1,0 +1,117 @@
+"""Settings named in one place: each field of a dataclass is a command-line flag, a YAML key and a keyword argument.
+
+Whatever is not a field does not exist.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from modelexport.errors import UsageError, nearest
+
+S = TypeVar("S", bound="Settings")
+
+
+def setting(default: Any, help_text: str, *, choices: tuple[str, ...] | None = None, metavar: str = "") -> Any:
+    """A field with what ``--help`` says of it."""
+    return field(default=default, metadata={"help": help_text, "choices": choices, "metavar": metavar})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Base of a command's settings; its fields are made with :func:`setting`."""
+
+    @classmethod
+    def load(cls: type[S], path: Path, overrides: Mapping[str, Any] = {}) -> S:
+        """Read a YAML recipe, then apply ``overrides`` (flags given on the command line win)."""
+        import yaml
+
+        try:
+            keys = yaml.safe_load(path.read_bytes())
+        except OSError as error:
+            raise UsageError(f"recipe {path} cannot be read: {error.strerror}") from error
+        except yaml.YAMLError as error:
+            raise UsageError(f"recipe {path} is not YAML: {' '.join(str(error).split())}") from error
+        if keys is None:
+            keys = {}
+        if not isinstance(keys, dict):
+            raise UsageError(f"recipe {path}: expected 'key: value' lines, found {type(keys).__name__}")
+        return cls(**{**_checked(cls, keys, f"recipe {path}"), **_checked(cls, overrides, "command line")})
+
+    @classmethod
+    def from_mapping(cls: type[S], keys: Mapping[str, Any], *, where: str = "recipe") -> S:
+        """Build settings from ``keys``; an unknown key or a value of the wrong type is a UsageError."""
+        return cls(**_checked(cls, keys, where))
+
+
+def parse_assignments(items: Iterable[str]) -> dict[str, Any]:
+    """Turn ``key=value`` strings (``--set``) into keys with YAML-typed values."""
+    import yaml
+
+    keys: dict[str, Any] = {}
+    for item in items:
+        key, equals, text = item.partition("=")
+        if not equals or not key.strip():
+            raise UsageError(f"--set {item}: expected KEY=VALUE, e.g. --set quant=int4")
+        try:
+            keys[_field_name(key)] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise UsageError(f"--set {item}: the value is not YAML") from error
+    return keys
+
+
+def _field_name(key: object) -> str:
+    """``group-size`` and ``group_size`` are one key, so that the later of the two wins."""
+    return str(key).strip().replace("-", "_")
+
+
+def _checked(cls: type[Settings], keys: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """``keys`` by field name, each of its field's type."""
+    known = {f.name: f for f in dataclasses.fields(cls)}
+    values = {}
+    for key, value in keys.items():
+        name = _field_name(key)
+        if name not in known:
+            raise UsageError(f"{where}: unknown key '{key}'{nearest(name, known)}")
+        values[name] = _coerce(known[name], value, where)
+    return values
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raise a UsageError for the first flag whose number of ranks is none."""
+    for name, size in sizes.items():
+        if size < 1:
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag} {size}: at least 1 rank is needed, e.g. {flag} 4")
+
+
+def check_common(timeout: float, max_shard_bytes: int) -> None:
+    """Raise a UsageError for a time-out or a size of files that cannot be."""
+    if not 0 < timeout < math.inf:
+        raise UsageError(f"--timeout {timeout:g}: a positive number of seconds is needed")
+    if max_shard_bytes < 1:
+        raise UsageError(f"--max-shard-bytes {max_shard_bytes}: a positive number is needed")
+
+
+def check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise a UsageError, with the nearest choice, where ``value`` is none of them."""
+    if value not in choices:
+        raise UsageError(f"--{key} {value}: unknown{nearest(value, choices)}")
+
+
+def _coerce(spec: dataclasses.Field[Any], value: Any, where: str) -> Any:
+    """Check ``value`` against the field's declared type; ints are taken where floats are asked for."""
+    kinds = {"str": str, "int": int, "float": (int, float), "bool": bool}
+    declared = str(spec.type).split(" | ")
+    if value is None and "None" in declared:
+        return None
+    expected: Any = kinds[declared[0]]
+    right = isinstance(value, expected) and not (isinstance(value, bool) and declared[0] != "bool")
+    if not right:
+        raise UsageError(f"{where}: {spec.name} must be {' or '.join(declared)}, found {value!r}")
+    return float(value) if declared[0] == "float" else value

@@ -1,0 +1,102 @@
+"""The checkpoint in the making, as the one process sees it that publishes it: staging, side files, record, rename."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from modelexport.checkpoints.hf import RECORD, SideFiles, copy_side_files
+from modelexport.checkpoints.safetensors_file import INDEX_NAME, Checkpoint
+from modelexport.checkpoints.staging import Staging
+from modelexport.contents import formats
+from modelexport.contents.targets import TargetPlan
+
+MakeRecord = Callable[[SideFiles, Mapping[str, Path], dict[str, Any]], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class TargetFiles:
+    """What goes into a target beside the weights, and when it may be taken up again.
+
+    Attributes:
+        source: the checkpoint that the weights come from; its tokenizer and the like come along.
+        fingerprint: what must be equal for an interrupted run to be resumed.
+        config: the content of config.json, where the format has no other.
+        record: makes modelexport.json of what came along, every file beside the weights (name -> path) and the first
+            rank's result; empty where there is nothing to record.
+    """
+
+    source: Checkpoint
+    target: TargetPlan
+    fingerprint: Mapping[str, Any]
+    config: bytes
+    record: MakeRecord
+
+
+class Target:
+    """``begin``, then the ranks write, then ``finish``; to be closed in any case."""
+
+    def __init__(self, out: str, files: TargetFiles, *, overwrite: bool, quiet: bool) -> None:
+        self._out, self._files, self._overwrite, self._quiet = out, files, overwrite, quiet
+        self._staging: Staging | None = None
+        self._side: SideFiles | None = None
+
+    def begin(self) -> dict[str, Any]:
+        """Open the staging directory and put everything into it but the weights.
+
+        Returns:
+            The steps that an interrupted run has finished, with their records: none if a weight file had to be made.
+
+        Raises:
+            UsageError: the target exists, or another export is in its place.
+        """
+        files = self._files
+        self._staging = Staging.open(Path(self._out), files.fingerprint, overwrite=self._overwrite)
+        if self._staging.restarted and not self._quiet:
+            print("the machine has restarted since an export here was cut off: it begins anew", file=sys.stderr)
+        payload = self._staging.directory
+        self._side = copy_side_files(
+            files.source.directory, payload, set(files.source.files), formats.get(files.source.format).SIDE_FILES
+        )
+        (payload / "config.json").write_bytes(files.config)
+        for name, content in files.target.side_files.items():
+            if name != INDEX_NAME:
+                (payload / name).write_bytes(content)
+        made = files.target.layout.create(payload)
+        return {} if made else dict(self._staging.done)
+
+    def finish(self, outcome: dict[str, Any]) -> dict[str, Any]:
+        """Write index and record, and publish; returns the record (empty where there is none).
+
+        Args:
+            outcome: the first rank's result.
+        """
+        staging, side, files = self._staging, self._side, self._files
+        assert staging is not None
+        assert side is not None
+        payload = staging.directory
+        index = files.target.side_files.get(INDEX_NAME)
+        if index is not None:  # last: without it nobody takes the files for a checkpoint
+            (payload / INDEX_NAME).write_bytes(index)
+        record = files.record(side, self._beside_weights(payload), outcome)
+        if record:
+            (payload / RECORD).write_text(json.dumps(record, indent=1) + "\n")
+        staging.publish()
+        return record
+
+    def _beside_weights(self, directory: Path) -> dict[str, Path]:
+        """Name -> path of every file but the weights and the record that is yet to be written."""
+        other = {file.name for file in self._files.target.layout.files} | {RECORD}
+        paths = {str(path.relative_to(directory)): path for path in directory.rglob("*") if path.is_file()}
+        return {name: path for name, path in paths.items() if name not in other}
+
+    def __enter__(self) -> Target:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._staging is not None:
+            self._staging.close()
