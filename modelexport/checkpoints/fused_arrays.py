@@ -7,7 +7,7 @@ experts, and its tp / ep ranks cut them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -64,12 +64,21 @@ class _Joined:
     parts: list[tuple[int, int, TensorRule, Box]] = field(default_factory=list)
 
 
-def check_plain(rules: Iterable[TensorRule], format_name: str, what_to_do: str) -> None:
-    """Refuse quantised tensors.
+def check_plain(
+    rules: Collection[TensorRule], format_name: str, slots: Mapping[str, Slot], what_to_do: str
+) -> None:
+    """Refuse tensors that the engine has no place for, whatever is in them, and quantised ones.
 
     Raises:
         PlanError: there are any; says how many, names the first and what to do instead.
     """
+    unknown = [rule for rule in rules if not ({part.role for part in rule.parts} or {rule.role}) <= slots.keys()]
+    if unknown:
+        roles = ", ".join(dict.fromkeys(rule.role for rule in unknown))
+        raise PlanError(
+            f"--format {format_name}: {len(unknown)} tensors have no place in what is written for the engine ({roles}), "
+            f"the first {unknown[0].name}; --format hf and --format dcp hold them"
+        )
     quantised = [rule for rule in rules if rule.dtype not in PLAIN or rule.parameter not in ("weight", "bias")]
     if quantised:
         first = quantised[0]

@@ -86,6 +86,7 @@ def arrays(plan: ShardPlan, config: dict[str, Any], *, whole_embedding: bool = F
     check_plain(
         plan.rules.values(),
         NAME,
+        _SLOTS,
         "how TensorRT-LLM spells quantised tensors is not written yet. --format hf and --format dcp hold them",
     )
     if grid.tp % grid.ep:
@@ -104,8 +105,9 @@ def lay_out(plan: ShardPlan, config: dict[str, Any], *, max_shard_bytes: int = D
     Raises:
         PlanError: as :func:`arrays`; or TensorRT-LLM's config.json has no place for what the model's says.
     """
+    found = arrays(plan, config)
     engine_config(plan, config)
-    return lay_out_files(arrays(plan, config), plan.rules.values())
+    return lay_out_files(found, plan.rules.values())
 
 
 def side_files(plan: ShardPlan, config: dict[str, Any], layout: Layout) -> Mapping[str, bytes]:

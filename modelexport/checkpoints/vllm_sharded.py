@@ -78,6 +78,7 @@ def arrays(plan: ShardPlan, config: dict[str, Any]) -> list[Array]:
     check_plain(
         plan.rules.values(),
         NAME,
+        _SLOTS,
         "vLLM stores what its kernels have made of them, which depends on the device. Write --format hf and let vLLM "
         f"cut it: --tensor-parallel-size {grid.tp}",
     )
