@@ -77,16 +77,23 @@ LIGHT = (
     "modelexport.assets",
     "modelexport.families",
     "modelexport.families.llama",
+    "modelexport.families.mixtral",
     "modelexport.sharding.plan",
+    "modelexport.sharding.shard_plan",
     "modelexport.sharding.boxes",
     "modelexport.sharding.rules",
     "modelexport.contents.modules",
+    "modelexport.contents.rules",
+    "modelexport.contents.formats",  # and with it every checkpoint format
+    "modelexport.contents.opening",
+    "modelexport.contents.targets",
     "modelexport.checkpoints.safetensors_file",
     "modelexport.checkpoints.arrays",
     "modelexport.checkpoints.staging",
     "modelexport.checkpoints.hf",
     "modelexport.checkpoints.source",
     "modelexport.export_plan",
+    "modelexport.reshard_plan",
     "modelexport.export_record",
     "modelexport.export_target",
     "modelexport.export_hosts",
@@ -254,6 +261,12 @@ def test_the_exceptions_are_still_needed() -> None:
         ),
         ("modelexport.inspection.verify", "from modelexport.checkpoints import hf", True),
         ("modelexport.checkpoints.hf", "from modelexport.inspection import verify", False),
+        ("modelexport.checkpoints.trtllm", "from modelexport.families import family_of", False),
+        ("modelexport.checkpoints.trtllm", "from modelexport.sharding.shard_plan import ShardPlan", True),
+        ("modelexport.sharding.reshard", "from modelexport.checkpoints import raw_io", False),
+        ("modelexport.contents.rules", "from modelexport.families import family_of", True),
+        ("modelexport.contents.rules", "from modelexport.inspection import inspect", False),
+        ("modelexport.resharder", "from modelexport.exporter import export", False),
         ("modelexport.inspection.inspect", "from modelexport.exporter import export", False),
         ("modelexport.export_rank", "from modelexport.export_audit import audit", True),
         ("modelexport.errors", "from modelexport.recipe import ExportRecipe", False),
@@ -295,7 +308,7 @@ def test_light_modules_import_nothing_heavy() -> None:
     assert result.stdout == "light\n"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["inspect", "--help"], ["--nonsense"], ["--tp", "0"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["inspect", "--help"], ["reshard", "--help"], ["--nonsense"], ["--tp", "0"]])
 def test_answers_that_need_no_torch(arguments: list[str]) -> None:
     code = (
         "import sys\n"
