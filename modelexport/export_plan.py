@@ -76,15 +76,16 @@ class _Planner:
         self.format = number_format
         self.tp = parallelism.tp
         self.parallelism = parallelism
-        self.left_out: dict[str, str] = {}
+        self.left_out = dict(checkpoint.left_out)
         self.unquantised: dict[str, str] = {}
+        self.units: dict[str, int] = {}  # axis -> what a cut keeps together there
         self.missing: list[str] = []
         self.problems: list[str] = []
         self.format_problems: dict[str, dict[str, None]] = {}  # what is wrong -> the modules where it is
 
     def plan(self) -> ExportPlan:
         layers, experts = self.dims.layers, self.dims.experts
-        if layers * max(1, experts) > len(self.infos):  # before any loop over a number that a stranger wrote
+        if self.dims.most_blocks > len(self.infos):  # before any loop over a number that a stranger wrote
             each = f" of {experts} experts" if experts else ""
             raise CheckpointError(
                 f"{self.directory}: config.json says {layers} layers{each}, but there are only "
@@ -97,7 +98,7 @@ class _Planner:
             steps += self._single(module)
         for i in range(self.dims.layers):
             layer = self.family.layer_prefix.format(i=i)
-            modules = self.family.modules_of_layer(self.dims)
+            modules = self.family.modules_of_layer(self.dims, i)
             tasks = [task for path, _, module in modules for task in self._module_tasks(layer, path, module)]
             steps.append(Step(layer, layer, i, tuple(tasks)))
         for module in self.family.after:
@@ -127,9 +128,11 @@ class _Planner:
         )
 
     def _drop_buffers(self) -> None:
-        for name in [n for n in self.infos if n.endswith(self.family.ignored_tensors or ("\0",))]:
-            del self.infos[name]
-            self.left_out[name] = "a buffer that every engine computes itself"
+        for name in list(self.infos):
+            reason = self.family.left_out(name, self.dims)
+            if reason is not None:
+                del self.infos[name]
+                self.left_out[name] = reason
 
     def _drop_tied_head(self) -> tuple[TensorInfo, TensorInfo] | None:
         """Tied embeddings are written once; returns the head dropped and the embedding that it must equal."""
@@ -174,10 +177,10 @@ class _Planner:
 
     def _module_tasks(self, layer: str, path: str, module: Module) -> list[TensorTask]:
         name = full_name(layer, path)
-        weight = self.infos.pop(f"{name}.weight", None)
+        weight = self.infos.pop(f"{name}.{module.parameter}", None)
         if weight is None:
             if not (module.kind == "head" and self.dims.tied_embeddings):
-                self.missing.append(f"{name}.weight")
+                self.missing.append(f"{name}.{module.parameter}")
             return []
         if not self._shape_is_right(weight, module):
             return []
@@ -189,7 +192,7 @@ class _Planner:
                 weight,
                 module,
                 path,
-                "weight",
+                module.parameter,
                 (0, weight.shape[0]),
                 cut,
                 quantised,
@@ -230,7 +233,7 @@ class _Planner:
         return True
 
     def _note_unquantised(self, name: str, module: Module, quantised: bool) -> None:
-        if quantised or module.kind == "norm":
+        if quantised or module.kind in ("norm", "vector"):
             return
         if module.kind == "linear":
             self.unquantised[name] = "--quant none"
@@ -248,7 +251,10 @@ class _Planner:
         dim = 0 if module.partition == "column" else 1
         if module.axis is None:  # fused on disk: any rows will do to quantise it
             return cut_along(dim, even_cut(shape[dim], 1, self.tp))
-        unit = self._cut_unit("heads" if module.axis == "kv_heads" else module.axis)
+        axis = "heads" if module.axis == "kv_heads" else module.axis
+        if axis not in self.units:
+            self.units[axis] = self._cut_unit(axis)
+        unit = self.units[axis]
         if module.axis == "kv_heads":
             heads, size = self.dims.heads, self.dims.head_dim
             return cut_along(dim, group_query_cut(heads, self.dims.kv_heads, size, self.tp, unit=unit // size))
@@ -257,15 +263,20 @@ class _Planner:
     def _cut_unit(self, axis: str) -> int:
         """Features along ``axis`` that stay together in every module, so that a rank's modules fit each other.
 
-        What one module must keep whole (a group of o_proj's inputs) is kept whole in those that feed it.
+        What one module must keep whole (a group of o_proj's inputs) is kept whole in those that feed it; where the
+        heads of one axis are those of another, though of another size, in heads.
         """
-        unit = self.dims.axis_unit(axis)
+        own = self.dims.axis(axis)
+        units = 1  # heads, or features where there are none
         for module in self.family.layer:
-            if module.axis == axis and module.kind == "linear" and self.format.quantised:
-                unit = math.lcm(unit, self.format.alignment[0 if module.partition == "column" else 1])
-        if self.dims.axis_size(axis) % unit:  # reported by check_shape; any cut will do to go on looking
-            return self.dims.axis_unit(axis)
-        return unit
+            if module.kind != "linear" or module.axis is None or not self.format.quantised:
+                continue
+            other = self.dims.axis(module.axis)
+            if module.axis == axis or (own.heads and other.heads == own.heads and module.axis != "kv_heads"):
+                aligned = math.lcm(other.unit, self.format.alignment[0 if module.partition == "column" else 1])
+                units = math.lcm(units, aligned // other.unit)
+        whole = (own.heads or own.size) % units == 0  # else reported by check_shape; any cut will do to go on looking
+        return own.unit * (units if whole else 1)
 
     def _outputs(self, info: TensorInfo, quantised: bool) -> tuple[OutputTensor, ...]:
         if not quantised:

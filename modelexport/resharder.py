@@ -7,6 +7,7 @@ side files and file headers -> processes read, exchange, write, compare -> one r
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from modelexport import __version__
 from modelexport.checkpoints.hf import SideFiles
 from modelexport.checkpoints.safetensors_file import Checkpoint
+from modelexport.checkpoints.staging import resolve_target
 from modelexport.contents import formats
 from modelexport.contents.opening import open_model
 from modelexport.contents.rules import left_out, tensor_rules
@@ -43,12 +45,17 @@ PRELOAD = ("torch", "modelexport.reshard_rank")
 
 @dataclass(frozen=True)
 class Prepared:
-    """A resharding before its first weight is read."""
+    """A resharding before its first weight is read.
+
+    Attributes:
+        record: the source's modelexport.json, or None.
+    """
 
     recipe: ReshardRecipe
     checkpoint: Checkpoint
     target: TargetPlan
     steps: list[Step]
+    record: dict[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -123,10 +130,11 @@ def prepare(recipe: ReshardRecipe) -> Prepared:
 
 def _prepare(recipe: ReshardRecipe) -> Prepared:
     formats.get(recipe.format)
-    source = Path(recipe.checkpoint).expanduser()
-    if recipe.out is not None and source.resolve().is_relative_to(Path(recipe.out).resolve()):
-        raise UsageError(f"--out {recipe.out} would replace the source, {source}: choose another target")
+    source = Path(os.path.expanduser(recipe.checkpoint))
+    target_directory = None if recipe.out is None else resolve_target(recipe.out)
     checkpoint = open_model(source, recipe.config)
+    if target_directory is not None and source.resolve().is_relative_to(target_directory):
+        raise UsageError(f"--out {recipe.out} would replace the source, {source}: choose another target")
     rules = tensor_rules(checkpoint)
     check_ties(checkpoint)
     target = plan_target(
@@ -136,7 +144,8 @@ def _prepare(recipe: ReshardRecipe) -> Prepared:
         Parallelism(recipe.tp, recipe.pp, recipe.ep),
         max_shard_bytes=recipe.max_shard_bytes,
     )
-    return Prepared(recipe, checkpoint, target, plan_steps(rules, checkpoint.infos))
+    record = read_record(checkpoint.directory)
+    return Prepared(recipe, checkpoint, target, plan_steps(rules, checkpoint.infos), record)
 
 
 def _launch(recipe: ReshardRecipe) -> tuple[Prepared, int, dict[str, Any]]:
@@ -202,7 +211,7 @@ def _target(prepared: Prepared) -> Target:
 
     def record(side: SideFiles, beside: Mapping[str, Path], outcome: dict[str, Any]) -> dict[str, Any]:
         """An export's record holds for the same tensors in other files too."""
-        found = read_record(checkpoint.directory)
+        found = prepared.record
         if found is None:
             return {}
         digests = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in sorted(beside.items())}

@@ -25,10 +25,12 @@ class LlamaShape:
     """Everything that distinguishes one tiny checkpoint from another.
 
     Attributes:
-        model_type: ``llama``, ``mistral``, ``qwen2``, ``phi3`` or ``mixtral``.
+        model_type: ``llama``, ``mistral``, ``qwen2``, ``phi3``, ``mixtral``, ``deepseek_v3`` or ``deepseek_v2``.
         head_dim: None leaves it out of config.json's defaults (``hidden // heads``).
         attention_bias, mlp_bias: llama only.
-        experts: mixtral only.
+        experts: mixtral and deepseek only.
+        query_rank, kv_rank, nope_dim, rope_dim, value_dim, expert_intermediate, shared_experts, dense_layers: deepseek
+            only; it has as many key/value heads as heads.
         dtype: ``bfloat16``, ``float16`` or ``float32``.
         max_shard_size: as ``save_pretrained`` takes it; small values give several files and an index.
     """
@@ -48,6 +50,19 @@ class LlamaShape:
     seed: int = 0
     model_type: str = "llama"
     experts: int = 4
+    query_rank: int | None = 128
+    kv_rank: int = 128
+    nope_dim: int = 16
+    rope_dim: int = 8
+    value_dim: int = 32
+    expert_intermediate: int = 256
+    shared_experts: int | None = 1
+    dense_layers: int = 1
+
+    @property
+    def is_deepseek(self) -> bool:
+        """Whether it has latent attention, and dense first layers."""
+        return self.model_type.startswith("deepseek")
 
 
 _ARCHITECTURES = {
@@ -56,6 +71,8 @@ _ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
 }
 
 
@@ -71,7 +88,8 @@ def save_llama(directory: Path, shape: LlamaShape) -> Path:
     generator = torch.Generator().manual_seed(shape.seed)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        corrections = [(name, b) for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")]
+        for name, parameter in (*model.named_parameters(), *corrections):
             centre, spread = (1.0, 0.1) if name.endswith("norm.weight") else (0.0, 0.05)
             parameter.normal_(centre, spread, generator=generator)
     model.to(getattr(torch, shape.dtype)).save_pretrained(directory, max_shard_size=shape.max_shard_size)
@@ -149,16 +167,64 @@ def config_json(shape: LlamaShape) -> dict[str, Any]:
     if shape.model_type == "mixtral":
         config["num_local_experts"] = shape.experts
         config["num_experts_per_tok"] = min(2, shape.experts)
-    if shape.head_dim is not None:
+    if shape.is_deepseek:
+        config |= {
+            "num_key_value_heads": shape.heads,
+            "head_dim": shape.rope_dim,  # as transformers saves it
+            "attention_bias": shape.attention_bias,
+            **({"mlp_bias": shape.mlp_bias} if shape.model_type == "deepseek_v2" else {}),
+            "n_routed_experts": shape.experts,
+            "num_experts_per_tok": min(2, shape.experts),
+            "n_group": 1,
+            "topk_group": 1,
+            "q_lora_rank": shape.query_rank,
+            "kv_lora_rank": shape.kv_rank,
+            "qk_nope_head_dim": shape.nope_dim,
+            "qk_rope_head_dim": shape.rope_dim,
+            "v_head_dim": shape.value_dim,
+            "moe_intermediate_size": shape.expert_intermediate,
+            "n_shared_experts": shape.shared_experts,
+            "first_k_dense_replace": shape.dense_layers,
+            "num_nextn_predict_layers": 0,
+        }
+    elif shape.head_dim is not None:
         config["head_dim"] = shape.head_dim
     return config
 
 
-def _layer_linears(shape: LlamaShape) -> dict[str, tuple[int, int]]:
+def _deepseek_layer(shape: LlamaShape, layer: int) -> dict[str, tuple[int, ...]]:
+    hidden, heads, rank = shape.hidden, shape.heads, shape.query_rank
+    queries = heads * (shape.nope_dim + shape.rope_dim)
+    tensors: dict[str, tuple[int, ...]] = {
+        "self_attn.kv_a_proj_with_mqa": (shape.kv_rank + shape.rope_dim, hidden),
+        "self_attn.kv_a_layernorm": (shape.kv_rank,),
+        "self_attn.kv_b_proj": (heads * (shape.nope_dim + shape.value_dim), shape.kv_rank),
+        "self_attn.o_proj": (hidden, heads * shape.value_dim),
+    }
+    if rank is None:
+        tensors["self_attn.q_proj"] = (queries, hidden)
+    else:
+        tensors |= {"self_attn.q_a_proj": (rank, hidden), "self_attn.q_a_layernorm": (rank,)}
+        tensors["self_attn.q_b_proj"] = (queries, rank)
+    mlps = {"mlp": shape.intermediate}
+    if layer >= shape.dense_layers:
+        mlps = {f"mlp.experts.{e}": shape.expert_intermediate for e in range(shape.experts)}
+        if shape.shared_experts:
+            mlps["mlp.shared_experts"] = shape.shared_experts * shape.expert_intermediate
+        tensors["mlp.gate"] = (shape.experts, hidden)
+    for name, width in mlps.items():
+        tensors |= {f"{name}.gate_proj": (width, hidden), f"{name}.up_proj": (width, hidden)}
+        tensors[f"{name}.down_proj"] = (hidden, width)
+    return tensors
+
+
+def _layer_linears(shape: LlamaShape, layer: int) -> dict[str, tuple[int, ...]]:
+    if shape.is_deepseek:
+        return _deepseek_layer(shape, layer)
     head_dim = shape.head_dim or shape.hidden // shape.heads
     queries, keys = shape.heads * head_dim, shape.kv_heads * head_dim
     up, down = (shape.intermediate, shape.hidden), (shape.hidden, shape.intermediate)
-    linears = {"self_attn.o_proj": (shape.hidden, queries)}
+    linears: dict[str, tuple[int, ...]] = {"self_attn.o_proj": (shape.hidden, queries)}
     if shape.model_type == "phi3":
         linears["self_attn.qkv_proj"] = (queries + 2 * keys, shape.hidden)
         linears |= {"mlp.gate_up_proj": (2 * shape.intermediate, shape.hidden), "mlp.down_proj": down}
@@ -177,6 +243,10 @@ def _layer_linears(shape: LlamaShape) -> dict[str, tuple[int, int]]:
 def _has_bias(shape: LlamaShape, linear: str) -> bool:
     if shape.model_type == "qwen2":
         return linear in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    if shape.is_deepseek and linear.startswith("self_attn"):
+        return shape.attention_bias and linear.endswith(("q_a_proj", "kv_a_proj_with_mqa", "o_proj"))
+    if shape.model_type == "deepseek_v2" and linear != "mlp.gate" and ".experts." not in linear:
+        return shape.mlp_bias
     if shape.model_type != "llama":
         return False
     return shape.attention_bias if linear.startswith("self_attn") else shape.mlp_bias
@@ -187,10 +257,12 @@ def tensor_shapes(shape: LlamaShape) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab, shape.hidden)}
     for i in range(shape.layers):
         prefix = f"model.layers.{i}"
-        for name, size in _layer_linears(shape).items():
+        for name, size in _layer_linears(shape, i).items():
             shapes[f"{prefix}.{name}.weight"] = size
             if _has_bias(shape, name):
                 shapes[f"{prefix}.{name}.bias"] = size[:1]
+            if shape.model_type == "deepseek_v3" and name == "mlp.gate":
+                shapes[f"{prefix}.{name}.e_score_correction_bias"] = size[:1]
         shapes[f"{prefix}.input_layernorm.weight"] = (shape.hidden,)
         shapes[f"{prefix}.post_attention_layernorm.weight"] = (shape.hidden,)
     shapes["model.norm.weight"] = (shape.hidden,)
@@ -277,7 +349,7 @@ def quantised_headers(scheme: str, shape: LlamaShape | None = None, **changes: A
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
         "config_groups": {"group_0": {"targets": ["Linear"], **SCHEMES[scheme]}},
-        "ignore": ["lm_head", r"re:.*block_sparse_moe\.gate$"],
+        "ignore": ["lm_head", r"re:.*(block_sparse_moe|mlp)\.gate$"],
     }
     config = {**(plain.config or {}), "quantization_config": quantization}
     read = read_quantization_config(config)

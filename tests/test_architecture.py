@@ -308,7 +308,10 @@ def test_light_modules_import_nothing_heavy() -> None:
     assert result.stdout == "light\n"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["inspect", "--help"], ["reshard", "--help"], ["--nonsense"], ["--tp", "0"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["--version"], ["inspect", "--help"], ["reshard", "--help"], ["--nonsense"], ["--tp", "0"]],
+)
 def test_answers_that_need_no_torch(arguments: list[str]) -> None:
     code = (
         "import sys\n"

@@ -64,9 +64,7 @@ class _Joined:
     parts: list[tuple[int, int, TensorRule, Box]] = field(default_factory=list)
 
 
-def check_plain(
-    rules: Collection[TensorRule], format_name: str, slots: Mapping[str, Slot], what_to_do: str
-) -> None:
+def check_plain(rules: Collection[TensorRule], format_name: str, slots: Mapping[str, Slot], what_to_do: str) -> None:
     """Refuse tensors that the engine has no place for, whatever is in them, and quantised ones.
 
     Raises:
@@ -76,7 +74,7 @@ def check_plain(
     if unknown:
         roles = ", ".join(dict.fromkeys(rule.role for rule in unknown))
         raise PlanError(
-            f"--format {format_name}: {len(unknown)} tensors have no place in what is written for the engine ({roles}), "
+            f"--format {format_name}: {len(unknown)} tensors have no place in what the engine reads ({roles}), "
             f"the first {unknown[0].name}; --format hf and --format dcp hold them"
         )
     quantised = [rule for rule in rules if rule.dtype not in PLAIN or rule.parameter not in ("weight", "bias")]

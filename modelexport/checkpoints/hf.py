@@ -33,6 +33,7 @@ _WEIGHTS = (
     ".onnx",
     ".pkl",
     ".npz",
+    ".distcp",
 )
 _REWRITTEN = {"config.json", RECORD}
 _NOT_A_MODELS = {"__pycache__", ".gitattributes"}

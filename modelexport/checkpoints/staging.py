@@ -72,7 +72,7 @@ class Staging:
             UsageError: ``out`` exists, is no checkpoint or cannot be written; another export runs, or another
                 was interrupted.
         """
-        target = _resolve(out)
+        target = resolve_target(out)
         home = staging_directory(target)
         if not os.path.lexists(home):
             _check_target(target, overwrite)
@@ -104,7 +104,7 @@ class Staging:
         Raises:
             CheckpointError: no export to ``out`` is open.
         """
-        target = _resolve(out)
+        target = resolve_target(out)
         home = staging_directory(target)
         fds: list[int] = []
         try:
@@ -218,7 +218,12 @@ def _take_up(target: Path, home: Path, fingerprint: Mapping[str, Any], overwrite
     return journal
 
 
-def _resolve(out: str | os.PathLike[str]) -> Path:
+def resolve_target(out: str | os.PathLike[str]) -> Path:
+    """The directory that ``--out`` names, absolute, links resolved.
+
+    Raises:
+        UsageError: nothing can be written to what it names.
+    """
     if not os.fspath(out):
         raise UsageError("--out is empty; name a directory to write the checkpoint to")
     try:

@@ -93,7 +93,8 @@ def read_architecture(config: Mapping[str, Any] | None) -> Architecture:
         dimensions = read_dimensions(config, family)
     except ModelExportError as error:
         return Architecture(reason=str(error))
-    kinds = {m.general_path: m.kind for m in (*family.before, *family.layer, *family.after)}
+    modules = (*family.before, *family.layer, *family.after)
+    kinds = {m.general_path: m.kind for m in reversed(modules)}  # of those that share a path, the first is the weight
     return Architecture(family, dimensions, "", kinds)
 
 

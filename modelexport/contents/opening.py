@@ -37,7 +37,7 @@ def open_model(directory: str | os.PathLike[str], config: str | os.PathLike[str]
 
 def config_path(config: str | os.PathLike[str]) -> Path:
     """The file that ``--config`` names: itself, or config.json in it."""
-    path = Path(config).expanduser()
+    path = Path(os.path.expanduser(config))
     return path / "config.json" if path.is_dir() else path
 
 

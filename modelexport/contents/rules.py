@@ -21,7 +21,7 @@ from modelexport.sharding.rules import Part, Spread, TensorRule
 Stages = tuple[Literal["first", "last"], ...]
 
 KV_SCALES = ("q_scale", "k_scale", "v_scale", "k_zero_point", "v_zero_point")
-_SPREADS: dict[str, Spread] = {"heads": "heads", "kv_heads": "kv_heads", "vocab": "padded"}
+_SPREADS: dict[str, Spread] = {"kv_heads": "kv_heads", "vocab": "padded"}
 _LISTED = 8
 MOST_BLOCKS = 1_000_000
 
@@ -44,7 +44,7 @@ def places(family: Family, dims: Dimensions) -> Iterator[Place]:
         yield Place(module.path, module, stages=("first", "last") if tied else ("first",))
     for i in range(dims.layers):
         prefix = family.layer_prefix.format(i=i)
-        for path, expert, module in family.modules_of_layer(dims):
+        for path, expert, module in family.modules_of_layer(dims, i):
             yield Place(f"{prefix}.{path}", module, i, expert)
     for module in family.after:
         if not (module.kind == "head" and dims.tied_embeddings):
@@ -88,8 +88,9 @@ def left_out(checkpoint: Checkpoint) -> dict[str, str]:
     embedding = next((m.path for m in model.family.before if m.kind == "embedding"), "")
     heads = tuple(f"{m.path}." for m in model.family.after if m.kind == "head")
     for name in checkpoint.infos:
-        if name.endswith(model.family.ignored_tensors or ("\0",)):
-            found[name] = "a buffer that every engine computes itself"
+        reason = model.family.left_out(name, model.dims)
+        if reason is not None:
+            found[name] = reason
         elif model.dims.tied_embeddings and name.startswith(heads):
             found[name] = f"tied to {embedding}.weight, written once"
     return found
@@ -111,7 +112,7 @@ def expected_rules(
         PlanError: an unknown architecture, or another method of quantisation.
     """
     model = _Model.read(config, "config.json")
-    if model.dims.layers * max(1, model.dims.experts) > MOST_BLOCKS:  # nothing else to hold a stranger's number against
+    if model.dims.most_blocks > MOST_BLOCKS:  # nothing else to hold a stranger's number against
         each = f" of {model.dims.experts} experts" if model.dims.experts else ""
         raise CheckpointError(f"config.json: {model.dims.layers} layers{each}; at most {MOST_BLOCKS:,} are believed")
     builder = _Builder(model, "config.json: ", dtypes=dtypes if callable(dtypes) else lambda _: dtypes, has=has)
@@ -146,7 +147,7 @@ class _Model:
                 f"{directory} has no config.json; give --config DIR, the directory or file of the model's config.json"
             )
         model = cls.read(checkpoint.config, str(directory))
-        for what, number in (("layers", model.dims.layers), ("experts", model.dims.experts * model.dims.layers)):
+        for what, number in (("layers", model.dims.layers), ("experts", model.dims.most_blocks)):
             if number > count:  # before any loop over a number that a stranger wrote
                 raise CheckpointError(
                     f"{directory}: config.json says {number} {what}, but there are only {count} tensors"
@@ -222,7 +223,8 @@ class _Builder:
                 return promised(scheme, (shape[0], shape[1]))
             except CheckpointError as error:
                 self.problems.append(str(error))
-        return {"weight": Promise((*FLOATS, "F64"), (shape,), tuple((d, 1) for d in range(len(shape))))}
+        plain = Promise((*FLOATS, "F64"), (shape,), tuple((d, 1) for d in range(len(shape))))
+        return {place.module.parameter: plain}
 
     def _bias(self, place: Place) -> Promise:
         rows = self.model.dims.weight_shape(place.module)[0]
@@ -284,7 +286,14 @@ def weight_parts(module: Module, dims: Dimensions, kept: int = 1) -> tuple[Part,
         if axis == "kv_heads" and heads == 1:
             unit = size  # never cut, only shared: its last block may be short
         parts.append(
-            Part(role=role, start=start, stop=start + size, unit=unit, spread=_SPREADS.get(axis, "even"), heads=heads)
+            Part(
+                role=role,
+                start=start,
+                stop=start + size,
+                unit=unit,
+                spread=_SPREADS.get(axis, "heads" if heads else "even"),
+                heads=heads,
+            )
         )
         start += size
     if any(part.start % kept for part in parts):  # two of them share a group: they cannot be told apart

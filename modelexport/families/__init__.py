@@ -20,8 +20,8 @@ def _families() -> dict[str, Family]:
     for module in pkgutil.iter_modules(__path__):
         family = getattr(importlib.import_module(f"{__name__}.{module.name}"), "FAMILY", None)
         if family is not None:
-            for model_type in (family.name, *family.aliases):
-                found[model_type] = family
+            for model_type in (family.name, *family.aliases, *family.variants):
+                found[model_type] = family.of_type(model_type)
     return found
 
 

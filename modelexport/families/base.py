@@ -6,14 +6,15 @@ A family file holds one :class:`Family` and no code. Names are those on disk in 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from modelexport.errors import CheckpointError
 
 Partition = Literal["column", "row", "replicated"]
-Kind = Literal["linear", "norm", "embedding", "head", "router"]
+Kind = Literal["linear", "norm", "embedding", "head", "router", "vector"]
 
+MOST_DIGITS = 9
 EXPERT_KEYS = ("num_local_experts", "n_routed_experts", "num_experts")
 
 
@@ -23,14 +24,20 @@ class Module:
 
     Attributes:
         path: its name, relative to the layer's prefix for modules of a decoder layer; ``{e}`` is an expert's number.
-        kind: what it is. Only a ``linear`` is quantised: a ``router`` decides between experts on small differences.
+        kind: what it is. Only a ``linear`` is quantised: a ``router`` decides between experts on small differences. A
+            ``vector`` is a parameter of one dim that stands beside a module's weight, or alone, and is no bias.
         role: what it does, e.g. ``"attention.q"``; modules that an engine fuses share ``fused_into``.
         partition: ``column`` cuts the output features (dim 0), ``row`` the input features (dim 1).
         axis: the model axis that the features of that dimension run along: ``heads``, ``kv_heads``, ``intermediate``,
-            ``vocab`` or ``experts``; None for the hidden one, and for a fused module.
+            ``vocab``, ``experts`` or one of the family's own (:class:`Axis`); None for the hidden one, and for a
+            fused module. A module along an axis of size 0 is not there.
+        across: the same for the dimension of a weight that is not cut.
         parts: of a module that is fused on disk: (role, axis) of each that it consists of, in order along dim 0.
         fused_into: the fused module of an engine that this one becomes a part of, if any.
         bias: whether it has one: True, False, or the key of config.json that says so; None where nothing does.
+        parameter: the name of its tensor, where it is not ``weight`` (of a ``vector``).
+        layers: which layers have it, in families whose first layers are ``dense`` and whose others are not.
+        unless: an axis: models along which anything runs do not have the module.
     """
 
     path: str
@@ -41,6 +48,10 @@ class Module:
     parts: tuple[tuple[str, str], ...] = ()
     fused_into: str | None = None
     bias: str | bool | None = None
+    across: str | None = None
+    parameter: str = "weight"
+    layers: Literal["all", "dense", "sparse"] = "all"
+    unless: str | None = None
 
     @property
     def is_expert(self) -> bool:
@@ -63,39 +74,97 @@ class Module:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Axis:
+    """A model axis that not every family has, by the keys of config.json that say its size.
+
+    Attributes:
+        features: keys that are added up: the features of a head, or of whatever ``times`` counts.
+        times: the key of how many of these there are; None for one.
+        heads: whether ``times`` counts attention heads, which no cut may separate.
+        optional: whether models may lack it: where a key is missing, null or 0.
+    """
+
+    features: tuple[str, ...]
+    times: str | None = None
+    heads: bool = False
+    optional: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Family:
     """A model family: every model whose ``model_type`` is ``name`` or one of ``aliases``.
 
     Attributes:
+        variants: model types that lack some of the modules -> the architecture's name and the roles of these.
         layer_prefix: name of decoder layer ``i``, with ``{i}``.
         before, layer, after: modules ahead of the decoder layers, in each of them, and behind them; written
             in this order.
         ignored_tensors: suffixes of tensors that carry no weights (buffers that old checkpoints saved).
+        axes: its own, beside those that every family has.
+        dense_layers: the key of config.json that counts the first layers, which have no experts; None: all have.
+        prediction_layers: the key that counts the layers behind the model's own that only predict further tokens.
     """
 
     name: str
     architecture: str
     aliases: tuple[str, ...] = ()
+    variants: Mapping[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
     layer_prefix: str = "model.layers.{i}"
     before: tuple[Module, ...]
     layer: tuple[Module, ...]
     after: tuple[Module, ...]
     ignored_tensors: tuple[str, ...] = field(default=())
+    axes: Mapping[str, Axis] = field(default_factory=dict)
+    dense_layers: str | None = None
+    prediction_layers: str | None = None
+
+    def of_type(self, model_type: str) -> Family:
+        """The family as the models of one of its types have it."""
+        if model_type not in self.variants:
+            return self
+        architecture, lacking = self.variants[model_type]
+        layer = tuple(module for module in self.layer if module.role not in lacking)
+        return replace(self, name=model_type, architecture=architecture, variants={}, layer=layer)
 
     @property
     def has_experts(self) -> bool:
         """Whether its layers have experts."""
         return any(module.is_expert for module in self.layer)
 
-    def modules_of_layer(self, dimensions: Dimensions) -> Iterator[tuple[str, int | None, Module]]:
+    def modules_of_layer(self, dimensions: Dimensions, layer: int) -> Iterator[tuple[str, int | None, Module]]:
         """(path, expert, module) of every module of a layer: experts one by one, where the first of theirs stands."""
-        experts = [module for module in self.layer if module.is_expert]
-        for module in self.layer:
+        modules = [module for module in self.layer if dimensions.has(module, layer)]
+        experts = [module for module in modules if module.is_expert]
+        for module in modules:
             if not module.is_expert:
                 yield module.path, None, module
             elif module is experts[0]:
                 for e in range(dimensions.experts):
                     yield from ((each.path.format(e=e), e, each) for each in experts)
+
+    def left_out(self, tensor: str, dimensions: Dimensions) -> str | None:
+        """Why a tensor of a checkpoint is no part of the model, or None where it may be one."""
+        if tensor.endswith(self.ignored_tensors or ("\0",)):
+            return "a buffer that every engine computes itself"
+        prefix = self.layer_prefix.partition("{i}")[0]
+        number = tensor.removeprefix(prefix).partition(".")[0]
+        if not tensor.startswith(prefix) or not number.isdecimal() or len(number) > MOST_DIGITS:
+            return None
+        if 0 <= int(number) - dimensions.layers < dimensions.prediction_layers:
+            return (
+                f"of a layer behind the model's {dimensions.layers} ({self.prediction_layers}) that only drafts "
+                "further tokens: the model itself does not use it"
+            )
+        return None
+
+
+@dataclass(frozen=True)
+class AxisSize:
+    """Features along a model axis, those of them that no cut may separate, and attention heads (0: it has none)."""
+
+    size: int
+    unit: int = 1
+    heads: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,72 +180,126 @@ class Dimensions:
     vocab: int
     tied_embeddings: bool
     experts: int = 0
+    dense_layers: int = 0
+    prediction_layers: int = 0
+    own_axes: tuple[tuple[str, AxisSize], ...] = ()
+
+    @property
+    def most_blocks(self) -> int:
+        """Layers, or experts of all layers where these are more: what a loop over the model runs over."""
+        return max(self.layers, self.experts * (self.layers - self.dense_layers))
+
+    def axis(self, name: str) -> AxisSize:
+        """The numbers of a model axis."""
+        standard = {
+            "heads": AxisSize(self.heads * self.head_dim, self.head_dim, self.heads),
+            "kv_heads": AxisSize(self.kv_heads * self.head_dim, self.head_dim, self.kv_heads),
+            "intermediate": AxisSize(self.intermediate),
+            "vocab": AxisSize(self.vocab),
+            "experts": AxisSize(self.experts),
+        }
+        return (standard | dict(self.own_axes))[name]
 
     def axis_size(self, axis: str) -> int:
         """Features along a model axis, e.g. ``heads * head_dim``."""
-        return {
-            "heads": self.heads * self.head_dim,
-            "kv_heads": self.kv_heads * self.head_dim,
-            "intermediate": self.intermediate,
-            "vocab": self.vocab,
-            "experts": self.experts,
-        }[axis]
+        return self.axis(axis).size
 
     def axis_unit(self, axis: str) -> int:
         """Features that no cut along this axis may separate (a head)."""
-        return self.head_dim if axis in ("heads", "kv_heads") else 1
+        return self.axis(axis).unit
 
     def axis_heads(self, axis: str) -> int:
         """Attention heads along this axis, 0 where there are none."""
-        return {"heads": self.heads, "kv_heads": self.kv_heads}.get(axis, 0)
+        return self.axis(axis).heads
+
+    def has(self, module: Module, layer: int) -> bool:
+        """Whether a decoder layer has a module of its family's."""
+        if module.layers != "all" and (module.layers == "dense") != (layer < self.dense_layers):
+            return False
+        if module.unless is not None and self.axis_size(module.unless):
+            return False
+        axes = [axis for _, axis in module.axes] + ([module.across] if module.across is not None else [])
+        return all(self.axis_size(axis) for axis in axes)
 
     def weight_shape(self, module: Module) -> tuple[int, ...]:
-        """The shape of a module's weight, ``[out_features, in_features]``; a norm's is ``[hidden]``."""
-        if not module.axes:
-            return (self.hidden,)
-        along = sum(self.axis_size(axis) for _, axis in module.axes)
-        return (self.hidden, along) if module.partition == "row" else (along, self.hidden)
+        """The shape of a module's weight, ``[out_features, in_features]``; of a norm or vector ``[features]``."""
+        along = sum(self.axis_size(axis) for _, axis in module.axes) if module.axes else self.hidden
+        if module.kind in ("norm", "vector"):
+            return (along,)
+        across = self.hidden if module.across is None else self.axis_size(module.across)
+        return (across, along) if module.partition == "row" else (along, across)
 
 
 def read_dimensions(config: Mapping[str, Any], family: Family | None = None) -> Dimensions:
-    """Read :class:`Dimensions` from a config.json's content; experts only for a family that has any.
+    """Read :class:`Dimensions` from a config.json's content; experts and further axes only for a family that has any.
 
     Raises:
         CheckpointError: a key is missing, or a value is not a positive whole number.
     """
-
-    def whole(key: str, default: int | None = None) -> int:
-        value = config.get(key, default)
-        if value is None and default is not None:
-            value = default
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            found = "is missing" if value is None else f"is {value!r}"
-            raise CheckpointError(f"config.json: {key} {found}; a positive whole number is needed")
-        return value
-
-    heads = whole("num_attention_heads")
-    hidden = whole("hidden_size")
-    kv_heads = whole("num_key_value_heads", heads)
+    read = _Numbers(config)
+    heads, hidden, layers = (
+        read.whole("num_attention_heads"),
+        read.whole("hidden_size"),
+        read.whole("num_hidden_layers"),
+    )
+    used = {axis for module in family.layer for _, axis in module.axes} if family is not None else {"kv_heads"}
+    # Latent attention has keys and values for every head, of sizes that other keys say.
+    kv_heads = read.whole("num_key_value_heads", heads) if "kv_heads" in used else heads
     if heads % kv_heads:
         raise CheckpointError(
             f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
         )
-    if config.get("head_dim") is None and hidden % heads:
+    if "kv_heads" in used and config.get("head_dim") is None and hidden % heads:
         raise CheckpointError(
             f"config.json: hidden_size {hidden} is not divisible by num_attention_heads {heads}, "
             "and head_dim is not given"
         )
-    experts = 0
-    if family is not None and family.has_experts:
-        experts = whole(next((key for key in EXPERT_KEYS if config.get(key) is not None), EXPERT_KEYS[0]))
+    experts = dense = predicting = 0
+    axes: dict[str, AxisSize] = {}
+    if family is not None:
+        if family.has_experts:
+            experts = read.whole(next((key for key in EXPERT_KEYS if config.get(key) is not None), EXPERT_KEYS[0]))
+        if family.dense_layers is not None:
+            dense = min(layers, read.whole(family.dense_layers, least=0))
+        if family.prediction_layers is not None:
+            predicting = read.whole(family.prediction_layers, 0, least=0)
+        axes = {name: read.axis(axis) for name, axis in family.axes.items()}
     return Dimensions(
-        layers=whole("num_hidden_layers"),
+        layers=layers,
         hidden=hidden,
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=whole("head_dim", hidden // heads),
-        intermediate=whole("intermediate_size"),
-        vocab=whole("vocab_size"),
+        head_dim=read.whole("head_dim", max(1, hidden // heads)),
+        intermediate=read.whole("intermediate_size"),
+        vocab=read.whole("vocab_size"),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         experts=experts,
+        dense_layers=dense,
+        prediction_layers=predicting,
+        own_axes=tuple(axes.items()),
     )
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """A config.json's, with errors that name the key."""
+
+    config: Mapping[str, Any]
+
+    def whole(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        value = self.config.get(key)
+        if value is None:
+            value = default
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            found = "is missing" if value is None else f"is {value!r}"
+            needed = "a positive whole number" if least else "a whole number, 0 or more,"
+            raise CheckpointError(f"config.json: {key} {found}; {needed} is needed")
+        return value
+
+    def axis(self, axis: Axis) -> AxisSize:
+        keys = (*axis.features, *((axis.times,) if axis.times is not None else ()))
+        if axis.optional and not all(self.config.get(key) for key in keys):
+            return AxisSize(0)
+        features = sum(self.whole(key) for key in axis.features)
+        times = 1 if axis.times is None else self.whole(axis.times)
+        return AxisSize(features * times, features if axis.heads else 1, times if axis.heads else 0)

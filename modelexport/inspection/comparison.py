@@ -72,10 +72,12 @@ def compare_headers(
             else:
                 result.sources[info.name] = other
     dropped = set((record or {}).get("left_out", {}))
-    ignored = architecture.family.ignored_tensors if architecture.family is not None else ()
+    family, dims = architecture.family, architecture.dimensions
     tied = bool((checkpoint.config or {}).get("tie_word_embeddings"))
     for name in left:
-        if name in dropped or (ignored and name.endswith(ignored)) or (tied and name == "lm_head.weight"):
+        if name in dropped or (tied and name == "lm_head.weight"):
+            continue
+        if family is not None and dims is not None and family.left_out(name, dims) is not None:
             continue
         unequal.append(f"{name} of {source.directory} is not in the checkpoint")
     result.problems += _clipped(unequal, "tensors differ: is it another model?")

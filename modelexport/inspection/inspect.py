@@ -150,7 +150,7 @@ def tensor_parallel_sizes(architecture: Architecture, modules: Sequence[StoredMo
     limits, kv_units = set(), {1}
     for module in modules:
         rule = declared.get(module.path)
-        if rule is None or rule.kind != "linear" or module.stored.shape is None:
+        if rule is None or rule.kind != "linear" or rule.partition == "replicated" or module.stored.shape is None:
             continue
         dim = 0 if rule.partition == "column" else 1
         for _, axis in rule.axes:

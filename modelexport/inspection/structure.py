@@ -6,6 +6,7 @@ Engines do not look: with one ``weight_scale`` missing, one serves wrong probabi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from modelexport.checkpoints.safetensors_file import Checkpoint, TensorInfo
 from modelexport.contents.modules import Architecture, StoredModule
@@ -27,23 +28,28 @@ def check_structure(
 ) -> list[str]:
     """Everything that is wrong, one line each; empty where all is as config.json says."""
     problems = list(_config_problems(architecture, quantization))
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
     if architecture.family is not None and architecture.dimensions is not None:
         dims, count = architecture.dimensions, len(checkpoint.infos)
-        if dims.layers * max(1, dims.experts) > count:  # before any loop over a number that a stranger wrote
+        if dims.most_blocks > count:  # before any loop over a number that a stranger wrote
             each = f" of {dims.experts} experts" if dims.experts else ""
             problems.append(f"config.json says {dims.layers} layers{each}, but there are only {count} tensors")
         else:
             shapes = family_shapes(architecture.family, dims)
             problems += _family_problems(architecture, quantization, modules, shapes)
     for module in modules:
-        problems += module_problems(module, quantization, shapes.get(module.name))
+        own = shapes.get(module.name, {})
+        vectors = {name: shape for name, shape in own.items() if name != "weight"}
+        problems += module_problems(module, quantization, own.get("weight"), vectors)
     return list(dict.fromkeys(problems))
 
 
-def family_shapes(family: Family, dims: Dimensions) -> dict[str, tuple[int, ...]]:
-    """Every module of the model -> its weight's shape by config.json."""
-    return {place.name: dims.weight_shape(place.module) for place in places(family, dims)}
+def family_shapes(family: Family, dims: Dimensions) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Every module of the model -> the shapes of its weight and its vectors, by config.json; not of its bias."""
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+    for place in places(family, dims):
+        shapes.setdefault(place.name, {})[place.module.parameter] = dims.weight_shape(place.module)
+    return shapes
 
 
 def _config_problems(architecture: Architecture, quantization: QuantizationConfig | None) -> Iterator[str]:
@@ -65,7 +71,7 @@ def _family_problems(
     architecture: Architecture,
     quantization: QuantizationConfig | None,
     modules: Sequence[StoredModule],
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, object],
 ) -> Iterator[str]:
     """Modules that the family has and the checkpoint lacks, and the other way round."""
     family, dims = architecture.family, architecture.dimensions
@@ -81,7 +87,7 @@ def _family_problems(
     for module in modules:
         if module.name in shapes:
             continue
-        if all(f"{module.name}.{s}".endswith(family.ignored_tensors or ("\0",)) for s in module.tensors):
+        if all(family.left_out(f"{module.name}.{s}", dims) for s in module.tensors):
             continue
         if kv_scales and module.name.endswith(".self_attn") and set(module.tensors) <= set(_KV_SCALES):
             continue
@@ -91,9 +97,21 @@ def _family_problems(
 
 
 def module_problems(
-    module: StoredModule, quantization: QuantizationConfig | None, expected: tuple[int, ...] | None
+    module: StoredModule,
+    quantization: QuantizationConfig | None,
+    expected: tuple[int, ...] | None,
+    vectors: Mapping[str, tuple[int, ...]],
 ) -> Iterator[str]:
-    """What is wrong with one module; ``expected``: its weight's shape by config.json, None if not known."""
+    """What is wrong with one module.
+
+    Args:
+        expected: its weight's shape by config.json, None if not known.
+        vectors: its parameters that are neither weight nor bias: name -> shape.
+    """
+    yield from _vector_problems(module, vectors)
+    module = replace(module, tensors={s: info for s, info in module.tensors.items() if s not in vectors})
+    if not module.tensors:
+        return
     shape, stored = expected or module.stored.shape, module.stored
     if expected is not None and stored.shape is not None and stored.shape != expected:
         yield f"{module.name}: its weight is {list(stored.shape)}, config.json makes it {list(expected)}"
@@ -147,6 +165,15 @@ def _plain_problems(
     others = {s for s in module.tensors if not known and not any(word in s for word in _OF_QUANTISATION)}
     yield from _extra_problems(module, {*_PLAIN, *others}, why)
     yield from _bias_problems(module, shape)
+
+
+def _vector_problems(module: StoredModule, vectors: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    for name, shape in vectors.items():
+        info = module.tensors.get(name)
+        if info is None:
+            yield f"{module.name}.{name} is missing"
+        elif info.shape != shape or info.dtype not in (*FLOATS, "F64"):
+            yield f"{info.name} is {info.dtype} {list(info.shape)}, config.json makes it {list(shape)}, of floats"
 
 
 def _extra_problems(module: StoredModule, allowed: set[str], why: str) -> Iterator[str]:

@@ -56,7 +56,9 @@ class TensorRule:
         role: what the module does: ``embedding``, ``attention.norm``, ``attention.q``, ``attention.k``,
             ``attention.v``, ``attention.qkv`` (fused on disk), ``attention.o``, ``mlp.norm``, ``mlp.gate``,
             ``mlp.up``, ``mlp.gate_up`` (fused on disk), ``mlp.down``, ``router``, ``expert.gate``, ``expert.up``,
-            ``expert.down``, ``final_norm``, ``head``.
+            ``expert.down``, ``final_norm``, ``head``; of latent attention ``latent.q``, or ``latent.q_a``,
+            ``latent.q_norm`` and ``latent.q_b``, and ``latent.kv_a``, ``latent.kv_norm``, ``latent.kv_b``;
+            ``router.correction``; ``shared.gate``, ``shared.up``, ``shared.down`` of experts that every token uses.
         layer: the decoder layer, or None outside of them.
         stages: for tensors outside the layers, the ends of the pipeline that need it: ``first``, ``last`` or both.
         expert: the expert it belongs to, or None.

@@ -283,7 +283,9 @@ def _other_problems(parallelism: Parallelism, layers: int, experts: int) -> Iter
 
 def _largest(rules: Sequence[TensorRule], wanted: Parallelism, layers: int, experts: int) -> Parallelism:
     parts = list(dict.fromkeys(part for _, part in _different_parts(rules)))
-    tp = next(n for n in range(wanted.tp, 0, -1) if all(part_problem(part, n) is None for part in parts))
+    # More ranks than a part has units that must be shared equally cannot be; whoever asks for billions need not wait.
+    most = min([wanted.tp, *(max(1, part.size // part.unit) for part in parts if part.spread in ("even", "heads"))])
+    tp = next(n for n in range(most, 0, -1) if all(part_problem(part, n) is None for part in parts))
     ep = next(n for n in range(min(wanted.ep, max(1, experts)), 0, -1) if experts % n == 0)
     return replace(wanted, tp=tp, pp=max(1, min(wanted.pp, layers)), ep=ep)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as torch_dcp
 
 from modelexport.checkpoints.safetensors_file import Checkpoint, Reader, Writer, dtype_name
 from modelexport.contents.rules import expected_rules, layers_of
@@ -16,6 +18,8 @@ from modelexport.sharding.shard_plan import ShardPlan, build_shard_plan
 from tests._models import LlamaShape, config_json, tensor_shapes
 
 Values = dict[str, torch.Tensor]
+ALONE = {"no_dist": True} if "no_dist" in inspect.signature(torch_dcp.save).parameters else {}
+"""What tells torch's DCP that there is one process; older ones see that by themselves."""
 
 
 def values_of(shape: LlamaShape, dtype: torch.dtype = torch.bfloat16) -> Values:

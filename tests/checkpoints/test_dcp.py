@@ -6,6 +6,7 @@ import json
 import math
 import os
 import struct
+import warnings
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from modelexport.checkpoints.torch_zip import dtype_to_torch
 from modelexport.contents.rules import expected_rules
 from modelexport.errors import CheckpointError
 from tests._models import LlamaShape, config_json
-from tests.checkpoints._dcp_models import assert_same, plan_of, read_all, rules_of, values_of, write
+from tests.checkpoints._dcp_models import ALONE, assert_same, plan_of, read_all, rules_of, values_of, write
 
 SMALL = LlamaShape(hidden=32, heads=4, kv_heads=2, intermediate=24, vocab=37, layers=2)
 CONFIG = config_json(SMALL)
@@ -37,12 +38,13 @@ Q = "model.layers.0.self_attn.q_proj.weight"
 @pytest.fixture
 def alone() -> Any:
     """torch's DCP in a single process says so in a warning."""
-    with pytest.warns(UserWarning, match="assuming the intent is to"):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
         yield
 
 
 def save(directory: Path, state: dict[str, Any]) -> Path:
-    torch_dcp.save(state, checkpoint_id=str(directory), no_dist=True)
+    torch_dcp.save(state, checkpoint_id=str(directory), **ALONE)
     return directory
 
 
@@ -77,7 +79,7 @@ def test_ours_is_read_by_us_and_by_torch(tmp_path: Path, shape: LlamaShape, grid
     stored = sum(path.stat().st_size for path in tmp_path.glob("*.distcp"))
     assert stored < sum(v.nbytes for v in values.values()) + 2000 * len(values) * plan.parallelism.size
     loaded = {name: torch.zeros_like(value) for name, value in values.items()}
-    torch_dcp.load(loaded, checkpoint_id=str(tmp_path), no_dist=True)
+    torch_dcp.load(loaded, checkpoint_id=str(tmp_path), **ALONE)
     assert_same(loaded, values)
 
 
@@ -104,7 +106,7 @@ def test_every_dtype_is_read_by_torch_and_torchs_by_us(tmp_path: Path) -> None:
             stream.write(values[tensor.key].reshape(-1).view(torch.uint8).numpy().tobytes())
     (tmp_path / ".metadata").write_bytes(metadata_bytes(tensors))
     loaded = {name: torch.zeros_like(value) for name, value in values.items()}
-    torch_dcp.load(loaded, checkpoint_id=str(tmp_path), no_dist=True)
+    torch_dcp.load(loaded, checkpoint_id=str(tmp_path), **ALONE)
     assert_same(loaded, values)
     save(tmp_path / "theirs", values)
     metadata = read_metadata(tmp_path / "theirs")
@@ -149,7 +151,7 @@ def test_quantised_models(tmp_path: Path, form: str) -> None:
     write(dcp, tmp_path, plan_of(rules, tp=2), config, values)
     assert_same(read_all(opened(tmp_path)), values)
     loaded = {name: torch.zeros_like(value) for name, value in values.items()}
-    torch_dcp.load(loaded, checkpoint_id=str(tmp_path), no_dist=True)
+    torch_dcp.load(loaded, checkpoint_id=str(tmp_path), **ALONE)
     assert_same(loaded, values)
     if form == "float-quantized":  # the names of an unquantised model
         return

@@ -7,6 +7,7 @@ Ours must load as exactly these with torch's own DCP; and a checkpoint of these,
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from modelexport.contents.rules import expected_rules
 from modelexport.errors import CheckpointError, PlanError
 from modelexport.sharding.rules import TensorRule
 from tests._models import LlamaShape, config_json
-from tests.checkpoints._dcp_models import Values, assert_same, plan_of, read_all, rules_of, values_of, write
+from tests.checkpoints._dcp_models import ALONE, Values, assert_same, plan_of, read_all, rules_of, values_of, write
 
 SMALL = LlamaShape(hidden=32, heads=8, kv_heads=2, intermediate=24, vocab=300, layers=2)
 SHAPES = {
@@ -36,7 +37,8 @@ SHAPES = {
 @pytest.fixture
 def alone() -> Any:
     """torch's DCP in a single process says so in a warning."""
-    with pytest.warns(UserWarning, match="assuming the intent is to"):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
         yield
 
 
@@ -107,7 +109,7 @@ def opened(directory: Path, config: dict[str, Any] | None = None) -> Any:
 
 
 def saved(directory: Path, state: dict[str, Any]) -> Path:
-    torch_dcp.save(state, checkpoint_id=str(directory), no_dist=True)
+    torch_dcp.save(state, checkpoint_id=str(directory), **ALONE)
     (directory / "metadata.json").write_text(
         json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
     )
@@ -128,7 +130,7 @@ def test_ours_is_what_megatron_has(tmp_path: Path, name: str, grid: dict[str, in
     write(megatron, tmp_path, plan, config_json(shape), values)
     wanted = globals_of(shape, values, tp=grid.get("tp", 1))
     loaded = {key: torch.full_like(value, 7) for key, value in wanted.items()}
-    torch_dcp.load(loaded, checkpoint_id=str(tmp_path), no_dist=True)
+    torch_dcp.load(loaded, checkpoint_id=str(tmp_path), **ALONE)
     assert_same(loaded, wanted)
     assert megatron.recognises(tmp_path)
     assert not dcp.recognises(tmp_path)
@@ -209,7 +211,7 @@ def test_layers_that_differ_are_numbered(tmp_path: Path) -> None:
     wanted = {f"decoder.layers.0.{name}": value for name, value in layer_of(dense, first, 0).items()}
     wanted |= {f"decoder.layers.1.{name}": value for name, value in layer_of(sparse, second, 1).items()}
     loaded = {key: torch.zeros_like(value) for key, value in wanted.items()}
-    torch_dcp.load(loaded, checkpoint_id=str(tmp_path), no_dist=True)
+    torch_dcp.load(loaded, checkpoint_id=str(tmp_path), **ALONE)
     assert_same(loaded, wanted)
     assert_same(read_all(megatron.open(tmp_path, config, lambda *_, **__: rules)), values)
     common = torch.load(tmp_path / "common.pt", weights_only=True)

@@ -11,6 +11,7 @@ import torch
 
 from modelexport.checkpoints import hf_sharded
 from modelexport.checkpoints.safetensors_file import Reader
+from tests.checkpoints._dcp_models import ALONE
 from tests.checkpoints._shards import Model, assert_same, make_model, write
 
 pytest.importorskip("torch.distributed.checkpoint.hf_storage")
@@ -22,7 +23,7 @@ def load_with_torch(directory: Path, model: Model) -> dict[str, torch.Tensor]:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
     found = {name: torch.zeros_like(value) for name, value in model.values.items()}
-    dcp.load(found, storage_reader=HuggingFaceStorageReader(str(directory)), no_dist=True)
+    dcp.load(found, storage_reader=HuggingFaceStorageReader(str(directory)), **ALONE)
     return found
 
 
@@ -78,7 +79,7 @@ def test_we_read_what_torch_writes(tmp_path: Path) -> None:
 
     model = make_model()
     writer = HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
-    dcp.save(dict(model.values), storage_writer=writer, no_dist=True)
+    dcp.save(dict(model.values), storage_writer=writer, **ALONE)
     (tmp_path / "config.json").write_text(json.dumps(model.config))
     assert hf_sharded.recognises(tmp_path)
     found = hf_sharded.open(tmp_path, None)

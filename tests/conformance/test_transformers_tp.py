@@ -1,9 +1,9 @@
 """Our shard plans against transformers: its own tensor and expert parallelism, and what a rank's part computes.
 
 transformers cuts with DTensors under torchrun; here each rank saves what it holds, and that must be the slice that
-:class:`~modelexport.sharding.shard_plan.ShardPlan` gives. It refuses fewer key/value heads than ranks, and gathers the
-outputs of what is fused on disk; for these, a rank's part is made a small model of its own, and the sum over the ranks
-of what their parts compute must be what the whole computes.
+:class:`~modelexport.sharding.shard_plan.ShardPlan` gives. It refuses fewer key/value heads than ranks, gathers the
+outputs of what is fused on disk, and leaves DeepSeek-V3's attention whole; for these, a rank's part is made a small
+model of its own, and the sum over the ranks of what their parts compute must be what the whole computes.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ MODELS = {
     "qwen2": {"tied": True},
     "phi3": {},
     "mixtral": {"experts": 4},
+    "deepseek_v2": {"layers": 2, "mlp_bias": True, "attention_bias": True},
+    "deepseek_v3": {"query_rank": None, "dense_layers": 0},
 }
 
 
@@ -55,15 +57,21 @@ def part(plan: ShardPlan, tensors: dict[str, torch.Tensor], rank: int) -> dict[s
 
 
 def in_memory(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Names and stacks as transformers has them: of Mixtral's experts, gate before up."""
-    found = {n.replace("block_sparse_moe.gate", "mlp.gate"): t for n, t in tensors.items() if ".experts." not in n}
-    prefix = "model.layers.0.block_sparse_moe.experts."
-    numbers = sorted({int(n.removeprefix(prefix).split(".")[0]) for n in tensors if n.startswith(prefix)})
-    if numbers:
-        gates, downs, ups = ([tensors[f"{prefix}{e}.w{k}.weight"] for e in numbers] for k in (1, 2, 3))
+    """The parameters' names as transformers has them; a layer's experts stacked, gate before up."""
+    found: dict[str, torch.Tensor] = {}
+    stacks: dict[str, dict[str, list[torch.Tensor]]] = {}
+    for name, tensor in tensors.items():
+        layer, _, expert = name.replace("block_sparse_moe", "mlp").partition(".experts.")
+        if expert:  # in the order of their numbers
+            stacks.setdefault(layer, {}).setdefault(expert.split(".")[1], []).append(tensor)
+        elif not name.endswith("e_score_correction_bias"):  # a buffer there
+            found[layer] = tensor
+    for layer, own in stacks.items():
+        kinds = ("w1", "w2", "w3") if "w1" in own else ("gate_proj", "down_proj", "up_proj")
+        gates, downs, ups = (own[kind] for kind in kinds)
         pairs = [torch.cat([gate, up]) for gate, up in zip(gates, ups, strict=True)]
-        found["model.layers.0.mlp.experts.gate_up_proj"] = torch.stack(pairs)
-        found["model.layers.0.mlp.experts.down_proj"] = torch.stack(downs)
+        found[f"{layer}.experts.gate_up_proj"] = torch.stack(pairs)
+        found[f"{layer}.experts.down_proj"] = torch.stack(downs)
     return found
 
 
@@ -99,6 +107,8 @@ def test_each_rank_holds_in_transformers_what_our_plan_gives_it(tmp_path: Path, 
                 dealt = part(plan_of(directory, Parallelism(ep=ranks)), whole, rank)
                 expected = {n: t for n, t in expected.items() if ".experts." not in n}
                 expected |= {n: t for n, t in dealt.items() if ".experts." in n}
+            if name == "deepseek_v3":
+                expected |= {n: t for n, t in whole.items() if ".self_attn." in n}
             expected = in_memory(expected)
             found = load_file(tmp_path / f"{name}-rank{rank}.safetensors")
             torch.testing.assert_close(found.pop("logits"), logits, rtol=0, atol=1e-5)
@@ -112,9 +122,14 @@ def test_each_rank_holds_in_transformers_what_our_plan_gives_it(tmp_path: Path, 
                 else:
                     assert torch.equal(tensor, expected[key]), f"{name} {key} on rank {rank} of {ranks}"
             uncut = {key for key, tensor in in_memory(whole).items() if tensor.shape == found[key].shape}
-            assert all(
-                "norm" in key or key.endswith(("mlp.gate.weight", "o_proj.bias", "down_proj.bias")) for key in uncut
-            ), "norms, routers and the biases of row-parallel linears are whole on every rank, and nothing else"
+            if name == "deepseek_v3":
+                uncut = {key for key in uncut if ".self_attn." not in key}
+            low_rank = ("q_a_proj.weight", "q_a_proj.bias", "kv_a_proj_with_mqa.weight", "kv_a_proj_with_mqa.bias")
+            row_biases = ("o_proj.bias", "down_proj.bias")
+            assert all("norm" in key or key.endswith(("mlp.gate.weight", *row_biases, *low_rank)) for key in uncut), (
+                "norms, routers, low-rank projections and the biases of row-parallel linears are whole on every rank, "
+                "and nothing else"
+            )
 
 
 def load_part(directory: Path, tensors: dict[str, torch.Tensor], source: Path, ranks: int) -> torch.nn.Module:
@@ -122,7 +137,10 @@ def load_part(directory: Path, tensors: dict[str, torch.Tensor], source: Path, r
     from transformers import AutoModelForCausalLM
 
     config = json.loads((source / "config.json").read_text())
-    config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
+    if "kv_lora_rank" in config:
+        config["moe_intermediate_size"] //= ranks
+    else:
+        config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
     config["num_attention_heads"] //= ranks
     config["num_key_value_heads"] = max(1, config["num_key_value_heads"] // ranks)
     config["intermediate_size"] //= ranks
@@ -157,6 +175,8 @@ def computed(model: torch.nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]
         ("phi3", {}, 2),
         ("phi3", {"kv_heads": 2}, 4),
         ("mixtral", {"kv_heads": 2}, 4),
+        ("deepseek_v3", {}, 4),
+        ("deepseek_v3", {"query_rank": 48, "shared_experts": 2}, 8),
     ],
 )
 def test_the_parts_of_all_ranks_compute_together_what_the_whole_does(

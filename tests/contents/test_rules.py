@@ -21,8 +21,11 @@ from modelexport.sharding.rules import TensorRule
 from modelexport.sharding.shard_plan import ShardPlan, build_shard_plan
 from tests._models import SCHEMES, LlamaShape, headers_only, make_llama, quantised_headers, tensor_shapes
 
-FAMILIES = ("llama", "mistral", "qwen2", "phi3", "mixtral")
+FAMILIES = ("llama", "mistral", "qwen2", "phi3", "mixtral", "deepseek_v3", "deepseek_v2")
 ROOMY = LlamaShape(hidden=512, heads=8, kv_heads=4, head_dim=128, intermediate=1024, vocab=211)
+LATENT = replace(
+    ROOMY, model_type="deepseek_v3", nope_dim=128, rope_dim=128, value_dim=128, expert_intermediate=1024, dense_layers=0
+)
 
 
 def rules_of(checkpoint: Checkpoint) -> dict[str, TensorRule]:
@@ -86,7 +89,8 @@ def cases(draw: st.DrawFn) -> tuple[LlamaShape, Parallelism]:
     tp = draw(st.sampled_from([1, 2, 3, 4]))
     kv = draw(st.sampled_from([n for n in range(1, 9) if n % tp == 0 or tp % n == 0]))
     model_type = draw(st.sampled_from(FAMILIES))
-    ep = draw(st.integers(1, 3)) if model_type == "mixtral" else 1
+    ep = draw(st.integers(1, 3)) if model_type in ("mixtral", "deepseek_v3", "deepseek_v2") else 1
+    layers = draw(st.integers(1, 3))
     shape = LlamaShape(
         model_type=model_type,
         hidden=draw(st.integers(1, 7)),
@@ -95,11 +99,19 @@ def cases(draw: st.DrawFn) -> tuple[LlamaShape, Parallelism]:
         head_dim=draw(st.integers(1, 4)),
         intermediate=tp * draw(st.integers(1, 4)),
         vocab=draw(st.integers(1, 21)),
-        layers=draw(st.integers(1, 3)),
+        layers=layers,
         attention_bias=draw(st.booleans()),
         mlp_bias=draw(st.booleans()),
         tied=draw(st.booleans()),
         experts=ep * draw(st.integers(1, 2)),
+        query_rank=draw(st.sampled_from([None, 3])),
+        kv_rank=draw(st.integers(1, 5)),
+        nope_dim=draw(st.integers(1, 4)),
+        rope_dim=draw(st.integers(1, 4)),
+        value_dim=draw(st.integers(1, 4)),
+        expert_intermediate=tp * draw(st.integers(1, 3)),
+        shared_experts=draw(st.sampled_from([None, 1, 2])),
+        dense_layers=draw(st.integers(0, layers if ep == 1 else layers - 1)),
     )
     return shape, Parallelism(tp, draw(st.integers(1, shape.layers)), ep)
 
@@ -204,16 +216,16 @@ def holds(boxes: list[Box], where: tuple[int, ...]) -> bool:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("model_type", ["llama", "phi3", "mixtral"])
+@pytest.mark.parametrize("model_type", ["llama", "phi3", "mixtral", "deepseek_v3"])
 @pytest.mark.parametrize("tp", [2, 8])
 def test_a_rank_holds_all_that_its_weights_need_and_no_more(scheme: str, model_type: str, tp: int) -> None:
     """Against a table by hand: packed words, scales, zero points of the elements that a rank computes with."""
-    shape = replace(ROOMY, model_type=model_type, layers=1, experts=2)
+    shape = replace(LATENT if model_type == "deepseek_v3" else ROOMY, model_type=model_type, layers=1, experts=2)
     checkpoint, plain = quantised_headers(scheme, shape), headers_only(shape)
     plan, wanted = plan_of(checkpoint, tp), plan_of(plain, tp)
     rng = np.random.default_rng(0)
     linears = {rule.module for rule in plan.rules.values() if rule.parameter in ("weight_scale", "weight_packed")}
-    assert len(linears) == {"llama": 7, "phi3": 4, "mixtral": 10}[model_type]
+    assert len(linears) == {"llama": 7, "phi3": 4, "mixtral": 10, "deepseek_v3": 14}[model_type]
     for module in linears:
         own = {r.parameter: r for r in plan.rules.values() if r.module == module}
         assert set(own) == set(BELONGS[scheme])

@@ -37,6 +37,9 @@ def run(out: Path, model_type: str, quant: str, **settings: object) -> dict[str,
         ("phi3", "fp8"),
         ("phi3", "int4"),
         ("qwen2", "int8"),
+        ("deepseek_v3", "none"),
+        ("deepseek_v3", "int8"),
+        ("deepseek_v2", "fp8"),
     ],
 )
 def test_every_parallelism_gives_the_same_directory(tmp_path: Path, model_type: str, quant: str) -> None:
@@ -56,6 +59,11 @@ def test_every_parallelism_gives_the_same_directory(tmp_path: Path, model_type: 
         ignored = json.loads((tmp_path / "alone" / "config.json").read_text()).get("quantization_config", {})
         gates = [f"model.layers.{i}.block_sparse_moe.gate" for i in range(2)]
         assert ignored.get("ignore", ["lm_head", *gates]) == ["lm_head", *gates]
+    if model_type.startswith("deepseek"):
+        for path, count in (("self_attn.q_a_proj", 2), ("mlp.gate_proj", 1), ("mlp.experts.*.gate_proj", 4)):
+            assert rows[path] == (count, "bf16" if quant == "none" else quant)
+        assert rows["mlp.gate"] == (1, "bf16")
+        assert found.tensor_parallel_sizes == [1, 2, 4]
     if model_type == "phi3":
         assert rows["self_attn.qkv_proj"] == (2, "bf16" if quant == "none" else quant)
 
@@ -84,6 +92,8 @@ def decoded(source: Path, out: Path, quant: str) -> dict[str, torch.Tensor]:
         ("phi3", "fp8"),
         ("phi3", "int8"),
         ("qwen2", "int8"),
+        ("deepseek_v3", "int4"),
+        ("deepseek_v3", "fp8"),
     ],
 )
 def test_transformers_loads_it(tmp_path: Path, model_type: str, quant: str) -> None:

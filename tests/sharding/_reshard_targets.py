@@ -94,16 +94,16 @@ def round_trip(rank: int) -> list[str]:
 
 def bounded_batches(rank: int) -> list[int]:
     """Shared memory that serves batch after batch: (bytes reserved in this rank's arena, bytes copied into it)."""
-    full = {f"w{number}": torch.full((1 << 18,), number) for number in range(16)}  # 2 MiB each
+    full = {f"w{number}": torch.full((1 << 16,), number) for number in range(64)}  # half a MiB each
     held = [ShardedTensor.whole(key, data) for number, (key, data) in enumerate(full.items()) if number % 2 == rank]
     wanted = [ShardedTensor.whole(key, data).without_data() for key, data in full.items()]
     report = ExchangeReport()
-    before, reshard_module._BATCH_BYTES = reshard_module._BATCH_BYTES, 4 << 20
+    before, reshard_module._BATCH_BYTES = reshard_module._BATCH_BYTES, 1 << 20
     try:
         result = reshard(held, wanted, None, "shared_memory", report=report)
     finally:
         reshard_module._BATCH_BYTES = before
-    assert [int(tensor[-1]) for tensor in result.values()] == list(range(16))
+    assert [int(tensor[-1]) for tensor in result.values()] == list(range(64))
     assert all(bool((tensor == tensor[0]).all()) for tensor in result.values())
     return [memory.arena().stats().reserved, report.copied]
 
