@@ -131,6 +131,13 @@ class _SharedMemoryChannel:
             self._sender.drain(seconds)
 
     def close(self) -> None:
+        for link in self._links:
+            link.close()
+        if self._sender is not None:
+            self._sender.abandon()  # the first rank may keep tensors that lie in this process's memory
+
+    def forget(self) -> None:
+        """In a forked child: close the descriptors, and say and take in nothing over them."""
         for link in [*self._links, *([self._sender] if self._sender else [])]:
             link.close()
 
@@ -312,7 +319,7 @@ def _forget_after_fork() -> None:
     _lock = threading.Lock()
     for channel in _channels.values():
         if isinstance(channel, _SharedMemoryChannel):
-            channel.close()
+            channel.forget()
     _channels.clear()
 
 

@@ -88,7 +88,9 @@ def test_every_dtype_is_read_by_torch_and_torchs_by_us(tmp_path: Path) -> None:
     """Keys of no model: the container alone."""
     values = {}
     for dtype in sorted(set(dtype_names()) - {"F4", "F6_E2M3", "F6_E3M2"}):
-        kind = getattr(torch, dtype_to_torch(dtype))
+        kind = getattr(torch, dtype_to_torch(dtype), None)
+        if kind is None:  # an older torch
+            continue
         for shape in ((), (3,), (2, 5)):
             count = int(torch.tensor(shape).prod()) * kind.itemsize
             values[f"{dtype}.{len(shape)}"] = (torch.arange(count) % 2).to(torch.uint8).view(kind).view(shape)

@@ -181,6 +181,23 @@ def gather_and_keep(rank: int, workspace: str | None) -> dict[str, Any]:
     return {"reserved": sizes}
 
 
+def keep_while_the_sender_closes(rank: int) -> bool:
+    """A kept tensor's memory is not used again by a sender that has ended its connections."""
+    mine = memory.shared_empty((1 << 20,), torch.uint8)
+    mine.fill_(3)
+    kept: list[torch.Tensor] = []
+    with gather.get_tensors_parallel(mine, [0, 1]) as tensors:
+        kept += tensors[1:]
+    del mine, tensors
+    dist.barrier()
+    if rank == 1:
+        gather.close()
+        others = [memory.shared_empty((1 << 20,), torch.uint8).fill_(9) for _ in range(4)]
+        assert len(others) == 4
+    dist.barrier()
+    return all(bool((tensor == 3).all()) for tensor in kept) and len(kept) == (rank == 0)
+
+
 def gather_after_letting_go(rank: int) -> dict[str, Any]:
     """A kept tensor's buffer comes back to the sender once it is dropped."""
     used = []

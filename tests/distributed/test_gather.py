@@ -55,6 +55,10 @@ def test_a_kept_tensor_keeps_its_bytes_and_other_buffers_are_reused(workspace: s
     assert second["reserved"][-1] <= 6 << 20
 
 
+def test_a_kept_tensor_outlives_its_senders_connections(tmp_path: Path) -> None:
+    assert run_ranks(targets.keep_while_the_sender_closes, 2, tmp_path / "ranks") == [True, True]
+
+
 def test_a_kept_buffer_is_reused_once_it_is_let_go(tmp_path: Path) -> None:
     results = run_ranks(targets.gather_after_letting_go, 2, tmp_path / "ranks")
     assert results[1]["used"][1] == 2
