@@ -216,7 +216,8 @@ def _subcommand(command: str, arguments: list[str]) -> int:
     if command in ("diff", "reshard"):
         return {"diff": _diff, "reshard": _reshard}[command](arguments)
     parser = _Parser(prog=f"modelexport {command}", allow_abbrev=False)
-    parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="a safetensors checkpoint directory")
+    parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="a checkpoint directory: any format")
+    parser.add_argument("--config", type=Path, metavar="PATH", help="the model's config.json, where CKPT lacks one")
     parser.add_argument("--json", action="store_true", help="print JSON")
     if command == "verify":
         parser.add_argument(
@@ -225,8 +226,8 @@ def _subcommand(command: str, arguments: list[str]) -> int:
         given = parser.parse_strictly(arguments)
         from modelexport.inspection.verify import print_verification
 
-        return print_verification(given.checkpoint, given.against, as_json=given.json)
+        return print_verification(given.checkpoint, given.against, given.config, as_json=given.json)
     given = parser.parse_strictly(arguments)
     from modelexport.inspection.inspect import print_inspection
 
-    return print_inspection(given.checkpoint, as_json=given.json)
+    return print_inspection(given.checkpoint, given.config, as_json=given.json)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from modelexport.checkpoints.safetensors_file import Checkpoint, plan_layout
 from modelexport.checkpoints.source import Source, resolve_source
+from modelexport.checkpoints.staging import resolve_target
 from modelexport.contents import formats as checkpoint_formats
 from modelexport.contents.opening import open_model
 from modelexport.contents.rules import tensor_rules
@@ -162,8 +163,9 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> Prepared:
     """Read the headers and plan the export; no weight is read and nothing is written."""
     number_format = _number_format(recipe)  # before a download, for a wrong name's sake
     checkpoint_formats.get(recipe.format)
+    target = None if recipe.out is None else resolve_target(recipe.out)
     source = source or resolve_source(recipe.model, recipe.revision)
-    if recipe.out is not None and source.directory.resolve().is_relative_to(Path(recipe.out).resolve()):
+    if target is not None and source.directory.resolve().is_relative_to(target):
         raise UsageError(f"--out {recipe.out} would replace the source, {source.directory}: choose another target")
     with without_collector():  # a hundred thousand small objects: the collector would walk them over and over
         checkpoint = open_model(source.directory, recipe.config)

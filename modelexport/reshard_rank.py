@@ -18,6 +18,7 @@ from torch import Tensor
 
 from modelexport.checkpoints import raw_io
 from modelexport.checkpoints.placement import Placement
+from modelexport.checkpoints.replicas import odd_replica
 from modelexport.checkpoints.safetensors_file import Checkpoint, Layout, Reader, TensorInfo, Writer, torch_dtype
 from modelexport.checkpoints.staging import Staging
 from modelexport.contents.opening import open_model
@@ -157,7 +158,15 @@ class _Resharding:
         return self.reader.read(unit.info, rows=unit.rows, out=out)
 
     def _move(self, unit: Unit) -> None:
-        self.writer.write(unit.info.name, self._read(unit), offset=offset(unit.box))
+        read = self._read(unit)
+        self._check_replicas(unit, read)
+        self.writer.write(unit.info.name, read, offset=offset(unit.box))
+
+    def _check_replicas(self, unit: Unit, read: Tensor) -> None:
+        """The source's: which of two that differ is right, nobody knows."""
+        text = odd_replica(self.job.source, self.reader, unit.info, unit.box, read)
+        if text is not None:
+            raise CheckpointError(f"{text}: {unit.info.name}; are its files of different runs? Nothing was published")
 
     def _exchange(self, step: Step, mine: Sequence[Unit]) -> list[Future[Any]]:
         """Read this process's share, get what its files need, and begin to write it."""
@@ -183,7 +192,9 @@ class _Resharding:
         """As :meth:`_read`, into memory that another process of this machine can map."""
         dtype = torch_dtype(unit.info.dtype)
         out = None if self.job.spread else memory.shared_empty(extent(unit.box), dtype)
-        return self.reader.read(unit.info, rows=unit.rows, out=out)
+        read = self.reader.read(unit.info, rows=unit.rows, out=out)
+        self._check_replicas(unit, read)
+        return read
 
     def _settle(self, step: Step, moving: Iterable[Future[Any]]) -> None:
         """Wait until this process's share of the step is in the files; the first one notes when all are."""

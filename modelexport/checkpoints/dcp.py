@@ -28,7 +28,6 @@ from modelexport.sharding.shard_plan import ShardPlan
 
 NAME = "dcp"
 SIDE_FILES = (".metadata",)
-_MEGATRON = "metadata.json"
 
 
 def arrays(plan: ShardPlan, config: Mapping[str, Any]) -> list[Array]:
@@ -65,7 +64,7 @@ def side_files(plan: ShardPlan, config: dict[str, Any], layout: Layout | None = 
 
 def recognises(directory: Path) -> bool:
     """Whether there is a ``.metadata``, and no ``metadata.json`` that makes it Megatron's."""
-    return (directory / METADATA_NAME).is_file() and not (directory / _MEGATRON).is_file()
+    return (directory / METADATA_NAME).is_file() and container.sharded_backend(directory) is None
 
 
 def open(directory: Path, config: dict[str, Any] | None, rules: Callable[..., list[TensorRule]]) -> Checkpoint:

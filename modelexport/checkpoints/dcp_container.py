@@ -26,6 +26,15 @@ from modelexport.sharding.rules import TensorRule
 SUFFIX = ".distcp"
 
 
+def sharded_backend(directory: Path) -> str | None:
+    """What Megatron's ``metadata.json`` names; None where there is no such file, or one of somebody else's."""
+    try:
+        found = read_json(directory / "metadata.json", largest=1 << 16).get("sharded_backend")
+    except CheckpointError:
+        return None
+    return found if isinstance(found, str) else None
+
+
 @dataclass(frozen=True)
 class Spelling:
     """What a key of a checkpoint holds of a model's tensor.

@@ -130,7 +130,7 @@ def _check(rules: Sequence[TensorRule], engine: Engine) -> None:
     if wide:
         problems.append(
             f"{wide[0].name} is {wide[0].dtype}: the engine wants it in F32, which can be written from BF16 or F32 "
-            "only; convert the model to bfloat16 first"
+            "only; convert the model to bfloat16 first, or choose --format hf or dcp"
         )
     problems += [] if unknown else _unlike(rules, engine)
     if problems:

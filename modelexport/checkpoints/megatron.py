@@ -24,7 +24,7 @@ from modelexport.checkpoints.arrays import Array, Share
 from modelexport.checkpoints.dcp_container import Option, Spelling
 from modelexport.checkpoints.dcp_metadata import METADATA_NAME, listed, metadata_bytes, read_metadata
 from modelexport.checkpoints.fused_rows import Heads, Span, heads_of, row_spans
-from modelexport.checkpoints.safetensors_file import Checkpoint, Layout, read_json
+from modelexport.checkpoints.safetensors_file import Checkpoint, Layout
 from modelexport.checkpoints.torch_zip import object_archive
 from modelexport.errors import CheckpointError, PlanError
 from modelexport.sharding.boxes import Box, extent, intersect, offset, relative, whole
@@ -288,13 +288,7 @@ def side_files(plan: ShardPlan, config: dict[str, Any], layout: Layout | None = 
 
 def recognises(directory: Path) -> bool:
     """Whether ``metadata.json`` says that it is Megatron's ``torch_dist``."""
-    path = directory / "metadata.json"
-    if not path.is_file() or not (directory / METADATA_NAME).is_file():
-        return False
-    try:
-        return read_json(path, largest=1 << 16).get("sharded_backend") == BACKEND
-    except CheckpointError:
-        return False
+    return (directory / METADATA_NAME).is_file() and container.sharded_backend(directory) == BACKEND
 
 
 def open(directory: Path, config: dict[str, Any] | None, rules: Callable[..., list[TensorRule]]) -> Checkpoint:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,13 +40,13 @@ def resolve_source(model: str | None, revision: str | None = None) -> Source:
         UsageError: neither a directory nor shaped like a hub id, or a revision of what has none.
         CheckpointError: the hub cannot be reached, or refuses the model.
     """
-    if revision is not None and (model is None or Path(model).expanduser().exists()):
+    if revision is not None and (model is None or Path(os.path.expanduser(model)).exists()):
         raise UsageError(f"--revision {revision} is for hub ids, and {model or 'the demo model'} is none: drop it")
     if model is None:
         from modelexport.assets import demo_model_path
 
         return Source(demo_model_path(), "modelexport demo model", is_demo=True)
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if path.is_dir():
         return Source(path.resolve(), path.resolve().name)
     if path.is_file():

@@ -86,7 +86,10 @@ def arrays(plan: ShardPlan, config: dict[str, Any]) -> list[Array]:
     if grid.pp > 1:
         problems.append(f"pp is {grid.pp}, and vLLM loads sharded state without pipeline stages; use --pp 1")
     if grid.ep not in (1, grid.tp):
-        problems.append(f"ep is {grid.ep}: vLLM spreads experts over all tp ranks or none; use 1 or {grid.tp}")
+        problems.append(
+            f"ep is {grid.ep}: vLLM spreads experts over all tp ranks or none; use "
+            f"{' or '.join(dict.fromkeys(('1', str(grid.tp))))}"
+        )
     problems += [
         f"{rule.name}: its {rule.shape[0]} rows are filled up to {_padded(rule.shape[0])}, which {grid.tp} ranks "
         "cannot share equally"

@@ -28,9 +28,12 @@ def open_model(directory: str | os.PathLike[str], config: str | os.PathLike[str]
     directory = Path(directory)
     given = None if config is None else read_config(config)
     if directory.is_dir():
-        for module in formats().values():
-            if module.recognises(directory):
-                return module.open(directory, given, expected_rules)
+        try:
+            module = next((module for module in formats().values() if module.recognises(directory)), None)
+        except OSError as error:
+            raise CheckpointError(f"{directory}: cannot be read: {error.strerror or error}") from error
+        if module is not None:
+            return module.open(directory, given, expected_rules)
     found = open_checkpoint(directory)
     return found if given is None else replace(found, config=given)
 

@@ -15,6 +15,7 @@ Partition = Literal["column", "row", "replicated"]
 Kind = Literal["linear", "norm", "embedding", "head", "router", "vector"]
 
 MOST_DIGITS = 9
+MOST_HEADS = 1 << 13  # many times those of any model
 EXPERT_KEYS = ("num_local_experts", "n_routed_experts", "num_experts")
 
 
@@ -245,6 +246,8 @@ def read_dimensions(config: Mapping[str, Any], family: Family | None = None) -> 
     used = {axis for module in family.layer for _, axis in module.axes} if family is not None else {"kv_heads"}
     # Latent attention has keys and values for every head, of sizes that other keys say.
     kv_heads = read.whole("num_key_value_heads", heads) if "kv_heads" in used else heads
+    if heads > MOST_HEADS:  # before any loop over a number that a stranger wrote
+        raise CheckpointError(f"config.json: num_attention_heads is {heads:,}; at most {MOST_HEADS:,} are believed")
     if heads % kv_heads:
         raise CheckpointError(
             f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"

@@ -17,15 +17,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelexport.checkpoints import raw_io
-from modelexport.checkpoints.safetensors_file import Checkpoint, Reader, TensorInfo
+from modelexport.checkpoints.replicas import CHUNK_BYTES, chunks, odd_replica
+from modelexport.checkpoints.safetensors_file import Checkpoint, Reader
 from modelexport.contents.opening import open_model
-from modelexport.sharding.boxes import Box, extent, intersect, relative, slices, whole
+from modelexport.contents.rules import left_out
+from modelexport.contents.ties import check_ties
+from modelexport.errors import CheckpointError, PlanError
 from modelexport.tables import size_text
 
 if TYPE_CHECKING:
     import torch
 
-CHUNK_BYTES = 4 << 20
 _LISTED = 10
 
 
@@ -57,6 +59,8 @@ class Diff:
     Attributes:
         tensors, nbytes: that were compared, and their size in A.
         differences: in A's order of tensors.
+        left_out: tensors of one of the two that are no part of the model -> what they are: buffers that engines compute
+            themselves, a second copy of tied embeddings.
     """
 
     a: str
@@ -65,6 +69,7 @@ class Diff:
     tensors: int = 0
     nbytes: int = 0
     differences: list[TensorDifference] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
 
     @property
     def equal(self) -> bool:
@@ -97,16 +102,18 @@ def diff_checkpoints(
     common = []
     for name, info in left.infos.items():
         other = right.infos.get(name)
-        if other is None:
-            result.differences.append(TensorDifference(name, "only in A", f"only in {a}"))
-        elif other.shape != info.shape:
+        if other is not None and other.shape != info.shape:
             text = f"shape {list(info.shape)} in {a}, {list(other.shape)} in {b}"
             result.differences.append(TensorDifference(name, "shape", text))
-        else:
+        elif other is not None:
             common.append(name)
-    result.differences += [
-        TensorDifference(name, "only in B", f"only in {b}") for name in right.infos if name not in left.infos
-    ]
+    for side, path, mine, others in (("A", a, left, right), ("B", b, right, left)):
+        alone = [name for name in mine.infos if name not in others.infos]
+        spare = _no_part_of_the_model(mine) if alone else {}
+        result.left_out |= {name: spare[name] for name in alone if name in spare}
+        result.differences += [
+            TensorDifference(name, f"only in {side}", f"only in {path}") for name in alone if name not in spare
+        ]
     result.tensors = len(common)
     result.nbytes = sum(left.infos[name].nbytes for name in common)
     with Reader(left) as first, Reader(right) as second, _workers(threads) as pool:
@@ -128,6 +135,15 @@ def print_diff(a: Path, b: Path, config: Path | None, *, as_json: bool) -> int:
 def _open(directory: str | os.PathLike[str], config: str | os.PathLike[str] | None) -> Checkpoint:
     own = (Path(directory) / "config.json").is_file()
     return open_model(directory, None if own else config)
+
+
+def _no_part_of_the_model(checkpoint: Checkpoint) -> dict[str, str]:
+    """What no other checkpoint of the same model need have -> what it is. A head is a copy only if it is equal."""
+    try:
+        check_ties(checkpoint)
+        return left_out(checkpoint)
+    except (CheckpointError, PlanError):  # no model that is known, or one that contradicts its config: all of it counts
+        return {}
 
 
 @contextmanager
@@ -155,11 +171,11 @@ class _Comparison:
         info, other = left.infos[name], right.infos[name]
         differing, index, values, largest = 0, None, None, 0.0
         replicas: dict[str, TensorDifference] = {}
-        for box in _chunks(info):
+        for box in chunks(info, CHUNK_BYTES):
             rows = box[0] if box else None
             mine, theirs = first.read(info, rows=rows), second.read(other, rows=rows)
             for checkpoint, reader, read in ((left, first, mine), (right, second, theirs)):
-                text = _odd_replica(checkpoint, reader, checkpoint.infos[name], box, read)
+                text = odd_replica(checkpoint, reader, checkpoint.infos[name], box, read)
                 if text is not None:
                     replicas.setdefault(str(checkpoint.directory), TensorDifference(name, "replicas", text))
             if info.dtype == other.dtype and raw_io.same_bytes(mine, theirs):
@@ -187,37 +203,6 @@ class _Comparison:
             finite = None if math.isnan(largest) else largest
             found.append(TensorDifference(name, "values", text, differing, index, values, finite))
         return found
-
-
-def _chunks(info: TensorInfo) -> Iterator[Box]:
-    if not info.shape:
-        yield ()
-        return
-    row = max(1, info.nbytes // max(1, info.shape[0]))
-    count = max(1, CHUNK_BYTES // row)
-    for start in range(0, max(1, info.shape[0]), count):
-        yield ((start, min(start + count, info.shape[0])), *whole(info.shape)[1:])
-
-
-def _odd_replica(checkpoint: Checkpoint, reader: Reader, info: TensorInfo, box: Box, read: torch.Tensor) -> str | None:
-    """What is wrong with the replicas of a rectangle that was read from the first of them; None: nothing."""
-    import torch
-
-    places = checkpoint.placements.get(info.name, ())
-    if sum(math.prod(extent(place.box)) for place in places) <= math.prod(info.shape):
-        return None  # nothing lies in two places
-    for place in places:
-        shared = intersect(box, place.box)
-        if shared is None:
-            continue
-        again = torch.empty(extent(shared), dtype=read.dtype)
-        reader.read_place(info, place, shared, again)
-        if not raw_io.same_bytes(again, read[slices(relative(shared, box))]):
-            ranges = ", ".join(f"{start}:{stop}" for start, stop in shared)
-            return (
-                f"{checkpoint.directory}: {place.path.name} has other values for [{ranges}] than another of its files"
-            )
-    return None
 
 
 def _unequal(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, float | None]:
@@ -250,8 +235,9 @@ def _report(result: Diff) -> Sequence[str]:
             lines[-1] += f"; largest difference {found.largest:g}"
     if len(result.differences) > _LISTED:
         lines.append(f"and {len(result.differences) - _LISTED} more (--json lists all)")
+    lines += [f"not compared: {name}: {why}" for name, why in list(result.left_out.items())[:_LISTED]]
     kinds = f"{result.a} ({result.formats[0]}) and {result.b} ({result.formats[1]})"
     if result.equal:
-        return [f"equal: {result.tensors} tensors, {size_text(result.nbytes)}, in {kinds}"]
+        return [f"equal: {result.tensors} tensors, {size_text(result.nbytes)}, in {kinds}", *lines]
     tensors = len({found.tensor for found in result.differences})
     return [f"different: {tensors} tensors of {kinds}:", *lines]

@@ -96,16 +96,19 @@ class Inspection:
         return {**asdict(self), "bits": self.bits}
 
 
-def inspect_checkpoint(directory: Path | str) -> Inspection:
+def inspect_checkpoint(directory: Path | str, config: Path | str | None = None) -> Inspection:
     """Describe a checkpoint from its headers and its config.json.
+
+    Args:
+        config: the model's config.json, where the checkpoint has none of its own.
 
     Raises:
         CheckpointError: no safetensors there, a damaged header or index, or a config.json that is no JSON.
     """
-    checkpoint = open_model(directory)
-    config = checkpoint.config or {}
+    checkpoint = open_model(directory, config)
+    described = checkpoint.config or {}
     architecture = read_architecture(checkpoint.config)
-    quantization = read_quantization_config(config)
+    quantization = read_quantization_config(described)
     modules = read_modules(checkpoint, architecture, quantization)
     sizes, note = tensor_parallel_sizes(architecture, modules)
     warnings = check_structure(checkpoint, architecture, quantization, modules)
@@ -117,11 +120,11 @@ def inspect_checkpoint(directory: Path | str) -> Inspection:
         warnings.append(str(error))
     nbytes = sum(info.nbytes for info in checkpoint.infos.values())
     parameters = sum(module.parameters for module in modules)
-    tied = config.get("tie_word_embeddings")
+    tied = described.get("tie_word_embeddings")
     return Inspection(
         directory=str(directory),
-        model_type=_text(config.get("model_type")),
-        architectures=[str(name) for name in config.get("architectures") or []],
+        model_type=_text(described.get("model_type")),
+        architectures=_texts(described.get("architectures")),
         layers=_layers(modules),
         tied_embeddings=tied if isinstance(tied, bool) else None,
         rows=_rows(modules, architecture),
@@ -189,9 +192,9 @@ def read_record(directory: Path) -> dict[str, Any] | None:
     return record
 
 
-def print_inspection(directory: Path, *, as_json: bool) -> int:
+def print_inspection(directory: Path, config: Path | None = None, *, as_json: bool) -> int:
     """Print what a checkpoint holds; returns the exit status, 0."""
-    inspection = inspect_checkpoint(directory)
+    inspection = inspect_checkpoint(directory, config)
     if as_json:
         print(json.dumps(inspection.as_json(), indent=1))
     else:
@@ -246,6 +249,11 @@ def _layers(modules: Sequence[StoredModule]) -> int:
         if module.index is not None:
             stacks.setdefault(module.stack, set()).add(module.index)
     return max(map(len, stacks.values()), default=0)
+
+
+def _texts(value: Any) -> list[str]:
+    """The items of a list; whatever else somebody wrote there is none."""
+    return [str(item) for item in value] if isinstance(value, list) else []
 
 
 def _text(value: Any) -> str | None:

@@ -1,7 +1,7 @@
 """``modelexport verify``: is a checkpoint whole, is it what was exported, and how far is it from its source?
 
 structure    every module has exactly the tensors that config.json promises
-values       no NaN or Inf, scales positive
+values       no NaN or Inf, scales positive; in a sharded checkpoint, replicas equal
 record       every tensor's SHA-256, and everything else that modelexport.json holds (our own checkpoints)
 source       dequantised error per linear, the rest equal to the byte (``--against``)
 """
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from modelexport.checkpoints.hf import RECORD
+from modelexport.checkpoints.replicas import odd_replicas
 from modelexport.checkpoints.safetensors_file import Checkpoint
 from modelexport.contents.modules import StoredModule, read_architecture, read_modules
 from modelexport.contents.opening import open_model
@@ -86,12 +87,17 @@ class Verification:
 
 
 def verify_checkpoint(
-    directory: Path | str, against: Path | str | None = None, *, threads: int | None = None
+    directory: Path | str,
+    against: Path | str | None = None,
+    config: Path | str | None = None,
+    *,
+    threads: int | None = None,
 ) -> Verification:
     """Check a checkpoint; see the module's docstring.
 
     Args:
         against: the unquantised checkpoint that it was made from.
+        config: the model's config.json, where the checkpoint has none of its own.
         threads: that read and compare side by side; None: one for every core this process may use.
 
     Returns:
@@ -107,7 +113,7 @@ def verify_checkpoint(
     result = Verification(str(directory), None if against is None else str(against))
     source = None if against is None else _open_source(Path(against))
     try:
-        checkpoint = open_model(directory)
+        checkpoint = open_model(directory, config)
         quantization = read_quantization_config(checkpoint.config)
     except CheckpointError as error:
         result.problems.append(str(error))
@@ -140,9 +146,9 @@ def verify_checkpoint(
     return result
 
 
-def print_verification(directory: Path, against: Path | None, *, as_json: bool) -> int:
+def print_verification(directory: Path, against: Path | None, config: Path | None = None, *, as_json: bool) -> int:
     """Print what was found; returns the exit status: 0 good, 1 something is wrong."""
-    result = verify_checkpoint(directory, against)
+    result = verify_checkpoint(directory, against, config)
     if as_json:
         print(json.dumps(result.as_json(), indent=1))
     else:
@@ -174,6 +180,7 @@ def _check_values(
     threads = threads or len(os.sched_getaffinity(0))
     by_name = {module.name: module for module in modules}
     result.problems += _weight_shapes(checkpoint, modules)
+    result.problems += (f"{name}: {text}" for name, text in odd_replicas(checkpoint))
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # the modules are spread over threads; each need not be once more
     try:

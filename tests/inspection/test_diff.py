@@ -126,3 +126,17 @@ def test_what_cannot_be_opened(model: Path, tmp_path: Path) -> None:
     (tmp_path / "bare").mkdir()
     with pytest.raises(CheckpointError, match=r"--config .*does not exist; give the model's config\.json"):
         diff_checkpoints(model, tmp_path / "bare", tmp_path / "none.json")
+
+
+def test_inspect_and_verify_take_the_config_too(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "dcp"
+    reshard(checkpoint=str(model), out=str(out), tp=2, format="dcp", quiet=True)
+    (out / "config.json").unlink()
+    for command in (["inspect", str(out)], ["verify", str(out)]):
+        assert main(command) == 1
+        said = capsys.readouterr()
+        assert "give --config DIR" in said.out + said.err
+        assert main([*command, "--config", str(model)]) == 0
+        assert "211, 128" in capsys.readouterr().out or command[0] == "verify"

@@ -283,3 +283,9 @@ def test_torch_is_not_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("architectures", [7, "LlamaForCausalLM", {"a": 1}, 1.5])
+def test_architectures_that_are_no_list(architectures: object, tmp_path: Path) -> None:
+    copy = copy_checkpoint(make_llama(), tmp_path / "copy", config={"architectures": architectures})
+    assert inspect_checkpoint(copy).architectures == []
