@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from modelexport import __version__
 from modelexport.checkpoints.hf import SideFiles
@@ -31,14 +31,12 @@ from modelexport.errors import RankFailedError, UsageError
 from modelexport.export_hosts import agree, is_spread, reshard_config, run_as_rank
 from modelexport.export_target import files_digest, source_config
 from modelexport.inspection.inspect import read_record
+from modelexport.reshard_moves import ReshardJob, run_alone
 from modelexport.reshard_plan import Step, deal, plan_steps
 from modelexport.reshard_recipe import ReshardRecipe
 from modelexport.sharding.plan import Parallelism
 from modelexport.startup import without_collector
 from modelexport.target import Target, TargetFiles
-
-if TYPE_CHECKING:
-    from modelexport.reshard_rank import ReshardJob
 
 PRELOAD = ("torch", "modelexport.reshard_rank")
 
@@ -156,9 +154,15 @@ def _launch(recipe: ReshardRecipe) -> tuple[Prepared, int, dict[str, Any]]:
     prepared = prepare(recipe)
     with _target(prepared) as target:
         done = target.begin()
-        with without_collector():
-            from modelexport.reshard_rank import run_rank
+        job = _job(prepared, done, spread=False)
         with _outcome(prepared, done) as (on_event, results):
+            if world == 1 and job.exchange == "direct":  # bytes that only move: done before torch would be imported
+                launch.run_alone(run_alone, on_event, job)
+                target.finish(_single(results))
+                return prepared, world, results[0]
+            with without_collector():
+                from modelexport.reshard_rank import run_rank
+
             config = MultiprocessConfig(
                 world_size=world,
                 local_world_size=world,
@@ -168,7 +172,7 @@ def _launch(recipe: ReshardRecipe) -> tuple[Prepared, int, dict[str, Any]]:
                 preload=PRELOAD,
                 on_event=on_event,
             )
-            launch.launch_subprocesses(run_rank, config, None, 0, _job(prepared, done, spread=False))
+            launch.launch_subprocesses(run_rank, config, None, 0, job)
         target.finish(_single(results))
         return prepared, world, results[0]
 
@@ -232,8 +236,6 @@ def _target(prepared: Prepared) -> Target:
 
 
 def _job(prepared: Prepared, done: dict[str, Any], *, spread: bool) -> ReshardJob:
-    from modelexport.reshard_rank import ReshardJob
-
     recipe = prepared.recipe
     assert recipe.out is not None
     exchange = recipe.exchange or ("auto" if spread else "direct")

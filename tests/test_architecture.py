@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("modelexport.exporter", "modelexport.resharder"),
     (
         "modelexport.reshard_rank",
+        "modelexport.reshard_moves",
         "modelexport.export_rank",
         "modelexport.export_handover",
         "modelexport.export_audit",
@@ -51,6 +52,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 SAME: tuple[frozenset[str], ...] = (
     frozenset({"modelexport.export_rank", "modelexport.export_audit", "modelexport.export_handover"}),
     frozenset({"modelexport.export_plan", "modelexport.export_steps"}),
+    frozenset({"modelexport.reshard_rank", "modelexport.reshard_moves"}),
     frozenset({"modelexport.export_target", "modelexport.export_record"}),
 )
 
@@ -94,6 +96,7 @@ LIGHT = (
     "modelexport.checkpoints.source",
     "modelexport.export_plan",
     "modelexport.reshard_plan",
+    "modelexport.reshard_moves",
     "modelexport.export_record",
     "modelexport.export_target",
     "modelexport.export_hosts",

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from modelexport import reshard_rank
+from modelexport import reshard_moves
 from modelexport.checkpoints.safetensors_file import Writer
 from modelexport.cli import main
 from modelexport.errors import CheckpointError, PlanError, RankFailedError, UsageError
@@ -117,27 +117,27 @@ def test_what_was_cut_off_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     source = make_llama(**LLAMA)
     expected = digests(resharded(source, tmp_path / "whole", tp=2))
     written: list[str] = []
-    original = Writer.write
+    original = Writer.write_box
 
-    def write(self: Writer, name: str, tensor: Any, **where: Any) -> int:
+    def write(self: Writer, name: str, box: Any, array: Any) -> int:
         if name.startswith("model.layers.2."):
             raise OSError("a fault injected by the test")
         written.append(name)
-        return original(self, name, tensor, **where)
+        return original(self, name, box, array)
 
-    monkeypatch.setattr(reshard_rank.Writer, "write", write)
+    monkeypatch.setattr(reshard_moves.Writer, "write_box", write)
     with pytest.raises(RankFailedError, match=r"moving .*a fault injected"):
         resharded(source, tmp_path / "out", tp=2)
     assert not (tmp_path / "out").exists()
     assert any("layers.0" in name for name in written)
     written.clear()
-    monkeypatch.setattr(reshard_rank.Writer, "write", original)
+    monkeypatch.setattr(reshard_moves.Writer, "write_box", original)
 
-    def note(self: Writer, name: str, tensor: Any, **where: Any) -> int:
+    def note(self: Writer, name: str, box: Any, array: Any) -> int:
         written.append(name)
-        return original(self, name, tensor, **where)
+        return original(self, name, box, array)
 
-    monkeypatch.setattr(reshard_rank.Writer, "write", note)
+    monkeypatch.setattr(reshard_moves.Writer, "write_box", note)
     assert digests(resharded(source, tmp_path / "out", tp=2)) == expected
     assert not [name for name in written if "layers.0" in name], "that layer was in the journal"
     assert not list(tmp_path.glob(".*"))
@@ -146,10 +146,10 @@ def test_what_was_cut_off_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_another_parallelism_does_not_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = make_llama(**LLAMA)
 
-    def fail(self: reshard_rank._Resharding) -> None:
+    def fail(self: reshard_moves.Resharding) -> None:
         raise RuntimeError("a fault injected by the test")
 
-    monkeypatch.setattr(reshard_rank._Resharding, "finish", fail)
+    monkeypatch.setattr(reshard_moves.Resharding, "finish", fail)
     with pytest.raises(RankFailedError):
         resharded(source, tmp_path / "out", tp=2)
     monkeypatch.undo()
@@ -158,12 +158,12 @@ def test_another_parallelism_does_not_resume(tmp_path: Path, monkeypatch: pytest
 
 
 def test_what_went_astray_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Writer.write
+    original = Writer.write_box
 
-    def write(self: Writer, name: str, tensor: Any, **where: Any) -> int:
-        return original(self, name, tensor.flip(0) if "layers.1.mlp.up_proj" in name else tensor, **where)
+    def write(self: Writer, name: str, box: Any, array: Any) -> int:
+        return original(self, name, box, array[::-1].copy() if "layers.1.mlp.up_proj" in name else array)
 
-    monkeypatch.setattr(reshard_rank.Writer, "write", write)
+    monkeypatch.setattr(reshard_moves.Writer, "write_box", write)
     with pytest.raises(RankFailedError, match=r"layers\.1\.mlp\.up_proj\.weight .* read back differs"):
         resharded(make_llama(**LLAMA), tmp_path / "out", tp=2)
     assert not (tmp_path / "out").exists()

@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from modelexport.checkpoints import raw_io
-from modelexport.sharding.boxes import Box
+from modelexport.checkpoints.safetensors_header import TensorInfo, dtype_bits
+from modelexport.errors import CheckpointError
+from modelexport.sharding.boxes import Box, whole
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
+
+    from modelexport.checkpoints.raw_io import Array
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,23 @@ class Placement:
         return self.offset + sum((start - base) * stride for (start, _), (base, _), stride in steps)
 
 
+def itemsize(info: TensorInfo) -> int:
+    """Bytes of an element.
+
+    Raises:
+        CheckpointError: elements of half a byte, which cannot be moved by themselves.
+    """
+    size, rest = divmod(dtype_bits(info.dtype), 8)
+    if rest:
+        raise CheckpointError(f"{info.name}: {info.dtype} elements fill no whole bytes; it cannot be cut or resharded")
+    return size
+
+
+def whole_place(info: TensorInfo) -> Placement:
+    """The place of a tensor that lies in an array of its own."""
+    return Placement(whole(info.shape), info.path, info.offset, row_major(info.shape, itemsize(info)))
+
+
 def row_major(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
     """Bytes from one element to the next along each dimension of a contiguous array."""
     strides, run = [], itemsize
@@ -53,33 +73,33 @@ def row_major(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def runs(tensor: torch.Tensor, begin: int, strides: Sequence[int]) -> Iterator[tuple[np.ndarray, int, int]]:
+def runs(array: Array, begin: int, strides: Sequence[int]) -> Iterator[tuple[np.ndarray, int, int]]:
     """Cut a move between memory and a file into sets of equally spaced runs of bytes.
 
     Args:
-        tensor: the memory; its dims correspond to ``strides``. Not empty.
+        array: the memory, a CPU tensor or a numpy array; its dims correspond to ``strides``. Not empty.
         begin: file offset of its first element.
         strides: bytes in the file from one element to the next along each dim.
 
     Yields:
-        (uint8 ``[rows, run]`` of the tensor's own memory, file offset of the first row, bytes between rows).
+        (uint8 ``[rows, run]`` of the array's own memory, file offset of the first row, bytes between rows).
 
     Raises:
-        ValueError: the tensor's memory has no such form (it is expanded, or its last dim is not contiguous).
+        ValueError: the array's memory has no such form (it is expanded, or its last dim is not contiguous).
     """
-    shape, size = tensor.shape, tensor.element_size()
-    inner, run = tensor.dim(), size
+    shape, spans, run = raw_io.geometry(array)
+    inner = len(shape)
     # The last dims that lie in one run, in the file as well as in memory; the dim before them counts the rows.
     while inner:
-        length, stride, held = shape[inner - 1], strides[inner - 1], tensor.stride(inner - 1) * size
-        if length != 1 and not stride == held == run:
+        length = shape[inner - 1]
+        if length != 1 and not strides[inner - 1] == spans[inner - 1] == run:
             break
         inner -= 1
         run *= length
     outer = max(0, inner - 1)
     pitch = strides[inner - 1] if inner else run
     for where in itertools.product(*(range(n) for n in shape[:outer])):
-        memory = raw_io.row_bytes(tensor[where], inner - outer)
+        memory = raw_io.row_bytes(array[where] if where else array, inner - outer)
         if memory is None:
-            raise ValueError(f"a tensor of shape {list(shape)} with strides {tensor.stride()} has no rows to move")
+            raise ValueError(f"an array of shape {list(shape)}, {list(spans)} bytes apart, has no rows to move")
         yield memory, begin + sum(i * strides[dim] for dim, i in enumerate(where)), pitch

@@ -32,6 +32,9 @@ from modelexport.errors import CheckpointError
 if TYPE_CHECKING:
     import numpy as np
     import torch
+    from typing_extensions import TypeIs
+
+    Array = np.ndarray | torch.Tensor
 
 MAPPED_BLOCK = 8 << 20
 """Bytes of a file that are mapped at once."""
@@ -160,7 +163,39 @@ def disk_full(path: Path, needed: int, error: OSError) -> CheckpointError:
     )
 
 
-def row_bytes(tensor: torch.Tensor, inner_dim: int) -> np.ndarray | None:
+def empty(shape: Sequence[int], itemsize: int) -> np.ndarray:
+    """Room for elements of a size, whatever they mean: bytes that only move need no torch, and no dtype."""
+    import numpy as np
+
+    return np.empty(tuple(shape), np.dtype(f"u{itemsize}" if itemsize in (1, 2, 4, 8) else f"V{itemsize}"))
+
+
+def geometry(array: Array) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Shape, bytes from one element to the next along each dim, and bytes of an element."""
+    if _is_numpy(array):
+        return array.shape, array.strides, array.itemsize
+    size = array.element_size()
+    return tuple(array.shape), tuple(stride * size for stride in array.stride()), size
+
+
+def _is_numpy(array: Array) -> TypeIs[np.ndarray]:
+    return not hasattr(array, "data_ptr")  # without importing torch
+
+
+def _address(array: Array) -> int:
+    return array.ctypes.data if _is_numpy(array) else array.data_ptr()
+
+
+def contiguous(array: Array) -> Array:
+    """The array itself, or a copy whose elements lie in row-major order without gaps."""
+    if not _is_numpy(array):
+        return array.contiguous()
+    import numpy as np
+
+    return np.ascontiguousarray(array) if array.ndim else array
+
+
+def row_bytes(array: Array, inner_dim: int) -> np.ndarray | None:
     """The memory of a CPU tensor as uint8 ``[rows, segment]``, without a copy, strided by row where it is.
 
     Dimensions from ``inner_dim`` on form the segment and must be contiguous; those before it are the rows and
@@ -169,10 +204,9 @@ def row_bytes(tensor: torch.Tensor, inner_dim: int) -> np.ndarray | None:
     """
     import numpy as np
 
-    shape, strides, size = tensor.shape, tensor.stride(), tensor.element_size()
-    segment = size
+    shape, strides, segment = geometry(array)
     for length, stride in zip(reversed(shape[inner_dim:]), reversed(strides[inner_dim:]), strict=True):
-        if length != 1 and stride * size != segment:
+        if length != 1 and stride != segment:
             return None
         segment *= length
     rows, pitch = 1, 0
@@ -180,8 +214,8 @@ def row_bytes(tensor: torch.Tensor, inner_dim: int) -> np.ndarray | None:
         if length == 1:
             continue
         if rows == 1:
-            pitch = stride * size
-        elif stride * size != rows * pitch:
+            pitch = stride
+        elif stride != rows * pitch:
             return None
         rows *= length
     if rows <= 1 or pitch == 0:
@@ -193,17 +227,20 @@ def row_bytes(tensor: torch.Tensor, inner_dim: int) -> np.ndarray | None:
     if pitch < segment:
         return None
     span = (rows - 1) * pitch + segment
-    memory = np.frombuffer(memoryview((ctypes.c_uint8 * span).from_address(tensor.data_ptr())), np.uint8)
+    memory = np.frombuffer(memoryview((ctypes.c_uint8 * span).from_address(_address(array))), np.uint8)
     return np.lib.stride_tricks.as_strided(memory, (rows, segment), (pitch, 1))
 
 
-def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two CPU tensors hold the same bytes in row-major order. ``torch.equal`` takes seven times as long, and
-    finds that NaN is not NaN and that -0 is 0."""
+def same_bytes(a: Array, b: Array) -> bool:
+    """Whether two arrays in memory hold the same bytes in row-major order.
+
+    ``torch.equal`` takes seven times as long, and finds that NaN is not NaN and that -0 is 0.
+    """
     if a.nbytes != b.nbytes:
         return False
-    a, b = a.contiguous(), b.contiguous()
-    return _libc().memcmp(ctypes.c_void_p(a.data_ptr()), ctypes.c_void_p(b.data_ptr()), ctypes.c_size_t(a.nbytes)) == 0
+    a, b = contiguous(a), contiguous(b)
+    left, right = ctypes.c_void_p(_address(a)), ctypes.c_void_p(_address(b))
+    return _libc().memcmp(left, right, ctypes.c_size_t(a.nbytes)) == 0
 
 
 def read_exactly(fd: int, view: memoryview, offset: int) -> int:

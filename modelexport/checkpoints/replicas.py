@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from modelexport.checkpoints import raw_io
+from modelexport.checkpoints.placement import itemsize
 from modelexport.checkpoints.safetensors_header import TensorInfo
 from modelexport.checkpoints.safetensors_reader import Checkpoint, Reader
 from modelexport.sharding.boxes import Box, extent, intersect, relative, slices, whole
 
 if TYPE_CHECKING:
-    import torch
+    from modelexport.checkpoints.raw_io import Array
 
 CHUNK_BYTES = 4 << 20
 
@@ -23,7 +24,7 @@ def replicated(checkpoint: Checkpoint, info: TensorInfo) -> bool:
     return sum(math.prod(extent(place.box)) for place in places) > math.prod(info.shape)
 
 
-def odd_replica(checkpoint: Checkpoint, reader: Reader, info: TensorInfo, box: Box, read: torch.Tensor) -> str | None:
+def odd_replica(checkpoint: Checkpoint, reader: Reader, info: TensorInfo, box: Box, read: Array) -> str | None:
     """What is wrong with the replicas of a rectangle.
 
     Args:
@@ -35,15 +36,13 @@ def odd_replica(checkpoint: Checkpoint, reader: Reader, info: TensorInfo, box: B
     Raises:
         CheckpointError: a file cannot be read or has become shorter.
     """
-    import torch
-
     if not replicated(checkpoint, info):
         return None
     for place in checkpoint.placements[info.name]:
         shared = intersect(box, place.box)
         if shared is None:
             continue
-        again = torch.empty(extent(shared), dtype=read.dtype)
+        again = raw_io.empty(extent(shared), itemsize(info))
         reader.read_place(info, place, shared, again)
         if not raw_io.same_bytes(again, read[slices(relative(shared, box))]):
             ranges = ", ".join(f"{start}:{stop}" for start, stop in shared)
@@ -64,7 +63,9 @@ def odd_replicas(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
             if not replicated(checkpoint, info):
                 continue
             for box in chunks(info):
-                text = odd_replica(checkpoint, reader, info, box, reader.read(info, rows=box[0] if box else None))
+                read = raw_io.empty(extent(box), itemsize(info))
+                reader.read_box(info, box, read)
+                text = odd_replica(checkpoint, reader, info, box, read)
                 if text is not None:
                     yield name, text
                     break

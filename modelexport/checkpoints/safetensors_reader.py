@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelexport.checkpoints import raw_io
-from modelexport.checkpoints.placement import Placement, runs
+from modelexport.checkpoints.placement import Placement, runs, whole_place
 from modelexport.checkpoints.safetensors_header import (
     Header,
     TensorInfo,
@@ -26,6 +26,8 @@ from modelexport.sharding.boxes import Box, relative, slices, tile, uncovered, w
 
 if TYPE_CHECKING:
     import torch
+
+    from modelexport.checkpoints.raw_io import Array
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -257,27 +259,41 @@ class Reader:
         self._fill(info.name, info.path, memory, offset, pitch)
         return out
 
-    def read_place(self, info: TensorInfo, place: Placement, box: Box, out: torch.Tensor) -> None:
+    def read_box(self, info: TensorInfo, box: Box, out: Array) -> None:
+        """Read the rectangle ``box`` of a tensor into memory of any kind: a CPU tensor or a numpy array.
+
+        Args:
+            out: of the rectangle's shape, with elements as large as the tensor's.
+
+        Raises:
+            CheckpointError: the file cannot be read or has become shorter, or no file holds a part of it.
+        """
+        places = self._checkpoint.placements.get(info.name)
+        self._gather(info, (whole_place(info),) if places is None else places, box, out)
+
+    def read_place(self, info: TensorInfo, place: Placement, box: Box, out: Array) -> None:
         """Read the rectangle ``box`` of a tensor from one of its places, even where it lies in others too.
 
         Raises:
             CheckpointError: the file cannot be read or has become shorter.
         """
-        if out.numel():
+        if 0 not in out.shape:
             for memory, begin, pitch in runs(out, place.begin(box), place.strides):
                 self._fill(info.name, place.path, memory, begin, pitch)
 
-    def _gather(self, info: TensorInfo, places: tuple[Placement, ...], box: Box, out: torch.Tensor) -> None:
+    def _gather(self, info: TensorInfo, places: tuple[Placement, ...], box: Box, out: Array) -> None:
         """Bring a rectangle together from the places that it lies in."""
         covers = [place.box for place in places]
-        missing = uncovered(box, covers) if out.numel() else []
+        if 0 in out.shape:
+            return
+        missing = uncovered(box, covers)
         if missing:
             raise CheckpointError(
                 f"{self._checkpoint.directory}: tensor {info.name!r} of shape {list(info.shape)} is not whole: no file "
                 f"holds its part {_ranges(missing[0])}"
             )
-        for number, part in tile(box, covers) if out.numel() else ():
-            self.read_place(info, places[number], part, out[slices(relative(part, box))])
+        for number, part in tile(box, covers):
+            self.read_place(info, places[number], part, out if part == box else out[slices(relative(part, box))])
 
     def _fill(self, name: str, path: Path, memory: Any, offset: int, pitch: int) -> None:
         try:

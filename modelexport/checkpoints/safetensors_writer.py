@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from modelexport.checkpoints import raw_io
-from modelexport.checkpoints.placement import row_major, runs
+from modelexport.checkpoints.placement import itemsize, row_major, runs, whole_place
 from modelexport.checkpoints.safetensors_header import TensorInfo, dtype_name
 from modelexport.checkpoints.safetensors_layout import Layout
 from modelexport.errors import CheckpointError
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from modelexport.checkpoints.placement import Placement
+    from modelexport.checkpoints.raw_io import Array
     from modelexport.sharding.boxes import Box
 
 _WRITEBACK_BYTES = 32 << 20
@@ -72,26 +73,41 @@ class Writer:
         self._note_written(self._open(info.path)[0], info, tensor, start, full)
         return tensor.numel() * tensor.element_size()
 
-    def _scatter(self, info: TensorInfo, places: Sequence[Placement], tensor: torch.Tensor, box: Box) -> int:
+    def write_box(self, name: str, box: Box, array: Array) -> int:
+        """Write the rectangle ``box`` of a tensor from memory of any kind: a CPU tensor or a numpy array.
+
+        Args:
+            array: of the rectangle's shape, with elements as large as the tensor's, rows contiguous.
+
+        Returns:
+            The bytes written, replicas counted.
+
+        Raises:
+            CheckpointError: no room, an I/O error.
+        """
+        info = self._layout.infos[name]
+        places = self._layout.placements.get(name)
+        return self._scatter(info, (whole_place(info),) if places is None else places, array, box)
+
+    def _scatter(self, info: TensorInfo, places: Sequence[Placement], array: Array, box: Box) -> int:
         """Write a rectangle to every place that wants a part of it; returns the bytes written, replicas counted."""
         written = 0
         for place in places:
             shared = intersect(box, place.box)
             if shared is None:
                 continue
-            part = tensor[slices(relative(shared, box))]
+            part = array if shared == box else array[slices(relative(shared, box))]
             self._move(info, place.path, part, place.begin(shared), place.strides)
-            size = part.numel() * part.element_size()
-            written += size
-            whole_rows = row_major(tuple(part.shape), part.element_size()) == place.strides
+            written += part.nbytes
+            whole_rows = row_major(tuple(part.shape), itemsize(info)) == place.strides
             if self._writeback is not None and whole_rows:
-                self._writeback.note(self._open(place.path)[0], place.begin(shared), size)
+                self._writeback.note(self._open(place.path)[0], place.begin(shared), part.nbytes)
         return written
 
-    def _move(self, info: TensorInfo, path: Path, tensor: torch.Tensor, begin: int, strides: Sequence[int]) -> None:
+    def _move(self, info: TensorInfo, path: Path, array: Array, begin: int, strides: Sequence[int]) -> None:
         fd, mappable = self._open(path)
         with self._named_errors(info, path):
-            for memory, offset, pitch in runs(tensor, begin, strides):
+            for memory, offset, pitch in runs(array, begin, strides):
                 raw_io.write_rows(fd, memory, offset, pitch, mappable=mappable)
 
     def write_pieces(self, name: str, pieces: Sequence[tuple[torch.Tensor, Sequence[int]]]) -> int:

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from modelexport.checkpoints.placement import Placement, row_major
-from modelexport.checkpoints.safetensors_file import INDEX_NAME, Layout, TensorInfo, dtype_bits, plan_layout
+from modelexport.checkpoints.placement import Placement, whole_place
+from modelexport.checkpoints.safetensors_file import INDEX_NAME, Checkpoint, Layout, TensorInfo, plan_layout
 from modelexport.contents import formats
-from modelexport.sharding.boxes import whole
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.rules import TensorRule
 from modelexport.sharding.shard_plan import ShardPlan, build_shard_plan
@@ -58,9 +57,7 @@ def plan_target(
     return TargetPlan(format_name, plan, layout, module.side_files(plan, config, layout))
 
 
-def places(layout: Layout, info: TensorInfo) -> tuple[Placement, ...]:
-    """Every place of a tensor in a layout, also where it is a single one."""
-    found = layout.placements.get(info.name)
-    if found is not None:
-        return found
-    return (Placement(whole(info.shape), info.path, info.offset, row_major(info.shape, dtype_bits(info.dtype) // 8)),)
+def places(held: Layout | Checkpoint, info: TensorInfo) -> tuple[Placement, ...]:
+    """Every place of a tensor in a layout or a checkpoint, also where it is a single one."""
+    found = held.placements.get(info.name)
+    return (whole_place(info),) if found is None else found

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from modelexport.checkpoints import raw_io
+from modelexport.checkpoints.placement import itemsize
+from modelexport.checkpoints.replicas import chunks
 from modelexport.checkpoints.safetensors_file import Checkpoint, Reader, TensorInfo
 from modelexport.errors import CheckpointError
 from modelexport.families import family_of
+from modelexport.sharding.boxes import extent
 
 _CHUNK_BYTES = 8 << 20
 
@@ -47,11 +50,11 @@ def check_tied(checkpoint: Checkpoint, head: TensorInfo, embedding: TensorInfo) 
 def _same_bytes(checkpoint: Checkpoint, a: TensorInfo, b: TensorInfo) -> bool:
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
-    rows = a.shape[0] if a.shape else 1
-    step = max(1, _CHUNK_BYTES * rows // max(1, a.nbytes))
     with Reader(checkpoint) as reader:
-        for start in range(0, rows, step):
-            span = (start, min(start + step, rows))
-            if not raw_io.same_bytes(reader.read(a, rows=span), reader.read(b, rows=span)):
+        for box in chunks(a, _CHUNK_BYTES):
+            left, right = (raw_io.empty(extent(box), itemsize(info)) for info in (a, b))
+            reader.read_box(a, box, left)
+            reader.read_box(b, box, right)
+            if not raw_io.same_bytes(left, right):
                 return False
     return True

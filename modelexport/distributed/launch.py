@@ -74,6 +74,7 @@ __all__ = [
     "phase_scope",
     "prestart",
     "report",
+    "run_alone",
     "set_distributed_backend",
 ]
 
@@ -164,15 +165,28 @@ def all_to_all(input: Tensor, group: ProcessGroup | None) -> Tensor:
     return exchange(input, group)
 
 
-def _run_here(func: Callable, cfg: MultiprocessConfig, args: tuple, kwargs: dict) -> None:
-    alone = cfg.for_rank(0, 0)
-    with local_status(cfg.on_event) as status:
+def run_alone(
+    func: Callable[P, None], on_event: Callable[[int, dict], None] | None, *args: P.args, **kwargs: P.kwargs
+) -> None:
+    """Runs ``func(*args, **kwargs)`` here, as the only rank of a launch would run, but without a process group.
+
+    Its phases and reports work as ever. torch is not imported.
+
+    Raises:
+        RankFailedError: as :func:`launch_subprocesses` would.
+    """
+    with local_status(on_event) as status:
         try:
-            init_and_run(func, alone, *args, **kwargs)
+            with phase_scope(f"running {function_name(func)}"):
+                func(*args, **kwargs)
         except (Exception, SystemExit) as error:
             text, _ = phase_of_error(error) or status.current()
             fields = {"rank": 0, "phase": text, **exception_message(error)}
             raise Failure(time=0.0, **fields).error() from error
+
+
+def _run_here(func: Callable, cfg: MultiprocessConfig, args: tuple, kwargs: dict) -> None:
+    run_alone(init_and_run, cfg.on_event, func, cfg.for_rank(0, 0), *args, **kwargs)
 
 
 def _run_ranks(call: Call, cfg: MultiprocessConfig, rank_offset: int) -> None:
