@@ -96,6 +96,17 @@ def test_several_processes_write_the_same(exchange: str, tmp_path: Path) -> None
     assert digests(resharded(start, tmp_path / "out", tp=4, ranks=3, exchange=exchange)) == alone
 
 
+def test_one_process_needs_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; from modelexport.resharder import reshard\n"
+        "reshard(checkpoint=sys.argv[1], out=sys.argv[2], tp=2, quiet=True)\n"
+        "print([name for name in ('torch', 'transformers', 'safetensors') if name in sys.modules])"
+    )
+    command = [sys.executable, "-c", code, str(make_llama(**LLAMA)), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
 def test_under_torchrun(tmp_path: Path) -> None:
     source = make_llama(**LLAMA)
     command = [
