@@ -118,6 +118,7 @@ class RankExport:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        gather.set_timeout(None)
         self.reader.close()
         self.way.close()
 

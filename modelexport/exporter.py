@@ -8,10 +8,9 @@ Importing this module is cheap; torch is imported once the rank processes are on
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,11 +24,12 @@ from modelexport.contents.rules import tensor_rules
 from modelexport.contents.targets import TargetPlan, plan_target
 from modelexport.distributed import launch
 from modelexport.distributed.launch import MultiprocessConfig
-from modelexport.errors import ModelExportError, RankFailedError, UsageError
+from modelexport.errors import ModelExportError, UsageError
 from modelexport.export_hosts import agree, external_config, is_spread, run_as_rank
 from modelexport.export_plan import ExportPlan, build_plan
 from modelexport.export_record import ExportResult
 from modelexport.export_target import Prepared, export_target, quantisation
+from modelexport.jobs import Heard, heard, own_ranks, single, take_part
 from modelexport.recipe import ExportRecipe
 from modelexport.sharding.plan import Parallelism
 from modelexport.startup import without_collector
@@ -97,18 +97,10 @@ def _launch(recipe: ExportRecipe) -> tuple[Prepared, dict[str, Any]]:
         job = _job(prepared, done)
         from modelexport.export_rank import run_rank
 
-        with _outcome(prepared, done) as (on_event, results):
-            config = MultiprocessConfig(
-                world_size=recipe.tp,
-                local_world_size=recipe.tp,
-                model_parallelism=recipe.tp,
-                backend="gloo",
-                timeout=recipe.timeout,
-                preload=PRELOAD,
-                on_event=on_event,
-            )
+        with _heard(prepared, done) as (on_event, results):
+            config = own_ranks(recipe.tp, recipe.timeout, PRELOAD, on_event)
             launch.launch_subprocesses(run_rank, config, None, 0, job)
-        return prepared, target.finish(_single(results))
+        return prepared, target.finish(single(results))
 
 
 def _take_part(recipe: ExportRecipe, config: MultiprocessConfig) -> tuple[Prepared, dict[str, Any]]:
@@ -125,22 +117,14 @@ def _take_part(recipe: ExportRecipe, config: MultiprocessConfig) -> tuple[Prepar
         prepared = prepare(recipe, source)
         agree(prepared.checkpoint, recipe)
         with export_target(prepared) as target:
-
-            def begin() -> dict[str, Any]:
-                with launch.phase_scope("opening the target"):
-                    return target.begin()
-
-            def finish() -> dict[str, Any]:
-                with launch.phase_scope("publishing the checkpoint"):
-                    return target.finish(_single(results))
-
-            done = ranks.compute_and_broadcast(begin)
-            with (
-                _outcome(prepared, done, shown=config.rank == 0) as (on_event, results),
-                launch.local_status(on_event, config.rank),
-            ):
-                run_rank(_job(prepared, done, spread=is_spread(config)))
-            return prepared, ranks.compute_and_broadcast(finish)
+            record = take_part(
+                config,
+                target,
+                work=lambda done: run_rank(_job(prepared, done, spread=is_spread(config))),
+                tell=lambda record, result: record,
+                hear=lambda done: _heard(prepared, done, shown=config.rank == 0),
+            )
+            return prepared, record
 
     return run_as_rank(config, export_as_rank)
 
@@ -209,55 +193,10 @@ def _job(prepared: Prepared, done: dict[str, Any], *, spread: bool = False) -> R
     )
 
 
-@contextmanager
-def _outcome(
-    prepared: Prepared, done: dict[str, Any], *, shown: bool = True
-) -> Iterator[tuple[Callable[[int, dict[str, Any]], None], list[dict[str, Any]]]]:
-    """What hears the ranks' events, and the list that it puts the first rank's result into; with a progress bar."""
+def _heard(prepared: Prepared, done: Mapping[str, Any], *, shown: bool = True) -> AbstractContextManager[Heard]:
     recipe = prepared.recipe
-    results: list[dict[str, Any]] = []
-    with _progress(prepared, done, quiet=recipe.quiet or recipe.json or not shown) as advance:
-
-        def on_event(rank: int, event: dict[str, Any]) -> None:
-            if event.get("kind") == "step":
-                advance(event)
-            elif event.get("kind") == "result":
-                results.append(event)
-
-        yield on_event, results
-
-
-def _single(results: list[dict[str, Any]]) -> dict[str, Any]:
-    if len(results) != 1:
-        raise RankFailedError(0, "reporting the result", f"{len(results)} results arrived instead of 1")
-    return results[0]
-
-
-@contextmanager
-def _progress(prepared: Prepared, done: dict[str, Any], *, quiet: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A bar in bytes written, with the layer in hand; silent where nobody watches."""
-    from tqdm import tqdm
-
-    steps = {step.id: step for step in prepared.plan.steps}
-    total = sum(step.output_bytes for step in steps.values())
-    resumed = sum(steps[name].output_bytes for name in done if name in steps)
-    if resumed and not quiet:
-        tqdm.write(f"resuming: {len(done)} of {len(steps)} steps are done already", file=sys.stderr)
-    with tqdm(
-        total=total,
-        initial=resumed,
-        unit="B",
-        unit_scale=True,
-        desc="export",
-        leave=False,
-        disable=True if quiet else None,
-    ) as bar:
-
-        def advance(event: dict[str, Any]) -> None:
-            bar.set_postfix_str(event["step"], refresh=False)
-            bar.update(event["bytes"])
-
-        yield advance
+    sizes = {step.id: step.output_bytes for step in prepared.plan.steps}
+    return heard("export", sizes, done, quiet=recipe.quiet or recipe.json or not shown)
 
 
 __all__ = ["ModelExportError", "Prepared", "export", "prepare"]

@@ -47,6 +47,10 @@ class RankResharding(Resharding):
         if not job.spread:
             gather.connect(self.everyone)
 
+    def __exit__(self, *exception: object) -> None:
+        gather.set_timeout(None)
+        super().__exit__(*exception)
+
     def written_here(self) -> Layout:
         """With an exchange, the files that this process writes: they are dealt out."""
         if self.job.exchange == "direct":

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,11 @@ from modelexport.contents.targets import TargetPlan, plan_target
 from modelexport.contents.ties import check_ties
 from modelexport.distributed import launch
 from modelexport.distributed.launch import MultiprocessConfig
-from modelexport.errors import RankFailedError, UsageError
+from modelexport.errors import UsageError
 from modelexport.export_hosts import agree, is_spread, reshard_config, run_as_rank
 from modelexport.export_target import files_digest, source_config
 from modelexport.inspection.inspect import read_record
+from modelexport.jobs import Heard, heard, own_ranks, single, take_part
 from modelexport.reshard_moves import ReshardJob, run_alone
 from modelexport.reshard_plan import Step, deal, plan_steps
 from modelexport.reshard_recipe import ReshardRecipe
@@ -155,31 +155,21 @@ def _launch(recipe: ReshardRecipe) -> tuple[Prepared, int, dict[str, Any]]:
     with _target(prepared) as target:
         done = target.begin()
         job = _job(prepared, done, spread=False)
-        with _outcome(prepared, done) as (on_event, results):
+        with _heard(prepared, done) as (on_event, results):
             if world == 1 and job.exchange == "direct":  # bytes that only move: done before torch would be imported
                 launch.run_alone(run_alone, on_event, job)
-                target.finish(_single(results))
-                return prepared, world, results[0]
-            with without_collector():
-                from modelexport.reshard_rank import run_rank
+            else:
+                with without_collector():
+                    from modelexport.reshard_rank import run_rank
 
-            config = MultiprocessConfig(
-                world_size=world,
-                local_world_size=world,
-                model_parallelism=world,
-                backend="gloo",
-                timeout=recipe.timeout,
-                preload=PRELOAD,
-                on_event=on_event,
-            )
-            launch.launch_subprocesses(run_rank, config, None, 0, job)
-        target.finish(_single(results))
+                config = own_ranks(world, recipe.timeout, PRELOAD, on_event)
+                launch.launch_subprocesses(run_rank, config, None, 0, job)
+        target.finish(single(results))
         return prepared, world, results[0]
 
 
 def _take_part(recipe: ReshardRecipe, config: MultiprocessConfig) -> tuple[Prepared, int, dict[str, Any]]:
     """Reshard as one of the processes that another launcher started."""
-    from modelexport.distributed import ranks
 
     def reshard_as_rank() -> tuple[Prepared, int, dict[str, Any]]:
         from modelexport.reshard_rank import run_rank
@@ -188,23 +178,14 @@ def _take_part(recipe: ReshardRecipe, config: MultiprocessConfig) -> tuple[Prepa
         prepared = prepare(recipe)
         agree(prepared.checkpoint, recipe)
         with _target(prepared) as target:
-
-            def begin() -> dict[str, Any]:
-                with launch.phase_scope("opening the target"):
-                    return target.begin()
-
-            def finish() -> dict[str, Any]:
-                with launch.phase_scope("publishing the checkpoint"):
-                    target.finish(_single(results))
-                    return results[0]
-
-            done = ranks.compute_and_broadcast(begin)
-            with (
-                _outcome(prepared, done, shown=config.rank == 0) as (on_event, results),
-                launch.local_status(on_event, config.rank),
-            ):
-                run_rank(_job(prepared, done, spread=is_spread(config)))
-            return prepared, config.world_size, ranks.compute_and_broadcast(finish)
+            result = take_part(
+                config,
+                target,
+                work=lambda done: run_rank(_job(prepared, done, spread=is_spread(config))),
+                tell=lambda record, result: result,
+                hear=lambda done: _heard(prepared, done, shown=config.rank == 0),
+            )
+            return prepared, config.world_size, result
 
     return run_as_rank(config, reshard_as_rank)
 
@@ -251,38 +232,10 @@ def _job(prepared: Prepared, done: dict[str, Any], *, spread: bool) -> ReshardJo
     )
 
 
-@contextmanager
-def _outcome(
-    prepared: Prepared, done: dict[str, Any], *, shown: bool = True
-) -> Iterator[tuple[Callable[[int, dict[str, Any]], None], list[dict[str, Any]]]]:
-    """What hears the processes' events, and the list that it puts the result into; with a progress bar."""
-    from tqdm import tqdm
-
-    recipe, results = prepared.recipe, list[dict[str, Any]]()
-    quiet = recipe.quiet or recipe.json or not shown
-    resumed = sum(step.nbytes for step in prepared.steps if step.id in done)
-    if resumed and not quiet:
-        tqdm.write(f"resuming: {len(done)} of {len(prepared.steps)} steps are done already", file=sys.stderr)
-    total = sum(step.nbytes for step in prepared.steps)
-    disable = True if quiet else None
-    with tqdm(
-        total=total, initial=resumed, unit="B", unit_scale=True, desc="reshard", leave=False, disable=disable
-    ) as bar:
-
-        def on_event(rank: int, event: dict[str, Any]) -> None:
-            if event.get("kind") == "step":
-                bar.set_postfix_str(event["step"], refresh=False)
-                bar.update(event["bytes"])
-            elif event.get("kind") == "result":
-                results.append(event)
-
-        yield on_event, results
-
-
-def _single(results: list[dict[str, Any]]) -> dict[str, Any]:
-    if len(results) != 1:
-        raise RankFailedError(0, "reporting the result", f"{len(results)} results arrived instead of 1")
-    return results[0]
+def _heard(prepared: Prepared, done: Mapping[str, Any], *, shown: bool = True) -> AbstractContextManager[Heard]:
+    recipe = prepared.recipe
+    sizes = {step.id: step.nbytes for step in prepared.steps}
+    return heard("reshard", sizes, done, quiet=recipe.quiet or recipe.json or not shown)
 
 
 def _reads(steps: Iterable[Step], world: int) -> list[int]:

@@ -9,17 +9,19 @@ import contextlib
 import importlib
 import os
 import signal
-import threading
 
 from modelexport.distributed.starting import PRELOAD_VARIABLE
 from modelexport.startup import exempt_everything, without_collector
 
-if threading.current_thread() is threading.main_thread():
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as the fork server itself does, but only once this is imported
-
-with without_collector():
-    for name in os.environ.pop(PRELOAD_VARIABLE, "").split(","):
-        if name:
-            with contextlib.suppress(ImportError):  # the rank that needs it will say so, with its name
-                importlib.import_module(name)
+# Ctrl-C is the launcher's: the fork server itself ignores it, but only once this is imported. Its children get back
+# what was there before.
+former = signal.signal(signal.SIGINT, signal.SIG_IGN)
+try:
+    with without_collector():
+        for name in os.environ.pop(PRELOAD_VARIABLE, "").split(","):
+            if name:
+                with contextlib.suppress(ImportError):  # the rank that needs it will say so, with its name
+                    importlib.import_module(name)
+finally:
+    signal.signal(signal.SIGINT, former)
 exempt_everything()
