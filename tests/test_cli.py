@@ -216,6 +216,10 @@ def test_equals_signs(asked: list[ExportRecipe]) -> None:
         (["--tp", "2", "ckpt"], "unexpected argument 'ckpt'"),
         (["-q"], "unexpected argument '-q'"),
         (["--quant", "int44", "--dry-run"], "'int44'"),
+        (
+            ["--format", "mega-tron", "--dry-run"],
+            "--format mega-tron: unknown; did you mean 'megatron'? known: dcp, hf, ",
+        ),
         (["--quant", "fp8", "--group-size", "64", "--dry-run"], "fp8 has no groups"),
         (["--quant", "int4", "--group-size", "50", "--dry-run"], "32, 64, 128"),
         (["--gather", "smh"], "--gather smh: unknown; did you mean 'shm'?"),
