@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,34 @@ def all_gone(processes: list[psutil.Process], seconds: float = 10.0) -> list[psu
     return alive
 
 
+def cut_off(
+    process: subprocess.Popen[bytes],
+    out: Path,
+    dice: random.Random,
+    rerun: Callable[[], subprocess.Popen[bytes]],
+    reference: dict[str, str],
+) -> int:
+    """Kill a job's group or one of its ranks, run it again if ``out`` is not there, compare; its first exit status."""
+    members = family(process)
+    try:
+        ranks = [p for p in members if p.ppid() in {q.pid for q in members[1:]}]
+        if dice.random() < 0.5 or not ranks:
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            dice.choice(ranks).kill()
+    except (ProcessLookupError, psutil.NoSuchProcess):
+        pass  # it had just finished
+    status = process.wait(30)
+    assert all_gone(members) == [], f"{out.name}: processes are left"
+    if not out.exists():
+        assert status != 0
+        assert rerun().wait(120) == 0, f"{out.name}: the rerun failed"
+    assert digests(out) == reference, out.name
+    leftover = [path.name for path in out.parent.iterdir() if path.name.startswith(f".{out.name}.")]
+    assert leftover in ([], [f".{out.name}.modelexport"]) if status else leftover == []
+    return status
+
+
 def storm(tmp_path: Path, kills: int, seed: int) -> None:
     """Kill a random rank or the whole group at random moments, publishing included, until ``kills`` were cut off."""
     source = make_llama(**SIZE)
@@ -80,25 +110,8 @@ def storm(tmp_path: Path, kills: int, seed: int) -> None:
         out = tmp_path / f"out-{number}"
         process = start(source, out, dice.choice(["shm", "direct"]))
         time.sleep(dice.uniform(0.05, 1.0) * duration)
-        members = family(process)
-        try:
-            ranks = [p for p in members if p.ppid() in {q.pid for q in members[1:]}]
-            if dice.random() < 0.5 or not ranks:
-                os.killpg(process.pid, signal.SIGKILL)
-            else:
-                dice.choice(ranks).kill()
-        except (ProcessLookupError, psutil.NoSuchProcess):
-            pass  # it had just finished
-        status = process.wait(30)
-        interrupted += status != 0
-        assert all_gone(members) == [], f"kill {number}: processes are left"
-        if not out.exists():
-            assert status != 0
-            rerun = start(source, out, "shm" if number % 2 else "direct")
-            assert rerun.wait(120) == 0, f"kill {number}: the rerun failed"
-        assert digests(out) == reference, f"kill {number}"
-        leftover = [path.name for path in tmp_path.iterdir() if path.name.startswith(f".out-{number}.")]
-        assert leftover in ([], [f".out-{number}.modelexport"]) if status else leftover == []
+        again = "shm" if number % 2 else "direct"
+        interrupted += cut_off(process, out, dice, partial(start, source, out, again), reference) != 0
         assert sorted(os.listdir("/dev/shm")) == shm_before
     print(f"{number + 1} kills, {interrupted} exports cut off, all hashes equal")
 

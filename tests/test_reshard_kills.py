@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests._models import make_llama
 from tests.test_export import digests
-from tests.test_kill_storm import SIZE, all_gone, family
+from tests.test_kill_storm import SIZE, cut_off
 
-psutil = pytest.importorskip("psutil")
+pytest.importorskip("psutil")
 WAYS = ((1, "direct"), (3, "direct"), (3, "auto"))
 
 
@@ -58,25 +58,8 @@ def storm(tmp_path: Path, kills: int, seed: int) -> None:
         while not staging.exists() and process.poll() is None:
             time.sleep(0.005)
         time.sleep(dice.uniform(0.0, 0.6) * durations[way])
-        members = family(process)
-        try:
-            ranks = [p for p in members if p.ppid() in {q.pid for q in members[1:]}]
-            if dice.random() < 0.5 or not ranks:
-                os.killpg(process.pid, signal.SIGKILL)
-            else:
-                dice.choice(ranks).kill()
-        except (ProcessLookupError, psutil.NoSuchProcess):
-            pass  # it had just finished
-        status = process.wait(30)
-        interrupted += status != 0
-        assert all_gone(members) == [], f"kill {number}: processes are left"
-        if not out.exists():
-            assert status != 0
-            rerun = start(source, out, WAYS[dice.randrange(len(WAYS))])
-            assert rerun.wait(120) == 0, f"kill {number}: the rerun failed"
-        assert digests(out) == reference, f"kill {number}"
-        leftover = [path.name for path in tmp_path.iterdir() if path.name.startswith(f".out-{number}.")]
-        assert leftover in ([], [staging.name]) if status else leftover == []
+        again = WAYS[dice.randrange(len(WAYS))]
+        interrupted += cut_off(process, out, dice, partial(start, source, out, again), reference) != 0
         assert sorted(os.listdir("/dev/shm")) == shared_before
     print(f"{number + 1} kills, {interrupted} reshardings cut off, all hashes equal")
 
