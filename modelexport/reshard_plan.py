@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from modelexport.checkpoints.replicas import chunks
 from modelexport.checkpoints.safetensors_file import TensorInfo
-from modelexport.sharding.boxes import Box, whole
+from modelexport.sharding.boxes import Box, volume, whole
 from modelexport.sharding.rules import TensorRule
 
 UNIT_BYTES = 4 << 20  # so much stays in the cache between reading and writing
@@ -20,11 +21,6 @@ class Unit:
     info: TensorInfo
     box: Box
     nbytes: int
-
-    @property
-    def rows(self) -> tuple[int, int] | None:
-        """The rows, or None for a scalar."""
-        return self.box[0] if self.box else None
 
 
 @dataclass
@@ -58,13 +54,8 @@ def plan_steps(rules: Iterable[TensorRule], infos: dict[str, TensorInfo]) -> lis
 
 def units_of(info: TensorInfo) -> list[Unit]:
     """A tensor in units of whole rows, of ``UNIT_BYTES`` where its rows are not longer than that."""
-    if not info.shape or info.nbytes <= UNIT_BYTES:
-        return [Unit(info, whole(info.shape), info.nbytes)]
-    row = info.nbytes // info.shape[0]
-    count = max(1, UNIT_BYTES // max(1, row))
-    rest = whole(info.shape)[1:]
-    spans = [(start, min(start + count, info.shape[0])) for start in range(0, info.shape[0], count)]
-    return [Unit(info, (span, *rest), row * (span[1] - span[0])) for span in spans]
+    elements = max(1, volume(whole(info.shape)))
+    return [Unit(info, box, info.nbytes * volume(box) // elements) for box in chunks(info, UNIT_BYTES)]
 
 
 def deal(sizes: Sequence[int], world: int) -> list[int]:
