@@ -339,10 +339,10 @@ SCHEMES: dict[str, dict[str, Any]] = {  # as compressed-tensors' presets of thes
 def quantised_headers(scheme: str, shape: LlamaShape | None = None, **changes: Any) -> Checkpoint:
     """The headers of a checkpoint whose linears are quantised with one of :data:`SCHEMES`, head and routers not.
 
-    The tensors are those that :func:`~modelexport.contents.schemes.promised` names; the tests of ``inspect`` compare
+    The tensors are those that :func:`~modelexport.quantization.methods.promised` names; the tests of ``inspect`` compare
     that with what compressed-tensors itself writes.
     """
-    from modelexport.contents.schemes import promised, read_quantization_config
+    from modelexport.quantization.methods import promised, read_quantization_config
 
     plain = headers_only(shape, **changes)
     quantization = {

@@ -10,15 +10,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from modelexport.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from modelexport.quantization.formats.base import NumberFormat
 
 RECORD = "modelexport.json"
 _WEIGHTS = (
@@ -47,27 +44,21 @@ class SideFiles:
     left_out: dict[str, str] = field(default_factory=dict)
 
 
-def quantization_config(number_format: NumberFormat, ignore: Sequence[str]) -> dict[str, Any] | None:
-    """config.json's ``quantization_config`` for one format on all linears but ``ignore``; None for ``none``."""
-    group = number_format.config_group()
-    if group is None:
-        return None
-    return {
-        "quant_method": "compressed-tensors",
-        "format": number_format.checkpoint_format,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": list(ignore),
-        "kv_cache_scheme": None,
-    }
+def config_bytes(content: bytes, quantization: dict[str, Any] | None, *, replace: bool = True) -> bytes:
+    """A config.json: the given bytes as they are, or their content with another ``quantization_config``.
 
-
-def config_bytes(content: bytes, quantization: dict[str, Any] | None) -> bytes:
-    """A config.json: the given bytes as they are, or their content with ``quantization_config`` added."""
-    if quantization is None:
-        return content
+    Args:
+        quantization: None: there is none.
+        replace: whether what ``content`` says of quantisation is dropped; it is, where ``quantization`` is given.
+    """
     config = json.loads(content)
-    config["quantization_config"] = quantization
+    stale = [key for key in ("quantization_config", "compression_config") if config.get(key) is not None]
+    if quantization is None and not (replace and stale):
+        return content
+    for key in stale:
+        del config[key]
+    if quantization is not None:
+        config["quantization_config"] = quantization
     return (json.dumps(config, indent=2) + "\n").encode()
 
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol, cast
 from modelexport import checkpoints
 from modelexport.checkpoints.safetensors_file import Checkpoint, Layout
 from modelexport.errors import UsageError, nearest
+from modelexport.quantization.methods import Method, methods, of_format, of_method
 from modelexport.sharding.rules import TensorRule
 from modelexport.sharding.shard_plan import ShardPlan
 
@@ -30,7 +31,10 @@ class CheckpointFormat(Protocol):
     """Files that belong to the format and not to the model: they do not come along into another format."""
 
     def lay_out(self, plan: ShardPlan, config: dict[str, Any], *, max_shard_bytes: int) -> Layout:
-        """Which files there will be, and where everything goes."""
+        """Which files there will be, and where everything goes.
+
+        A module with ``READS_SOURCE`` true also takes ``source``, the directory of the model's tokenizer.
+        """
 
     def side_files(self, plan: ShardPlan, config: dict[str, Any], layout: Layout) -> Mapping[str, bytes]:
         """The files beside the weights that belong to the format: name -> content."""
@@ -54,16 +58,27 @@ def formats() -> dict[str, CheckpointFormat]:
 
 
 def names() -> list[str]:
-    """The names that ``--format`` takes."""
-    return list(formats())
+    """The names that ``--format`` takes: containers, and quantisation methods in Hugging Face's."""
+    own = {method.FORMAT for method in methods().values() if method.FORMAT is not None}
+    return sorted({*formats(), *own})
 
 
 def get(name: str) -> CheckpointFormat:
-    """The format of that name.
+    """The container of that name's files.
 
     Raises:
         UsageError: there is none; the message has the nearest.
     """
-    if name not in formats():
-        raise UsageError(f"--format {name}: unknown{nearest(name, formats())}")
-    return formats()[name]
+    if name not in names():
+        raise UsageError(f"--format {name}: unknown{nearest(name, names())}")
+    return formats()[name if name in formats() else "hf"]
+
+
+def method_of(name: str) -> Method:
+    """The quantisation method that a ``--format`` spells quantised linears by.
+
+    Raises:
+        UsageError: there is no such format; the message has the nearest.
+    """
+    own = getattr(get(name), "QUANT_METHOD", None)
+    return of_format(name) or of_method(own or "compressed-tensors")

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from modelexport.checkpoints.safetensors_file import Checkpoint, TensorInfo
-from modelexport.contents.schemes import QuantizationConfig, Scheme
-from modelexport.errors import ModelExportError
+from modelexport.errors import CheckpointError, ModelExportError
 from modelexport.families import Dimensions, Family, family_of, read_dimensions
+from modelexport.quantization.methods import QuantizationConfig, Scheme, promised
 
 PLAIN = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64", "F8_E4M3": "fp8", "F8_E5M2": "fp8-e5m2"}
-_SCALES = ("weight_scale", "weight_scale_inv", "scales", "absmax")
+_SCALES = ("weight_scale", "weight_scale_inv", "scales", "absmax", "weights_scaling_factor", "per_channel_scale")
 _BITSANDBYTES = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", "quant_state")
 
 
@@ -111,6 +111,8 @@ def read_modules(
         stack, index, path = layer_path(name)
         scheme = quantization.scheme_of(name) if quantization is not None else None
         stored = recognise(tensors, scheme, quantization.method if quantization is not None else "")
+        if scheme is not None:
+            stored = _as_announced(stored, scheme)
         kind = architecture.kinds.get(path) or _guess_kind(name, stored)
         modules.append(StoredModule(name, stack, index, path, kind, stored, tensors))
     return modules
@@ -138,6 +140,8 @@ def recognise(tensors: Mapping[str, TensorInfo], scheme: Scheme | None, method: 
     info = tensors.get("weight")
     if info is None:
         return Stored("-")
+    if method == "gguf" and info.dtype == "U8" and len(info.shape) == 3:  # blocks of 32 with their scale
+        return Stored("gguf", (info.shape[0], info.shape[1] * 32), "", (1, 32), True)
     plain = PLAIN.get(info.dtype, info.dtype.lower())
     scale = next((name for name in _SCALES if name in tensors), "")
     if not scale:
@@ -154,6 +158,20 @@ def recognise(tensors: Mapping[str, TensorInfo], scheme: Scheme | None, method: 
     elif info.dtype == "I8" and unit[1] > 1:
         name += "-wo"
     return Stored(name, shape, scale, unit, True)
+
+
+def _as_announced(stored: Stored, scheme: Scheme) -> Stored:
+    """The same with the name and the units of the scheme that config.json says, if its method is known."""
+    if stored.shape is None or len(stored.shape) != 2 or scheme.number_format is None:
+        return stored
+    try:
+        promises = promised(scheme, (stored.shape[0], stored.shape[1]))
+    except CheckpointError:  # a scheme that is not known, or does not go with this shape: told by its tensors alone
+        return stored
+    units = [1, 1]
+    for dim, unit in (axis for promise in promises.values() for axis in promise.axes if axis is not None):
+        units[dim] = math.lcm(units[dim], unit)
+    return replace(stored, number_format=scheme.number_format, unit=(units[0], units[1]))
 
 
 def _packed(tensors: Mapping[str, TensorInfo], scheme: Scheme | None) -> Stored:

@@ -11,6 +11,7 @@ from modelexport.checkpoints.safetensors_file import Checkpoint, open_checkpoint
 from modelexport.contents.formats import formats
 from modelexport.contents.rules import expected_rules
 from modelexport.errors import CheckpointError
+from modelexport.quantization.methods import QUANTIZATION_KEYS, methods
 
 
 def open_model(directory: str | os.PathLike[str], config: str | os.PathLike[str] | None = None) -> Checkpoint:
@@ -35,7 +36,19 @@ def open_model(directory: str | os.PathLike[str], config: str | os.PathLike[str]
         if module is not None:
             return module.open(directory, given, expected_rules)
     found = open_checkpoint(directory)
-    return found if given is None else replace(found, config=given)
+    return _with_side_config(found) if given is None else replace(found, config=given)
+
+
+def _with_side_config(found: Checkpoint) -> Checkpoint:
+    """What a file beside config.json says of quantisation, where config.json says nothing of it."""
+    if found.config is None or any(found.config.get(key) for key in QUANTIZATION_KEYS):
+        return found
+    for method in methods().values():
+        for name in method.SIDE_FILES:
+            if (found.directory / name).is_file():
+                said = {**read_json(found.directory / name), "quant_method": method.METHOD}
+                return replace(found, config={**found.config, "quantization_config": said})
+    return found
 
 
 def config_path(config: str | os.PathLike[str]) -> Path:

@@ -13,9 +13,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from modelexport.checkpoints.safetensors_file import Checkpoint, TensorInfo
-from modelexport.contents.schemes import FLOATS, Promise, QuantizationConfig, Scheme, promised, read_quantization_config
 from modelexport.errors import CheckpointError, PlanError, nearest
 from modelexport.families import Dimensions, Family, Module, family_of, read_dimensions
+from modelexport.quantization.methods import (
+    FLOATS,
+    Promise,
+    QuantizationConfig,
+    Scheme,
+    methods,
+    extras,
+    promised,
+    read_quantization_config,
+)
 from modelexport.sharding.rules import Part, Spread, TensorRule
 
 Stages = tuple[Literal["first", "last"], ...]
@@ -59,8 +68,8 @@ def layers_of(rules: Sequence[TensorRule]) -> int:
 def tensor_rules(checkpoint: Checkpoint) -> list[TensorRule]:
     """How every tensor of a checkpoint may be cut, from its headers and its config.json.
 
-    Any number format of compressed-tensors, or none. Tensors that are no part of the model have no rule
-    (:func:`left_out` names them).
+    Any number format of the quantisation methods that are known, or none. Tensors that are no part of the model have
+    no rule (:func:`left_out` names them).
 
     Returns:
         In the model's order: before the layers, layer by layer, behind them.
@@ -132,10 +141,10 @@ class _Model:
     def read(cls, config: Mapping[str, Any], where: str) -> _Model:
         family = family_of(dict(config))
         quantization = read_quantization_config(config)
-        if quantization is not None and not quantization.is_compressed_tensors:
+        if quantization is not None and quantization.method not in methods():
             raise PlanError(
                 f"{where}: the model is quantised (quant_method '{quantization.method}'), and how such tensors may be "
-                "cut is known for compressed-tensors only; give a checkpoint of that, or an unquantised one"
+                f"cut is known for {', '.join(methods())} only; give a checkpoint of these, or an unquantised one"
             )
         return cls(config, family, read_dimensions(config, family), quantization)
 
@@ -220,7 +229,9 @@ class _Builder:
         shape, scheme = self.model.dims.weight_shape(place.module), self.model.scheme(place)
         if scheme is not None:
             try:
-                return promised(scheme, (shape[0], shape[1]))
+                extra = extras(scheme, (shape[0], shape[1]))
+                present = {s: promise for s, promise in extra.items() if f"{place.name}.{s}" in self.infos}
+                return {**promised(scheme, (shape[0], shape[1])), **present}
             except CheckpointError as error:
                 self.problems.append(str(error))
         plain = Promise((*FLOATS, "F64"), (shape,), tuple((d, 1) for d in range(len(shape))))
@@ -320,10 +331,13 @@ def _per(part: Part, unit: int) -> Part:
 def _with_kv_scales(rules: Sequence[TensorRule], builder: _Builder) -> list[TensorRule]:
     """Add the scales of the KV cache, one number each, at the end of their layers."""
     prefix = builder.model.family.layer_prefix
+    quantization = builder.model.quantization
+    assert quantization is not None
+    own = methods()[quantization.method].KV_SCALES.values()
     added: dict[int, list[TensorRule]] = {}
     for i in range(builder.model.dims.layers):
-        module = f"{prefix.format(i=i)}.self_attn"
-        for suffix in KV_SCALES:
+        for where in dict.fromkeys((*KV_SCALES, *own)):
+            module, _, suffix = f"{prefix.format(i=i)}.self_attn.{where}".rpartition(".")
             info = builder.infos.get(f"{module}.{suffix}")
             if info is not None and math.prod(info.shape) == 1:
                 del builder.infos[info.name]
@@ -333,7 +347,7 @@ def _with_kv_scales(rules: Sequence[TensorRule], builder: _Builder) -> list[Tens
                         dtype=info.dtype,
                         shape=info.shape,
                         module=module,
-                        path="self_attn",
+                        path=module.removeprefix(f"{prefix.format(i=i)}."),
                         parameter=suffix,
                         role=f"attention.{suffix[0]}",
                         layer=i,

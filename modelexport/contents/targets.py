@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from modelexport.checkpoints.placement import Placement, whole_place
@@ -38,8 +39,12 @@ def plan_target(
     parallelism: Parallelism,
     *,
     max_shard_bytes: int,
+    source: Path | None = None,
 ) -> TargetPlan:
     """Plan a checkpoint.
+
+    Args:
+        source: the directory of the model's tokenizer, for formats that have it in their weights' file.
 
     Raises:
         UsageError: no such format.
@@ -48,12 +53,13 @@ def plan_target(
     module = formats.get(format_name)
     layers = 1 + max((rule.layer for rule in rules if rule.layer is not None), default=-1)
     plan = build_shard_plan(rules, parallelism, layers=layers)
-    if format_name == "hf" and parallelism.size == 1:
+    if module.NAME == "hf" and parallelism.size == 1:
         specs = [(rule.name, rule.dtype, rule.shape) for rule in rules]
         layout = plan_layout(specs, max_shard_bytes=max_shard_bytes)
         index = {INDEX_NAME: layout.index_json().encode()} if len(layout.files) > 1 else {}
         return TargetPlan(format_name, plan, layout, index)
-    layout = module.lay_out(plan, config, max_shard_bytes=max_shard_bytes)
+    own: dict[str, Any] = {"source": source} if getattr(module, "READS_SOURCE", False) else {}
+    layout = module.lay_out(plan, config, max_shard_bytes=max_shard_bytes, **own)
     return TargetPlan(format_name, plan, layout, module.side_files(plan, config, layout))
 
 

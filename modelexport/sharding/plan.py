@@ -95,6 +95,12 @@ def even_cut(size: int, unit: int, parts: int) -> tuple[Range, ...]:
     return tuple(ranges)
 
 
+def block_cut(size: int, block: int, parts: int) -> tuple[Range, ...]:
+    """Cut ``size`` into ranges that begin on multiples of ``block``; the last block may be short."""
+    whole = even_cut(-(-size // block) * block, block, parts)
+    return tuple((min(start, size), min(stop, size)) for start, stop in whole)
+
+
 def group_query_cut(heads: int, kv_heads: int, head_dim: int, parts: int, *, unit: int = 1) -> tuple[Range, ...]:
     """The key/value features that each rank's query heads attend to, with queries cut evenly in ``unit`` heads.
 

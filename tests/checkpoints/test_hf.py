@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from modelexport.checkpoints.hf import config_bytes, copy_side_files, quantization_config
+from modelexport.checkpoints.hf import config_bytes, copy_side_files
 from modelexport.errors import CheckpointError
-from modelexport.quantization import formats
 
 
 def fill(directory: Path, *names: str) -> Path:
@@ -35,37 +34,6 @@ def target(tmp_path: Path) -> Path:
 
 
 # --------------------------------------------------------------- config.json
-
-
-@pytest.mark.parametrize("quant", ["int8", "fp8", "int4"])
-def test_quantization_config_has_what_engines_insist_on(quant: str) -> None:
-    number_format = formats.get(quant)
-    config = quantization_config(number_format, ignore=["lm_head"])
-    assert config is not None
-    assert config["quant_method"] == "compressed-tensors"
-    assert config["quantization_status"] == "compressed", "transformers loads random weights without it"
-    assert config["ignore"] == ["lm_head"], "transformers gives NaN without it"
-    group = config["config_groups"]["group_0"]
-    assert group["targets"] == ["Linear"]
-    assert config["format"] == group["format"] == number_format.checkpoint_format
-    assert json.loads(json.dumps(config)) == config
-
-
-@pytest.mark.parametrize("quant", ["int8", "fp8", "int4"])
-def test_quantization_config_is_understood_by_compressed_tensors(quant: str) -> None:
-    quantization = pytest.importorskip("compressed_tensors.quantization")
-    config = quantization_config(formats.get(quant), ignore=["lm_head"])
-    parsed = quantization.QuantizationConfig.model_validate(config).model_dump(mode="json")
-    group = parsed["config_groups"]["group_0"]
-    expected = {"int8": (8, "int", "channel"), "fp8": (8, "float", "channel"), "int4": (4, "int", "group")}[quant]
-    assert tuple(group["weights"][key] for key in ("num_bits", "type", "strategy")) == expected
-    assert group["weights"]["symmetric"] is True
-    activations = group["input_activations"]
-    assert activations is None if quant == "int4" else activations["dynamic"] is True
-
-
-def test_none_has_no_quantization_config() -> None:
-    assert quantization_config(formats.get("none"), ignore=[]) is None
 
 
 def test_config_without_quantisation_keeps_its_bytes() -> None:

@@ -351,8 +351,8 @@ def test_what_cannot_be_read() -> None:
         tensor_rules(replace(plain, config=None))
     with pytest.raises(PlanError, match="unknown architecture 'lama'; did you mean 'llama'"):
         tensor_rules(without(plain, model_type="lama"))
-    with pytest.raises(PlanError, match=r"quant_method 'gptq'.*compressed-tensors only"):
-        tensor_rules(without(plain, quantization_config={"quant_method": "gptq"}))
+    with pytest.raises(PlanError, match=r"quant_method 'eetq'.*compressed-tensors, .* only"):
+        tensor_rules(without(plain, quantization_config={"quant_method": "eetq"}))
     with pytest.raises(CheckpointError, match=r"F8_E4M3 .* makes it BF16 or F16 or F32"):
         tensor_rules(with_tensor(plain, "model.layers.0.mlp.up_proj.weight", "F8_E4M3", (384, 128)))
     with pytest.raises(CheckpointError, match="1000000000000 layers, but there are only 21 tensors"):

@@ -35,7 +35,16 @@ def planned(name: str, *grid: int, scheme: str | None = None, limit: int = 1 << 
 
 
 def test_the_formats() -> None:
-    assert formats.names() == ["dcp", "hf", "megatron", "trtllm", "vllm-sharded"]
+    containers = ["dcp", "gguf", "hf", "megatron", "trtllm", "vllm-sharded"]
+    assert list(formats.formats()) == containers
+    assert formats.names() == sorted([*containers, "awq", "fp8-block", "gptq", "modelopt"])
+    assert [formats.get(name).NAME for name in ("awq", "modelopt", "dcp")] == ["hf", "hf", "dcp"]
+    assert [formats.method_of(name).METHOD for name in ("hf", "dcp", "awq", "fp8-block")] == [
+        "compressed-tensors",
+        "compressed-tensors",
+        "awq",
+        "fp8",
+    ]
     for name, module in formats.formats().items():
         assert formats.get(module.NAME) is module
         assert name == module.NAME
@@ -50,7 +59,7 @@ def test_the_formats() -> None:
         ("trtlm", "--format trtlm: unknown; did you mean 'trtllm'"),
         ("HF", "--format HF: unknown"),
         ("", "--format : unknown"),
-        ("zzz", "there are|dcp, hf, megatron, trtllm, vllm-sharded"),
+        ("zzz", "known: awq, dcp, fp8-block, gguf, gptq, hf, megatron, modelopt, trtllm, vllm-sharded"),
         ("../hf", "unknown"),
     ],
 )
@@ -75,11 +84,15 @@ def test_no_format_claims_a_plain_directory(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ targets
 
 
-@pytest.mark.parametrize("name", formats.names())
+@pytest.mark.parametrize("name", formats.formats())
 @pytest.mark.parametrize("grid", [(1, 1, 1), (2, 1, 1), (8, 1, 2), (4, 3, 4)])
 def test_every_element_has_a_place_and_no_byte_two(name: str, grid: tuple[int, int, int]) -> None:
     if name == "vllm-sharded" and (grid[1] > 1 or grid[2] not in (1, grid[0])):
         with pytest.raises(PlanError, match="vllm-sharded"):
+            planned(name, *grid, model_type="mixtral")
+        return
+    if name == "gguf" and grid != (1, 1, 1):
+        with pytest.raises(PlanError, match="gguf"):
             planned(name, *grid, model_type="mixtral")
         return
     target = planned(name, *grid, model_type="mixtral", vocab=256)

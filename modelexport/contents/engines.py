@@ -1,0 +1,282 @@
+"""What engines are known to refuse of what we can write: a table, looked at before the work starts.
+
+Each row was read in the engine's own code or seen by running it, in the versions named here; its comment says where.
+What is not in the table is not known to fail, which is less than known to load. Importing this does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+__all__ = ["REFUSALS", "Linear", "Refusal", "warnings"]
+
+VLLM = "vLLM 0.32"
+TRANSFORMERS = "transformers 5.23 (compressed-tensors 0.20)"
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One linear that will be written, or one for all layers that are alike.
+
+    Attributes:
+        name: to be named by.
+        number_format: as ``--quant`` spells it.
+        shape: ``[out_features, in_features]``.
+        group_size: of its number format: -1 is a whole row, None is no groups.
+        role: as its family has it, e.g. ``"attention.q"``.
+        partition: how engines cut it over tensor-parallel ranks: ``column``, ``row`` or ``replicated``.
+        is_expert: whether a layer has one for each expert.
+    """
+
+    name: str
+    number_format: str
+    shape: tuple[int, int]
+    group_size: int | None = None
+    role: str = ""
+    partition: str = "replicated"
+    is_expert: bool = False
+
+    def share(self, tp: int) -> tuple[int, int]:
+        """Its shape on one of ``tp`` ranks, as engines cut it; the whole where that is not even."""
+        rows, cols = self.shape
+        if self.partition == "column" and rows % tp == 0:
+            return rows // tp, cols
+        if self.partition == "row" and cols % tp == 0:
+            return rows, cols // tp
+        return rows, cols
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A row: an engine, what it refuses, and why. Fields that are None or empty ask for nothing.
+
+    Attributes:
+        formats: of the checkpoint, as ``--format`` spells them.
+        number_formats: any of these; empty: any that quantises.
+        why: what the engine does, as the end of "vLLM 0.32 and this: ...".
+        instead: what to type.
+        experts: only linears that are experts (True), or only those that are not.
+        roles: only these.
+        partition: only linears that are cut so.
+        groups: only these group sizes.
+        groups_but: only other group sizes than these.
+        units: only shapes that are no multiple of this, ``(out, in)``, on one rank.
+    """
+
+    engine: str
+    formats: tuple[str, ...]
+    number_formats: tuple[str, ...]
+    why: str
+    instead: str
+    experts: bool | None = None
+    roles: tuple[str, ...] = ()
+    partition: str | None = None
+    groups: tuple[int, ...] = ()
+    groups_but: tuple[int, ...] = ()
+    units: tuple[int, int] | None = None
+
+    def means(self, linear: Linear, tp: int) -> bool:
+        """Whether the row is about that linear, on ``tp`` ranks."""
+        return (
+            (not self.number_formats or linear.number_format in self.number_formats)
+            and (self.experts is None or linear.is_expert is self.experts)
+            and (not self.roles or linear.role in self.roles)
+            and (self.partition is None or linear.partition == self.partition)
+            and (not self.groups or linear.group_size in self.groups)
+            and (not self.groups_but or linear.group_size not in self.groups_but)
+            and (self.units is None or any(n % unit for n, unit in zip(linear.share(tp), self.units, strict=True)))
+        )
+
+
+_HF = ("hf",)
+_ASYMMETRIC_8 = "--quant int8-wo, or int4-asym"
+_FIRST_OF_FUSED = ("attention.q", "attention.k", "mlp.gate", "shared.gate")
+
+REFUSALS: tuple[Refusal, ...] = (
+    # auto_gptq.py: TYPE_MAP has (4, True) and (8, True) alone. Run: the configuration is refused as it is read.
+    Refusal(VLLM, ("gptq",), ("int4-asym",), "it reads symmetric gptq only", "--format awq or hf"),
+    Refusal(VLLM, ("gptq",), ("int8-wo-asym",), "it reads symmetric gptq only", "--quant int8-wo"),
+    # auto_awq.py: in_features of a rank // in_features groups, which is none. Run: tp 2 fails, groups of 32 load.
+    Refusal(
+        VLLM,
+        ("awq",),
+        ("int4", "int4-asym"),
+        "one group for a whole row cannot be cut: it loads at tensor-parallel size 1 only",
+        "--group-size 128, or --format hf",
+        partition="row",
+        groups=(-1,),
+    ),
+    # kernels/linear/mixed_precision: of those that need no further package, only Machete takes zero points of 8 bits
+    # (machete_utils.py: capability 9.0, groups -1, 64, 128); Marlin, Exllama and Triton do not.
+    Refusal(
+        VLLM,
+        _HF,
+        ("int8-wo-asym",),
+        "its one kernel for 8-bit zero points (Machete) has no groups of 32",
+        f"--group-size 128, {_ASYMMETRIC_8}",
+        experts=False,
+        groups=(32,),
+    ),
+    Refusal(
+        VLLM,
+        _HF,
+        ("int8-wo-asym",),
+        "its one kernel for 8-bit zero points (Machete) runs on Hopper GPUs alone",
+        _ASYMMETRIC_8,
+        experts=False,
+        groups_but=(32,),
+    ),
+    # machete_utils.py: check_machete_supports_shape.
+    Refusal(
+        VLLM,
+        _HF,
+        ("int8-wo-asym",),
+        "its one kernel for 8-bit zero points (Machete) takes multiples of 128 outputs and 64 inputs",
+        _ASYMMETRIC_8,
+        experts=False,
+        units=(128, 64),
+    ),
+    # fused_moe/oracle/int_wna16.py, and _supports_quant_scheme of marlin_moe.py and triton_moe.py: no such key.
+    Refusal(VLLM, _HF, ("int8-wo-asym",), "it has no kernel for experts with 8-bit zero points", _ASYMMETRIC_8, True),
+    # compressed_tensors.py: _is_fp8_w4a8_sm90 asks for capability 9.0 exactly, and no other scheme fits.
+    Refusal(VLLM, _HF, ("w4a8",), "its kernel for int4 with fp8 runs on Hopper GPUs alone", "--quant int4"),
+    # compressed_tensors_w4a8_fp8.py and compressed_tensors_moe_w4a8_fp8.py: group size 128 alone.
+    Refusal(
+        VLLM,
+        _HF,
+        ("w4a8",),
+        "its kernel for int4 with fp8 has groups of 128 alone",
+        "--group-size 128",
+        groups_but=(128,),
+    ),
+    # kernels/linear/mixed_precision/cutlass.py: can_implement.
+    Refusal(
+        VLLM,
+        _HF,
+        ("w4a8",),
+        "its kernel for int4 with fp8 takes multiples of 128 on both sides",
+        "--quant int4",
+        experts=False,
+        units=(128, 128),
+    ),
+    # compressed_tensors_moe_w4a8_fp8.py: create_weights.
+    Refusal(
+        VLLM,
+        _HF,
+        ("w4a8",),
+        "its kernel for experts in int4 with fp8 takes multiples of 256 on both sides",
+        "--quant int4",
+        experts=True,
+        units=(256, 256),
+    ),
+    # compressed_tensors_moe.py: of int8 it has _is_dynamic_token_w8a8 alone, then "Unsupported FusedMoe scheme".
+    Refusal(VLLM, _HF, ("int8-static",), "it has no experts in int8 with static activations", "--quant int8", True),
+    # fp8_utils.py: validate_fp8_block_shape, of all but the last part of a fused matrix also on one rank.
+    Refusal(
+        VLLM,
+        (*_HF, "fp8-block"),
+        ("fp8-block",),
+        "parts of a fused matrix (q/k/v, gate/up) must have multiples of 128 outputs on each rank",
+        "--quant fp8",
+        experts=False,
+        roles=_FIRST_OF_FUSED,
+        units=(128, 1),
+    ),
+    # fp8_utils.py: validate_fp8_block_shape_moe.
+    Refusal(
+        VLLM,
+        (*_HF, "fp8-block"),
+        ("fp8-block",),
+        "experts must have an inner width of multiples of 128 on each rank",
+        "--quant fp8",
+        experts=True,
+        roles=("expert.gate", "expert.up"),
+        units=(128, 1),
+    ),
+    # modelopt.py: LINEAR_ALGOS has neither W8A8_SQ_PER_CHANNEL, W8A16, W4A16_AWQ, W4A8_AWQ nor those of mxfp4.
+    Refusal(
+        VLLM,
+        ("modelopt",),
+        ("int8", "int8-static", "int8-wo", "int4", "w4a8", "mxfp4", "mxfp4-wo"),
+        "of modelopt's algorithms it knows those of fp8, nvfp4 and mxfp8",
+        "--format hf",
+    ),
+    # modelopt.py: ModelOptFp8MoEMethod has one scale for a weight, whatever quant_algo says.
+    Refusal(
+        VLLM,
+        ("modelopt",),
+        ("fp8", "fp8-block"),
+        "its experts in modelopt's fp8 have one scale for a weight",
+        "--quant fp8-static, or --format hf",
+        experts=True,
+    ),
+    # modelopt.py: KFp8Static128Block.create_weights.
+    Refusal(
+        VLLM,
+        ("modelopt",),
+        ("fp8-block",),
+        "modelopt's fp8 blocks must divide the inputs on each rank",
+        "--format hf",
+        experts=False,
+        units=(1, 128),
+    ),
+    # layers/quantization/__init__.py: gguf is not among the methods, and nothing loads such a file.
+    Refusal(VLLM, ("gguf",), (), "it reads no GGUF", "llama.cpp to run it, or --format hf"),
+    # integrations/compressed_tensors.py, CompressedTensorsDequantize: experts are looked for as weight_packed with
+    # weight_scale, or as fp8 with a scale that broadcasts. Run with a Mixtral: int8, int4-asym, fp8-block, mxfp8 fail.
+    Refusal(
+        TRANSFORMERS,
+        _HF,
+        ("int8", "int8-static", "int4-asym", "int8-wo-asym", "fp8-block", "mxfp8"),
+        "it does not load such experts",
+        "--quant fp8, int4 or int8-wo, if transformers is to load them",
+        experts=True,
+    ),
+    # The same place: weight_global_scale is left out. Run with a Mixtral: it loads, and its logits are noise.
+    Refusal(
+        TRANSFORMERS,
+        _HF,
+        ("nvfp4", "nvfp4-wo"),
+        "it leaves out the experts' global scale, and computes nonsense without an error",
+        "--quant fp8, int4 or mxfp4-wo, if transformers is to load them",
+        experts=True,
+    ),
+    # quantizers/auto.py: supports_quant_method knows no modelopt, warns, and reads the weights as unquantised ones.
+    Refusal(
+        TRANSFORMERS,
+        ("modelopt",),
+        (),
+        "it knows no modelopt, and takes the stored numbers for the weights",
+        "--format hf, if transformers is to load it",
+    ),
+)
+
+
+def warnings(format_name: str, linears: Iterable[Linear], *, tp: int = 1) -> list[str]:
+    """What engines are known to refuse of these linears: one line for each row of the table that means any.
+
+    Args:
+        format_name: as ``--format`` spells it.
+        linears: those that will be written; the ones that are kept (``number_format`` ``"none"``) may be among them.
+        tp: the tensor-parallel size that the checkpoint is meant for, 1 where that is open.
+    """
+    quantised = [linear for linear in linears if linear.number_format != "none"]
+    lines = []
+    for refusal in REFUSALS:
+        if format_name not in refusal.formats:
+            continue
+        meant = [linear for linear in quantised if refusal.means(linear, tp)]
+        if meant:
+            lines.append(_line(refusal, format_name, meant, len(quantised)))
+    return lines
+
+
+def _line(refusal: Refusal, format_name: str, meant: list[Linear], of: int) -> str:
+    names = ", ".join(dict.fromkeys(linear.number_format for linear in meant))
+    where = ""
+    if len(meant) < of:
+        first = meant[0]
+        others = f" and {len(meant) - 1} more" if len(meant) > 1 else ""
+        where = f" ({first.name}, {first.shape[0]} x {first.shape[1]}{others})"
+    return f"{refusal.engine} and {names} as {format_name}{where}: {refusal.why}; use {refusal.instead}"

@@ -1,0 +1,109 @@
+"""Quantisation methods: how checkpoints spell quantised linears; one file each, registered by being there.
+
+Importing this package or any method does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, cast
+
+from modelexport.errors import CheckpointError, PlanError, nearest
+from modelexport.quantization.methods.base import (
+    FLOATS,
+    Method,
+    Part,
+    Promise,
+    QuantizationConfig,
+    Scheme,
+    mapping,
+)
+
+__all__ = [
+    "FLOATS",
+    "QUANTIZATION_KEYS",
+    "Method",
+    "Part",
+    "Promise",
+    "QuantizationConfig",
+    "Scheme",
+    "methods",
+    "of_format",
+    "of_method",
+    "extras",
+    "promised",
+    "read_quantization_config",
+]
+
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+"""The keys of config.json that may say how a model is quantised."""
+
+
+@cache
+def methods() -> dict[str, Method]:
+    """Every method by its ``quant_method``, in the order of their names."""
+    found = {}
+    for module in pkgutil.iter_modules(__path__):
+        if module.name.startswith("_"):  # helpers, which may want torch
+            continue
+        loaded = importlib.import_module(f"{__name__}.{module.name}")
+        if hasattr(loaded, "METHOD"):
+            found[loaded.METHOD] = cast(Method, loaded)
+    return dict(sorted(found.items()))
+
+
+def of_method(name: str) -> Method:
+    """The method of that ``quant_method``.
+
+    Raises:
+        PlanError: there is none; the message has those that are known.
+    """
+    if name not in methods():
+        raise PlanError(f"quant_method '{name}' is not known{nearest(name, methods())}")
+    return methods()[name]
+
+
+def of_format(name: str) -> Method | None:
+    """The method that a ``--format`` is named after, None where that is no method."""
+    return next((method for method in methods().values() if name == method.FORMAT), None)
+
+
+def read_quantization_config(config: Mapping[str, Any] | None) -> QuantizationConfig | None:
+    """What config.json's content says of quantisation; None where the model is not quantised.
+
+    Of a method that is not known here only its name is read, and what it ignores.
+
+    Raises:
+        CheckpointError: a part of it has the wrong type, or a pattern is no regular expression.
+    """
+    value = next((value for key in QUANTIZATION_KEYS if (value := (config or {}).get(key))), None)
+    if not value:
+        return None
+    value = mapping(value, "quantization_config")
+    name = str(value.get("quant_method", "compressed-tensors" if "config_groups" in value else "unknown"))
+    if name in methods():
+        return methods()[name].read(value)
+    ignored = value.get("ignore") or value.get("exclude_modules") or value.get("modules_to_not_convert")
+    listed = tuple(map(str, ignored)) if isinstance(ignored, list) else ()
+    return QuantizationConfig(name, None, None, (), listed, None, "wildcard")
+
+
+def promised(scheme: Scheme, shape: tuple[int, int]) -> dict[str, Promise]:
+    """The tensors, by suffix, that a linear of that shape (``[out, in]``) has under a scheme.
+
+    Raises:
+        CheckpointError: the scheme, or the method, is not known here.
+    """
+    if scheme.method not in methods():
+        raise CheckpointError(f"{scheme.name}: quant_method '{scheme.method}' is not known here")
+    return methods()[scheme.method].promised(scheme, shape)
+
+
+def extras(scheme: Scheme, shape: tuple[int, int]) -> dict[str, Promise]:
+    """Tensors, by suffix, that such a linear may have besides what is promised."""
+    own = getattr(methods().get(scheme.method), "extras", None)
+    found: dict[str, Promise] = {} if own is None else own(scheme, shape)
+    return found

@@ -1,0 +1,390 @@
+"""What every quantisation method says of a linear: which numbers it holds, and by which tensors.
+
+A method (``quant_method`` in config.json) is how a checkpoint spells quantised linears: the names, dtypes, shapes and
+packing of their tensors, and the entry of config.json that announces them. Schemes are in compressed-tensors' terms
+whatever the method (https://github.com/vllm-project/compressed-tensors), so that a linear read by one method can be
+written by another. Importing a method does not import torch: headers are checked without it.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from modelexport.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from modelexport.quantization.formats.base import NumberFormat
+
+FLOATS = ("BF16", "F16", "F32")
+
+Axes = tuple["tuple[int, int] | None", ...]
+"""For each dim of a tensor: (the weight's dim that it runs along, elements of the weight for each of its own); None
+where it does not vary with the weight. Fewer than its dims: the others do not vary."""
+
+AS_WEIGHT: Axes = ((0, 1), (1, 1))
+
+
+@dataclass(frozen=True)
+class Promise:
+    """A tensor that must be there: the dtypes and the shapes that it may have, and how it goes with the weight.
+
+    What is written has the first shape, and the scales' dtype if that is among ``dtypes``, else the first of these.
+    """
+
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    axes: Axes = ()
+
+    def __str__(self) -> str:
+        return f"{' or '.join(self.dtypes)} {' or '.join(str(list(shape)) for shape in self.shapes)}"
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How some linears are quantised.
+
+    Attributes:
+        name: by which config.json has it.
+        targets: classes, names or patterns of modules.
+        format: the method's word for how the tensors are laid out; compressed-tensors' ``format``, modelopt's
+            ``quant_algo``.
+        weights, inputs, outputs: compressed-tensors' arguments: ``num_bits``, ``type``, ``symmetric``, ``strategy``,
+            ``group_size``, ``block_structure``, ``dynamic``, ...; None for what is not rounded.
+        method: the quantisation method that promises the tensors.
+    """
+
+    name: str
+    targets: tuple[str, ...]
+    format: str
+    weights: Mapping[str, Any]
+    inputs: Mapping[str, Any] | None
+    outputs: Mapping[str, Any] | None
+    method: str = "compressed-tensors"
+
+    def describe(self) -> str:
+        """In words, e.g. ``"int8 weights per channel, int8 activations per token (dynamic)"``."""
+        text = f"{_numbers(self.weights)} weights per {_extent(self.weights)}"
+        for what, part in (("activations", self.inputs), ("outputs", self.outputs)):
+            if part is not None:
+                when = "static" if part.get("dynamic") is False else "dynamic"
+                text += f", {_numbers(part)} {what} per {_extent(part)} ({when})"
+        return text
+
+    @property
+    def number_format(self) -> str | None:
+        """The ``--quant`` name of such numbers; None where none is like them.
+
+        By the kind of weights and inputs alone: group sizes and other details are for
+        :func:`modelexport.quantization.formats.of_scheme` to compare.
+        """
+        weights, inputs = self.weights, self.inputs
+        kind = f"{weights.get('type', 'int')}{weights.get('num_bits', 8)}"
+        exponents = weights.get("scale_dtype") in ("torch.uint8", "uint8")
+        name = {
+            ("int8", "channel"): "int8",
+            ("int8", "group"): "int8",
+            ("int4", "channel"): "int4",
+            ("int4", "group"): "int4",
+            ("float8", "tensor"): "fp8-static",
+            ("float8", "channel"): "fp8",
+            ("float8", "block"): "fp8-block",
+            ("float8", "group"): "mxfp8" if exponents else None,
+            ("float4", "tensor_group"): "nvfp4",
+            ("float4", "group"): "mxfp4" if exponents else None,
+        }.get((kind, str(weights.get("strategy"))))
+        if name == "int8":
+            name = "int8-wo" if inputs is None else "int8-static" if inputs.get("dynamic") is False else "int8"
+        elif name == "int4" and inputs is not None:
+            name = "w4a8" if inputs.get("type") == "float" else None
+        elif name in ("nvfp4", "mxfp4") and inputs is None:
+            name += "-wo"
+        elif name in ("fp8", "fp8-static", "fp8-block", "mxfp8") and inputs is None:
+            name = None
+        return name if name is None or self.symmetric else f"{name}-asym"
+
+    @property
+    def bits(self) -> int:
+        """Bits of a weight.
+
+        Raises:
+            CheckpointError: it is none.
+        """
+        bits = self.weights.get("num_bits")
+        if not isinstance(bits, int) or not 1 <= bits <= 16:
+            raise CheckpointError(f"quantization_config: num_bits is {bits!r}; a number of bits is needed")
+        return bits
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether its weights have no zero points."""
+        return bool(self.weights.get("symmetric", True))
+
+    @property
+    def has_static_inputs(self) -> bool:
+        """Whether a number is stored by which the inputs are scaled."""
+        return self.inputs is not None and self.inputs.get("dynamic") in (False, "local")
+
+
+Matching = Literal["name", "wildcard", "part"]
+
+
+@dataclass(frozen=True)
+class QuantizationConfig:
+    """config.json's ``quantization_config``.
+
+    Attributes:
+        method: ``quant_method``, e.g. ``"compressed-tensors"``.
+        status: ``quantization_status``; transformers loads random weights unless it is ``"compressed"``.
+        ignore: modules that are not quantised.
+        kv_cache_scheme: arguments as a scheme's, None where the KV cache is not quantised.
+        matching: how ``ignore`` and targets are read: as names, or also as shell wildcards, or also as any part of a
+            name; ``re:`` begins a regular expression in each.
+    """
+
+    method: str
+    format: str | None
+    status: str | None
+    schemes: tuple[Scheme, ...]
+    ignore: tuple[str, ...]
+    kv_cache_scheme: Mapping[str, Any] | None
+    matching: Matching = "name"
+
+    @property
+    def is_compressed_tensors(self) -> bool:
+        """Whether the rules of compressed-tensors apply."""
+        return self.method == "compressed-tensors"
+
+    def ignores(self, module: str) -> bool:
+        """Whether ``ignore`` means the module."""
+        return module in self._exactly or any(self._matches(pattern, module) for pattern in self._patterns)
+
+    @cached_property
+    def _exactly(self) -> frozenset[str]:
+        return frozenset(self.ignore)
+
+    @cached_property
+    def _patterns(self) -> tuple[str, ...]:
+        """Of ``ignore``, what may match other names than its own."""
+        return tuple(p for p in self.ignore if p.startswith("re:") or self.matching != "name")
+
+    def scheme_of(self, module: str, class_name: str = "Linear") -> Scheme | None:
+        """The scheme that a module is quantised with: by its name first, then by its class; None if kept."""
+        if self.ignores(module):
+            return None
+        exact = self._by_name.get(module)
+        if exact is not None:
+            return exact
+        for pattern, scheme in self._by_pattern:
+            if self._matches(pattern, module):
+                return scheme
+        return next((scheme for scheme in self.schemes if class_name in scheme.targets), None)
+
+    @cached_property
+    def _by_name(self) -> dict[str, Scheme]:
+        found: dict[str, Scheme] = {}
+        for scheme in self.schemes:
+            for target in scheme.targets:
+                found.setdefault(target, scheme)
+        return found
+
+    @cached_property
+    def _by_pattern(self) -> list[tuple[str, Scheme]]:
+        return [
+            (target, scheme)
+            for scheme in self.schemes
+            for target in scheme.targets
+            if target.startswith("re:") or (self.matching != "name" and target != "Linear")
+        ]
+
+    def _matches(self, pattern: str, module: str) -> bool:
+        if pattern.startswith("re:"):
+            return re.match(pattern[3:], module) is not None
+        if pattern == module:
+            return True
+        if self.matching == "part":
+            return pattern in module
+        return self.matching == "wildcard" and fnmatch.fnmatchcase(module, pattern)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rectangle of a linear's weight that some tensors belong to.
+
+    Attributes:
+        shape: of the whole weight, ``[out_features, in_features]``.
+        origin: where the rectangle begins.
+        extent: its own shape.
+    """
+
+    shape: tuple[int, int]
+    origin: tuple[int, int]
+    extent: tuple[int, int]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Part:
+        """All of a weight of that shape."""
+        return cls((shape[0], shape[1]), (0, 0), (shape[0], shape[1]))
+
+
+@dataclass(frozen=True)
+class Announced:
+    """What config.json is to say of a model.
+
+    Attributes:
+        formats: every quantised linear -> its number format, in the model's order.
+        unquantised: every linear and head that is kept, in the model's order, heads of tied embeddings too.
+        kv_cache: whether the KV cache has scales (FP8).
+        version: ours, where a method names the producer.
+    """
+
+    formats: Mapping[str, NumberFormat]
+    unquantised: Sequence[str]
+    kv_cache: bool = False
+    version: str = ""
+
+    def groups(self) -> list[tuple[NumberFormat, list[str]]]:
+        """The number formats in the order in which they first appear, each with its modules."""
+        found: dict[NumberFormat, list[str]] = {}
+        for name, number_format in self.formats.items():
+            found.setdefault(number_format, []).append(name)
+        return list(found.items())
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """``quantization_config`` for config.json, and files beside it: name -> content."""
+
+    config: dict[str, Any]
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+
+class Method(Protocol):
+    """What a module of this package offers. Tensors in and out of :meth:`encode` are by suffix.
+
+    A number format's own tensors (its *native* form, which its kernels write and read) are those of
+    compressed-tensors. ``encode`` takes them into the method's, ``decode`` takes the method's into them, both exactly
+    and for any part of a weight that begins and ends where the promised axes allow a cut.
+    """
+
+    METHOD: str
+    """``quant_method`` in config.json."""
+
+    FORMAT: str | None
+    """As ``--format`` spells it; None where it can only be read."""
+
+    SCALES: str | None
+    """Dtype that scales are rounded to as they are made (``"F32"``); None: the model's."""
+
+    KV_SCALES: Mapping[str, str]
+    """Where a KV cache's scales stand within a layer's attention: ``"k" -> "k_proj.k_scale"``; empty: nowhere."""
+
+    SIDE_FILES: tuple[str, ...]
+    """Files beside the weights that say what ``quantization_config`` says, in checkpoints whose config.json lacks it.
+
+    Their content, with ``quant_method``, is then given to :meth:`read`.
+    """
+
+    KV_SHAPE: tuple[int, ...]
+    """The shape of each, which holds one number: ``()`` or ``(1,)``."""
+
+    def read(self, value: Mapping[str, Any]) -> QuantizationConfig:
+        """What ``quantization_config`` says.
+
+        Raises:
+            CheckpointError: a part of it has the wrong type or is not known.
+        """
+
+    def promised(self, scheme: Scheme, shape: tuple[int, int]) -> dict[str, Promise]:
+        """The tensors, by suffix, that a linear of that shape (``[out, in]``) has under a scheme.
+
+        Raises:
+            CheckpointError: the scheme, or the shape under it, is not known.
+        """
+
+    def layout(self, number_format: NumberFormat) -> str | None:
+        """The method's word for how it lays out such numbers (a scheme's ``format``); None where it cannot.
+
+        Methods with one layout for each kind of numbers need not offer this.
+        """
+
+    def refusal(self, number_format: NumberFormat, shape: tuple[int, int]) -> str | None:
+        """Why the method cannot spell such a linear, and what can; None where it can."""
+
+    def extras(self, scheme: Scheme, shape: tuple[int, int]) -> dict[str, Promise]:
+        """Tensors that such a linear may have besides; methods without any need not offer this."""
+
+    def weight_multiplier(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
+        """What the inputs are multiplied by before the linear, ``[in]``; methods without it need not offer this."""
+
+    def announce(self, announced: Announced) -> Announcement:
+        """What config.json says of such a model."""
+
+    def encode(self, number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+        """Native tensors in the method's form."""
+
+    def decode(self, number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+        """The method's tensors in native form.
+
+        Raises:
+            CheckpointError: they hold what the native form cannot say.
+        """
+
+
+def mapping(value: Any, where: str) -> Mapping[str, Any]:
+    """``value``, if it is a JSON object.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    if not isinstance(value, dict):
+        raise CheckpointError(f"config.json: {where} must be an object, is {type(value).__name__}")
+    return value
+
+
+def optional(value: Any, where: str) -> Mapping[str, Any] | None:
+    """``value``, if it is a JSON object or null.
+
+    Raises:
+        CheckpointError: it is neither.
+    """
+    return None if value is None else mapping(value, where)
+
+
+def strings(value: Any, where: str) -> tuple[str, ...]:
+    """``value``, if it is a list of names or patterns; none of them for null.
+
+    Raises:
+        CheckpointError: it is something else, or a pattern is no regular expression.
+    """
+    if value is None:
+        return ()
+    if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(s, str) for s in value):
+        raise CheckpointError(f"config.json: quantization_config: {where} must be a list of names, is {value!r}")
+    for pattern in value:
+        if pattern.startswith("re:"):
+            try:
+                re.compile(pattern[3:])
+            except re.error as error:
+                raise CheckpointError(f"config.json: {where}: '{pattern}' is no regular expression: {error}") from error
+    return tuple(value)
+
+
+def _numbers(part: Mapping[str, Any]) -> str:
+    kind = "fp" if part.get("type") == "float" else part.get("type", "?")
+    return f"{kind}{part.get('num_bits', '?')}{'' if part.get('symmetric', True) else ' asymmetric'}"
+
+
+def _extent(part: Mapping[str, Any]) -> str:
+    strategy = str(part.get("strategy", "?"))
+    if strategy in ("group", "tensor_group"):
+        return f"group of {part.get('group_size')}"
+    if strategy == "block":
+        return "block of " + "x".join(map(str, part.get("block_structure") or "?"))
+    return strategy

@@ -1,0 +1,237 @@
+"""compressed-tensors: what vLLM, SGLang and transformers read, and the native form of our number formats.
+
+Follows https://github.com/vllm-project/compressed-tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from modelexport.errors import CheckpointError
+from modelexport.quantization.methods.base import (
+    AS_WEIGHT,
+    FLOATS,
+    Announced,
+    Announcement,
+    Axes,
+    Part,
+    Promise,
+    QuantizationConfig,
+    Scheme,
+    mapping,
+    optional,
+    strings,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from modelexport.quantization.formats.base import NumberFormat
+
+METHOD = "compressed-tensors"
+FORMAT = "hf"
+SCALES = None
+KV_SCALES = {"k": "k_scale", "v": "v_scale"}
+KV_SHAPE = (1,)
+SIDE_FILES: tuple[str, ...] = ()
+KV_SCHEME = {
+    "num_bits": 8,
+    "type": "float",
+    "symmetric": True,
+    "strategy": "tensor",
+    "group_size": None,
+    "dynamic": False,
+}
+_VALUES = {("int", 8): "I8", ("float", 8): "F8_E4M3"}
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
+
+
+def read(value: Mapping[str, Any]) -> QuantizationConfig:
+    """What ``quantization_config`` says.
+
+    Raises:
+        CheckpointError: a part of it has the wrong type, or a pattern is no regular expression.
+    """
+    fmt = value.get("format")
+    schemes = []
+    for name, group in mapping(value.get("config_groups") or {}, "config_groups").items():
+        group = mapping(group, f"config_groups.{name}")
+        weights = group.get("weights")
+        if weights is None:  # activations alone: nothing is stored differently
+            continue
+        schemes.append(
+            Scheme(
+                name,
+                strings(group.get("targets"), f"config_groups.{name}.targets"),
+                str(group.get("format") or fmt or ""),
+                mapping(weights, f"config_groups.{name}.weights"),
+                optional(group.get("input_activations"), f"config_groups.{name}.input_activations"),
+                optional(group.get("output_activations"), f"config_groups.{name}.output_activations"),
+            )
+        )
+    return QuantizationConfig(
+        METHOD,
+        None if fmt is None else str(fmt),
+        value.get("quantization_status"),
+        tuple(schemes),
+        strings(value.get("ignore"), "ignore"),
+        optional(value.get("kv_cache_scheme"), "kv_cache_scheme"),
+    )
+
+
+def promised(scheme: Scheme, shape: tuple[int, int]) -> dict[str, Promise]:
+    """The tensors, by suffix, that a linear of that shape (``[out, in]``) has under a scheme.
+
+    Raises:
+        CheckpointError: the format is not known here.
+    """
+    bits, kind = scheme.bits, str(scheme.weights.get("type"))
+    shapes, axes = _scales(scheme, shape)
+    tensors: dict[str, Promise]
+    if scheme.format in ("int-quantized", "float-quantized", "naive-quantized"):
+        dtype = _VALUES.get((kind, bits))
+        if dtype is None:
+            raise CheckpointError(f"{scheme.name}: {scheme.format} cannot hold {bits}-bit {kind} weights")
+        tensors = {"weight": Promise((dtype,), (shape,), AS_WEIGHT), "weight_scale": Promise(FLOATS, shapes, axes)}
+        if not scheme.symmetric:
+            tensors["weight_zero_point"] = Promise((dtype,), shapes, axes)
+    elif scheme.format == "pack-quantized":
+        tensors = _packed(scheme, shape, bits)
+    elif scheme.format in ("nvfp4-pack-quantized", "mxfp4-pack-quantized"):
+        nv = scheme.format.startswith("nv")
+        tensors = {
+            "weight_packed": Promise(("U8",), ((shape[0], shape[1] // 2),), ((0, 1), (1, 2))),
+            "weight_scale": Promise(("F8_E4M3",) if nv else ("U8", "F8_E8M0"), shapes, axes),
+        }
+        if nv:
+            tensors["weight_global_scale"] = Promise(("F32",), ((1,),))
+            if scheme.inputs is not None:
+                tensors["input_global_scale"] = Promise(("F32",), ((1,),))
+    elif scheme.format == "mxfp8-quantized":
+        tensors = {
+            "weight": Promise(("F8_E4M3",), (shape,), AS_WEIGHT),
+            "weight_scale": Promise(("U8", "F8_E8M0"), shapes, axes),
+        }
+    else:
+        raise CheckpointError(f"{scheme.name}: no rules are known for format '{scheme.format}'")
+    return {**tensors, **_static(scheme.inputs, "input"), **_static(scheme.outputs, "output")}
+
+
+def _packed(scheme: Scheme, shape: tuple[int, int], bits: int) -> dict[str, Promise]:
+    """int32 words, several weights of a row to each."""
+    rows, cols = shape
+    shapes, axes = _scales(scheme, shape)
+    per_word = 32 // bits if 32 % bits == 0 else 0
+    indexed = scheme.weights.get("actorder") in ("group", "dynamic", True)
+    if indexed:  # any column may belong to any group: a part of the columns still needs the scales of all groups
+        axes = axes[:1]
+    tensors = {
+        "weight_packed": Promise(("I32",), ((rows, _ceil(cols * bits, 32)),), ((0, 1), (1, per_word or cols))),
+        "weight_scale": Promise(FLOATS, shapes, axes),
+        "weight_shape": Promise(("I64", "I32"), ((2,),)),
+    }
+    if not scheme.symmetric:
+        packed = tuple((_ceil(rows * bits, 32), *rest) for _, *rest in shapes)
+        tensors["weight_zero_point"] = Promise(("I32",), packed, ((0, per_word or rows), *axes[1:]))
+    if indexed:
+        tensors["weight_g_idx"] = Promise(("I32",), ((cols,),), ((1, 1),))
+    return tensors
+
+
+def _static(part: Mapping[str, Any] | None, prefix: str) -> dict[str, Promise]:
+    """What calibrated activations store: a scale, and a zero point where they are not symmetric."""
+    if part is None or part.get("dynamic") is not False:
+        return {}
+    tensors = {f"{prefix}_scale": Promise(FLOATS, ((1,), ()))}
+    if not part.get("symmetric", True):
+        tensors[f"{prefix}_zero_point"] = Promise(("I8",), ((1,), ()))
+    return tensors
+
+
+def _scales(scheme: Scheme, shape: tuple[int, int]) -> tuple[tuple[tuple[int, ...], ...], Axes]:
+    """The shapes that a weight's scales may have, and how they go with it."""
+    rows, cols = shape
+    strategy = scheme.weights.get("strategy")
+    if strategy == "tensor":
+        return ((1,), ()), ()
+    if strategy == "channel":
+        return ((rows, 1),), ((0, 1), None)
+    if strategy in ("group", "tensor_group"):
+        group = scheme.weights.get("group_size")
+        if not isinstance(group, int) or group < 1:
+            raise CheckpointError(f"{scheme.name}: strategy '{strategy}' with group_size {group!r}")
+        return ((rows, _ceil(cols, group)),), ((0, 1), (1, group))
+    if strategy == "block":
+        block = scheme.weights.get("block_structure")
+        if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
+            raise CheckpointError(f"{scheme.name}: strategy 'block' with block_structure {block!r}")
+        return ((_ceil(rows, block[0]), _ceil(cols, block[1])),), ((0, block[0]), (1, block[1]))
+    raise CheckpointError(f"{scheme.name}: unknown strategy {strategy!r} for weights")
+
+
+def layout(number_format: NumberFormat) -> str | None:
+    """The library's name of it."""
+    return number_format.checkpoint_format
+
+
+def refusal(number_format: NumberFormat, shape: tuple[int, int]) -> str | None:
+    """None: it is their native form."""
+    return None
+
+
+def announce(announced: Announced) -> Announcement:
+    """A config group for each number format.
+
+    With one format the group is every linear that is not ignored. With several, each group names its modules: by one
+    pattern for all layers where all of them have the same format, since engines look for fused modules by those of
+    their parts.
+    """
+    groups = announced.groups()
+    mixed = len(groups) > 1
+    config_groups = {}
+    for number, (number_format, modules) in enumerate(groups):
+        group = number_format.config_group()
+        assert group is not None
+        targets = _targets(modules, announced) if mixed else ["Linear"]
+        config_groups[f"group_{number}"] = {**group, "targets": targets}
+    formats = list(dict.fromkeys(number_format.checkpoint_format for number_format, _ in groups))
+    config = {
+        "quant_method": METHOD,
+        "format": formats[0] if len(formats) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": config_groups,
+        "ignore": list(announced.unquantised),
+        "kv_cache_scheme": dict(KV_SCHEME) if announced.kv_cache else None,
+    }
+    return Announcement(config)
+
+
+def _targets(modules: list[str], announced: Announced) -> list[str]:
+    """Patterns for modules that are alike in all layers, names for the others."""
+    mine = set(modules)
+    others = {_NUMBER.sub(".*", name) for name in (*announced.formats, *announced.unquantised) if name not in mine}
+    targets: dict[str, None] = {}
+    for name in modules:
+        general = _NUMBER.sub(".*", name)
+        if general in others or general == name:
+            targets[name] = None
+        else:
+            pattern = r"\d+".join(re.escape(piece) for piece in _NUMBER.sub(".\0", name).split("\0"))
+            targets[f"re:{pattern}$"] = None
+    return list(targets)
+
+
+def encode(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+    """The tensors as they are."""
+    return dict(tensors)
+
+
+def decode(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+    """The tensors as they are."""
+    return dict(tensors)
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
