@@ -22,7 +22,7 @@ from modelexport.reshard_recipe import ReshardRecipe
 from modelexport.settings import Settings, parse_assignments
 from modelexport.startup import exempt_everything
 
-COMMANDS = ("diff", "inspect", "reshard", "verify")
+COMMANDS = ("convert", "diff", "inspect", "reshard", "verify")
 _OTHERS_FIRST = 1.0  # seconds for rank 0 to say what is wrong: torchrun ends all when the first has ended
 _EXAMPLES = """\
 examples:
@@ -32,6 +32,7 @@ examples:
   torchrun --nnodes 2 --nproc-per-node 4 -m modelexport --tp 8 --workspace DIR --model DIR --out DIR
                                                              ranks on two machines, all DIRs seen by both
   modelexport reshard ckpt/ --tp 8 --pp 2 --out DIR          the same for another parallelism, quantised or not
+  modelexport convert ckpt/ --format awq --out DIR           quantised as it is, in another spelling
   modelexport diff ckpt/ DIR                                 same tensors, same values? any formats
   modelexport inspect ckpt/                                  layers, dtypes, bits per weight
   modelexport verify ckpt/ --against DIR                     hashes, structure, error per layer
@@ -126,6 +127,21 @@ def export_parser() -> _Parser:
     return parser
 
 
+def convert_parser() -> _Parser:
+    """The parser of ``modelexport convert``: the flags of an export that keeps the source's numbers."""
+    parser = _Parser(
+        prog="modelexport convert",
+        description="Write a quantised checkpoint in another format, without rounding anything again.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", metavar="CKPT", help="a quantised checkpoint: directory or hub id")
+    decided = ("quant", "group_size", "algorithm", "kv_cache", "evaluate")
+    calibrated = ("calib", "calib_samples", "calib_length", "calib_seed")
+    _add_settings(parser, ExportRecipe, skip=("model", *decided, *calibrated))
+    return parser
+
+
 def reshard_parser() -> _Parser:
     """The parser of ``modelexport reshard``: one flag for every field of ReshardRecipe."""
     parser = _Parser(
@@ -169,7 +185,15 @@ def _export(arguments: list[str]) -> int:
         recipe = ExportRecipe.load(path, overrides)
     else:
         recipe = ExportRecipe.from_mapping(overrides, where="command line")
+    return _exported(recipe)
 
+
+def _convert(arguments: list[str]) -> int:
+    given = vars(convert_parser().parse_strictly(arguments))
+    return _exported(ExportRecipe.from_mapping({**given, "quant": "keep"}, where="command line"))
+
+
+def _exported(recipe: ExportRecipe) -> int:
     from modelexport.exporter import export
 
     result = export(recipe)
@@ -213,8 +237,8 @@ def _diff(arguments: list[str]) -> int:
 
 
 def _subcommand(command: str, arguments: list[str]) -> int:
-    if command in ("diff", "reshard"):
-        return {"diff": _diff, "reshard": _reshard}[command](arguments)
+    if command in ("convert", "diff", "reshard"):
+        return {"convert": _convert, "diff": _diff, "reshard": _reshard}[command](arguments)
     parser = _Parser(prog=f"modelexport {command}", allow_abbrev=False)
     parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="a checkpoint directory: any format")
     parser.add_argument("--config", type=Path, metavar="PATH", help="the model's config.json, where CKPT lacks one")

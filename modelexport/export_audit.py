@@ -67,7 +67,8 @@ def plan_items(plan: ExportPlan, written: Checkpoint) -> Iterator[Item]:
                 name,
                 {**old.tensors, **found},
                 task.info if task.quantised else old.source,
-                plan.number_format if task.quantised else old.number_format,
+                task.number_format if task.quantised else old.number_format,
+                plan.method,
             )
     yield from modules.values()
 

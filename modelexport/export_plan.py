@@ -7,24 +7,21 @@ result will weigh. Every violation found is listed at once.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from modelexport.checkpoints.safetensors_file import Checkpoint, TensorInfo
+from modelexport.checkpoints.safetensors_file import Checkpoint, TensorInfo, tensor_nbytes
 from modelexport.contents.ties import check_tied
 from modelexport.errors import CheckpointError, PlanError, nearest
-from modelexport.export_steps import ExportPlan, OutputTensor, Step, TensorTask, full_name
+from modelexport.export_cuts import Cuts
+from modelexport.export_linears import UNCUT, SourceLinears, cache_tasks, linear_outputs
+from modelexport.export_steps import ExportPlan, OutputTensor, Step, StoredLinear, TensorTask, full_name
 from modelexport.families import Dimensions, Family, Module, family_of, read_dimensions
-from modelexport.sharding.plan import (
-    Cut,
-    Parallelism,
-    cut_along,
-    even_cut,
-    group_query_cut,
-    replicated,
-)
+from modelexport.quantization.methods import Method, of_method
+from modelexport.sharding.plan import Cut, Parallelism, even_cut
 
 if TYPE_CHECKING:
+    from modelexport.quantization.assignment import Assignment
     from modelexport.quantization.formats.base import NumberFormat
 
 __all__ = ["ExportPlan", "OutputTensor", "Step", "TensorTask", "build_plan", "full_name"]
@@ -33,27 +30,35 @@ SLAB_BYTES = 64 << 20  # an embedding larger than this is exported in slabs of r
 QUANTISABLE = ("BF16", "F16", "F32")
 
 
-def build_plan(checkpoint: Checkpoint, number_format: NumberFormat, parallelism: Parallelism) -> ExportPlan:
+def build_plan(
+    checkpoint: Checkpoint,
+    assignment: Assignment | None,
+    parallelism: Parallelism,
+    *,
+    method: str = "compressed-tensors",
+    kv_cache: bool = False,
+) -> ExportPlan:
     """Plan the export of ``checkpoint``.
+
+    Args:
+        assignment: which linear gets which number format; None: each keeps what it has in the source.
+        method: the quantisation method that the target spells them by.
+        kv_cache: whether scales of an FP8 KV cache are to be written.
 
     Raises:
         CheckpointError: config.json is missing or contradicts the tensors, or tensors are missing or unknown.
-        PlanError: the architecture is unknown, or a dimension does not suit the number format.
+        PlanError: the architecture is unknown, a dimension does not suit a number format, the method cannot spell
+            one, or the source is quantised and would have to be rounded again.
     """
     config = checkpoint.config
     if config is None:
         raise CheckpointError(
             f"{checkpoint.directory} has no config.json; copy the model's config.json beside its weights"
         )
-    quantization = config.get("quantization_config") or config.get("compression_config")
-    if quantization:
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
-        raise PlanError(
-            f"{checkpoint.directory} is already quantised (quant_method '{method}'); "
-            "give the unquantised checkpoint that it was made from"
-        )
     family = family_of(config)
-    return _Planner(checkpoint, family, read_dimensions(config, family), number_format, parallelism).plan()
+    dimensions = read_dimensions(config, family)
+    planner = _Planner(checkpoint, family, dimensions, assignment, parallelism, of_method(method))
+    return planner.plan(kv_cache=kv_cache)
 
 
 class _Planner:
@@ -64,8 +69,9 @@ class _Planner:
         checkpoint: Checkpoint,
         family: Family,
         dimensions: Dimensions,
-        number_format: NumberFormat,
+        assignment: Assignment | None,
         parallelism: Parallelism,
+        method: Method,
     ) -> None:
         self.checkpoint = checkpoint
         self.infos = dict(checkpoint.infos)
@@ -73,17 +79,20 @@ class _Planner:
         self.directory = checkpoint.directory
         self.family = family
         self.dims = dimensions
-        self.format = number_format
+        self.assignment = assignment
+        self.method = method
         self.tp = parallelism.tp
         self.parallelism = parallelism
         self.left_out = dict(checkpoint.left_out)
         self.unquantised: dict[str, str] = {}
-        self.units: dict[str, int] = {}  # axis -> what a cut keeps together there
         self.missing: list[str] = []
         self.problems: list[str] = []
         self.format_problems: dict[str, dict[str, None]] = {}  # what is wrong -> the modules where it is
+        self.sources = SourceLinears(checkpoint, self.infos)
+        self.cuts = Cuts(dimensions, parallelism.tp)
+        self.linears: list[str] = []
 
-    def plan(self) -> ExportPlan:
+    def plan(self, *, kv_cache: bool) -> ExportPlan:
         layers, experts = self.dims.layers, self.dims.experts
         if self.dims.most_blocks > len(self.infos):  # before any loop over a number that a stranger wrote
             each = f" of {experts} experts" if experts else ""
@@ -100,7 +109,9 @@ class _Planner:
             layer = self.family.layer_prefix.format(i=i)
             modules = self.family.modules_of_layer(self.dims, i)
             tasks = [task for path, _, module in modules for task in self._module_tasks(layer, path, module)]
-            steps.append(Step(layer, layer, i, tuple(tasks)))
+            tasks += self._cache(layer, kv_cache)
+            self._check_fused(layer, tasks)
+            steps.append(Step(layer, layer, i, tuple(self.cuts.layer(tasks))))
         for module in self.family.after:
             steps += self._single(module)
         self.problems[:0] = [f"{name} is missing{nearest_hint(name, self.infos)}" for name in self.missing]
@@ -115,17 +126,31 @@ class _Planner:
             raise CheckpointError(f"{self.directory}: {'; '.join(self.problems[:8])}{more}")
         if self.format_problems:
             raise PlanError("; ".join(f"{', '.join(paths)}: {text}" for text, paths in self.format_problems.items()))
+        if self.assignment is not None:
+            self.assignment.check_used(self.linears)
         if tied is not None:  # last: the one check that reads weights
             check_tied(self.checkpoint, *tied)
         return ExportPlan(
             self.family,
             self.dims,
             self.parallelism,
-            self.format,
+            self.method.METHOD,
             tuple(steps),
             self.left_out,
             self.unquantised,
+            kv_cache or (self.assignment is None and self.sources.has_kv_scales),
         )
+
+    def _cache(self, layer: str, made: bool) -> list[TensorTask]:
+        """The scales of the KV cache: made, taken over where all numbers are kept, else left out."""
+        kept = made or self.assignment is None
+        method = self.method if kept else of_method("compressed-tensors")
+        tasks = cache_tasks(self.family, method, layer, self.sources, made=made)
+        if kept:
+            return tasks
+        for task in tasks:
+            self.left_out[task.info.name] = "a scale of the source's KV cache: --kv-cache fp8 makes new ones"
+        return []
 
     def _drop_buffers(self) -> None:
         for name in list(self.infos):
@@ -149,7 +174,7 @@ class _Planner:
 
     def _single(self, module: Module) -> list[Step]:
         """Steps of a module outside the decoder layers, in slabs of rows if it is large."""
-        tasks = self._module_tasks(module.path, "", module)
+        tasks = self.cuts.layer(self._module_tasks(module.path, "", module))
         if not tasks:
             return []
         weight = tasks[0].info
@@ -169,7 +194,7 @@ class _Planner:
                 "weight",
                 rows,
                 Cut(0, held, held),
-                tasks[0].quantised,
+                tasks[0].number_format,
                 tasks[0].outputs,
             )
             steps.append(Step(f"{module.path}[{rows[0]}:{rows[1]}]", module.path, None, (task,)))
@@ -177,16 +202,25 @@ class _Planner:
 
     def _module_tasks(self, layer: str, path: str, module: Module) -> list[TensorTask]:
         name = full_name(layer, path)
-        weight = self.infos.pop(f"{name}.{module.parameter}", None)
+        if module.kind == "linear":
+            self.linears.append(name)
+        stored = None
+        try:
+            stored = self.sources.take(name, module, self.dims)
+        except CheckpointError as error:
+            self.problems.append(str(error))
+            return []
+        weight = self.infos.pop(f"{name}.{module.parameter}", None) if stored is None else stored.weight
         if weight is None:
             if not (module.kind == "head" and self.dims.tied_embeddings):
                 self.missing.append(f"{name}.{module.parameter}")
             return []
-        if not self._shape_is_right(weight, module):
+        number_format = self._number_format(name, module, weight, None if stored is None else stored.linear)
+        if not self._shape_is_right(weight, module, number_format, None if stored is None else stored.linear):
             return []
-        quantised = module.kind == "linear" and self.format.quantised
-        self._note_unquantised(name, module, quantised)
-        cut = self._cut(module, weight.shape)
+        outputs = self._outputs(weight, number_format)
+        linear = None if stored is None else stored.linear
+        shared = module.fused_into or (module.general_path if module.is_expert else path)
         tasks = [
             TensorTask(
                 weight,
@@ -194,9 +228,11 @@ class _Planner:
                 path,
                 module.parameter,
                 (0, weight.shape[0]),
-                cut,
-                quantised,
-                self._outputs(weight, quantised),
+                UNCUT,
+                number_format,
+                outputs,
+                shared_scale=shared,
+                stored=linear,
             )
         ]
         bias = self.infos.pop(f"{name}.bias", None)
@@ -204,92 +240,104 @@ class _Planner:
             why = f"config.json says {module.bias}" if isinstance(module.bias, str) else f"{self.family.name} has one"
             self.problems.append(f"{name}.bias is missing, though {why}")
         if bias is not None:
-            tasks.append(self._bias(bias, module, path, cut, weight.shape[0]))
+            tasks.append(self._bias(bias, module, path, weight.shape[0]))
         return tasks
 
-    def _bias(self, bias: TensorInfo, module: Module, path: str, cut: Cut, rows: int) -> TensorTask:
-        """A column-parallel bias is cut like its weight's rows; a row-parallel one stays whole."""
+    def _number_format(
+        self, name: str, module: Module, weight: TensorInfo, stored: StoredLinear | None
+    ) -> NumberFormat | None:
+        """What a module is written in; notes why, where that is nothing."""
+        found = None
+        if self.assignment is None and stored is not None:
+            found = stored.number_format
+            if not stored.exact:
+                self.format_problems.setdefault(
+                    f"rounds its inputs in the source in a way that no number format of ours has ({found.name} are its "
+                    "weights): --quant none writes it unquantised",
+                    {},
+                )[f"*.{module.general_path}"] = None
+        elif self.assignment is not None and module.kind == "linear":
+            found = self.assignment.of(name)
+            if found is not None and not found.quantised:
+                found = None
+            if found is not None and stored is not None:
+                self.format_problems.setdefault(
+                    "is quantised in the source, and what is rounded twice is worse than either: --quant none writes "
+                    "it unquantised, modelexport convert keeps its numbers in another --format",
+                    {},
+                )[f"*.{module.general_path}"] = None
+        if found is None and module.kind not in ("norm", "vector"):
+            self.unquantised[name] = self._why_unquantised(name, module)
+        return found
+
+    def _why_unquantised(self, name: str, module: Module) -> str:
+        if module.kind == "linear":
+            if self.assignment is None:
+                return "not quantised in the source"
+            return "--quant none" if self.assignment.of(name) is not None else "no pattern of --quant names it"
+        if module.kind == "embedding":
+            tied = " (and serves as the head)" if self.dims.tied_embeddings else ""
+            return f"embedding{tied}: engines look rows up in the model's dtype"
+        if module.kind == "router":
+            return "router: it picks experts by small differences"
+        return "head: its error goes straight into the logits"
+
+    def _bias(self, bias: TensorInfo, module: Module, path: str, rows: int) -> TensorTask:
         if bias.shape != (rows,):
             self.problems.append(f"{bias.name} is {list(bias.shape)} but its weight has {rows} rows")
-        own = cut if cut.dim == 0 else replicated(rows, self.tp)
-        return TensorTask(bias, module, path, "bias", (0, rows), own, False, self._outputs(bias, False))
+        return TensorTask(bias, module, path, "bias", (0, rows), UNCUT, None, self._outputs(bias, None))
 
-    def _shape_is_right(self, weight: TensorInfo, module: Module) -> bool:
+    def _shape_is_right(
+        self, weight: TensorInfo, module: Module, number_format: NumberFormat | None, stored: StoredLinear | None
+    ) -> bool:
         expected = self.dims.weight_shape(module)
         if weight.shape != expected:
             self.problems.append(f"{weight.name} is {list(weight.shape)} but config.json makes it {list(expected)}")
             return False
-        if module.kind == "linear" and self.format.quantised:
-            if weight.dtype not in QUANTISABLE:
-                self.problems.append(
-                    f"{weight.name} is {weight.dtype}; only {', '.join(QUANTISABLE)} weights can be quantised"
+        if number_format is None:
+            return True
+        if stored is None and weight.dtype not in QUANTISABLE:
+            self.problems.append(
+                f"{weight.name} is {weight.dtype}; only {', '.join(QUANTISABLE)} weights can be quantised"
+            )
+            return False
+        pattern, shape = f"*.{module.general_path}", (weight.shape[0], weight.shape[1])
+        try:
+            number_format.check_shape(pattern, shape)
+        except PlanError as error:
+            self.format_problems.setdefault(str(error).removeprefix(f"{pattern}: "), {})[pattern] = None
+            return False
+        refusal = self.method.refusal(number_format, shape)
+        if refusal is not None:
+            self.format_problems.setdefault(refusal, {})[pattern] = None
+        return refusal is None
+
+    def _check_fused(self, layer: str, tasks: Sequence[TensorTask]) -> None:
+        """Modules that engines fuse must be of one format: they are one matrix there."""
+        groups: dict[str, list[TensorTask]] = {}
+        for task in tasks:
+            if task.parameter == "weight" and task.module.kind == "linear":
+                groups.setdefault(task.shared_scale, []).append(task)
+        for group in groups.values():
+            kinds = {task.number_format for task in group}
+            if len(kinds) > 1:
+                spelled = ", ".join(
+                    f"{task.path} {'none' if task.number_format is None else task.number_format.name}"
+                    for task in group[:4]
                 )
-                return False
-            pattern = f"*.{module.general_path}"
-            try:
-                self.format.check_shape(pattern, (weight.shape[0], weight.shape[1]))
-            except PlanError as error:
-                self.format_problems.setdefault(str(error).removeprefix(f"{pattern}: "), {})[pattern] = None
-        return True
+                self.format_problems.setdefault(
+                    f"engines join these into one matrix, which has one number format: {spelled}. Give --quant a "
+                    "pattern that means all of them",
+                    {},
+                )[f"{layer}.{group[0].shared_scale}"] = None
 
-    def _note_unquantised(self, name: str, module: Module, quantised: bool) -> None:
-        if quantised or module.kind in ("norm", "vector"):
-            return
-        if module.kind == "linear":
-            self.unquantised[name] = "--quant none"
-        elif module.kind == "embedding":
-            tied = " (and serves as the head)" if self.dims.tied_embeddings else ""
-            self.unquantised[name] = f"embedding{tied}: engines look rows up in the model's dtype"
-        elif module.kind == "router":
-            self.unquantised[name] = "router: it picks experts by small differences"
-        else:
-            self.unquantised[name] = "head: its error goes straight into the logits"
-
-    def _cut(self, module: Module, shape: tuple[int, ...]) -> Cut:
-        if module.partition == "replicated":
-            return replicated(shape[0], self.tp)
-        dim = 0 if module.partition == "column" else 1
-        if module.axis is None:  # fused on disk: any rows will do to quantise it
-            return cut_along(dim, even_cut(shape[dim], 1, self.tp))
-        axis = "heads" if module.axis == "kv_heads" else module.axis
-        if axis not in self.units:
-            self.units[axis] = self._cut_unit(axis)
-        unit = self.units[axis]
-        if module.axis == "kv_heads":
-            heads, size = self.dims.heads, self.dims.head_dim
-            return cut_along(dim, group_query_cut(heads, self.dims.kv_heads, size, self.tp, unit=unit // size))
-        return cut_along(dim, even_cut(shape[dim], unit, self.tp))
-
-    def _cut_unit(self, axis: str) -> int:
-        """Features along ``axis`` that stay together in every module, so that a rank's modules fit each other.
-
-        What one module must keep whole (a group of o_proj's inputs) is kept whole in those that feed it; where the
-        heads of one axis are those of another, though of another size, in heads.
-        """
-        own = self.dims.axis(axis)
-        units = 1  # heads, or features where there are none
-        for module in self.family.layer:
-            if module.kind != "linear" or module.axis is None or not self.format.quantised:
-                continue
-            other = self.dims.axis(module.axis)
-            if module.axis == axis or (own.heads and other.heads == own.heads and module.axis != "kv_heads"):
-                aligned = math.lcm(other.unit, self.format.alignment[0 if module.partition == "column" else 1])
-                units = math.lcm(units, aligned // other.unit)
-        whole = (own.heads or own.size) % units == 0  # else reported by check_shape; any cut will do to go on looking
-        return own.unit * (units if whole else 1)
-
-    def _outputs(self, info: TensorInfo, quantised: bool) -> tuple[OutputTensor, ...]:
-        if not quantised:
+    def _outputs(self, info: TensorInfo, number_format: NumberFormat | None) -> tuple[OutputTensor, ...]:
+        if number_format is None:
             name = info.name.rsplit(".", 1)[-1]
-            units = (1,) * len(info.shape)
-            return (OutputTensor(name, info.dtype, info.shape, units, info.nbytes),)
-        from modelexport.checkpoints.safetensors_file import dtype_name, torch_dtype
-
-        specs = self.format.specs((info.shape[0], info.shape[1]), torch_dtype(info.dtype))
-        return tuple(
-            OutputTensor(s.suffix, dtype_name(s.dtype), s.shape, s.units, math.prod(s.shape) * s.dtype.itemsize)
-            for s in specs
-        )
+            axes = tuple((d, 1) for d in range(len(info.shape)))
+            nbytes = tensor_nbytes(info.dtype, info.shape)
+            return (OutputTensor(name, info.dtype, info.shape, axes, nbytes),)
+        return linear_outputs(self.method, number_format, (info.shape[0], info.shape[1]), info.dtype)
 
 
 def nearest_hint(name: str, names: dict[str, Any]) -> str:

@@ -18,14 +18,20 @@ from torch import Tensor
 
 from modelexport.checkpoints.safetensors_file import Checkpoint, Layout, Reader, torch_dtype
 from modelexport.checkpoints.staging import Staging
-from modelexport.distributed import collectives, gather, memory
+from modelexport.distributed import collectives, gather, memory, ranks
 from modelexport.distributed.launch import phase, report
 from modelexport.export_audit import audit
+from modelexport.export_calibration import Samples, calibrate
 from modelexport.export_handover import HandOver
-from modelexport.export_plan import ExportPlan, Step, TensorTask
+from modelexport.export_plan import ExportPlan, Step, TensorTask, full_name
+from modelexport.export_scales import ScaleAgreement, check_finite
+from modelexport.export_steps import StoredLinear
 from modelexport.layers import LayerConfig, ModuleConfig, TensorShard
-from modelexport.quantization import formats, kernels
+from modelexport.quantization import decoding, formats, kernels
+from modelexport.quantization.calibration import Ranges
+from modelexport.quantization.methods import Part, of_method
 
+FP8_MAX = 448.0  # the largest number of float8_e4m3fn
 SMALL_BYTES = 1 << 20  # tensors up to this size are copied rather than kept where they were read
 
 
@@ -39,6 +45,7 @@ class RankJob:
         workspace: where ranks meet that do not meet in shared memory.
         spread: the ranks are on several machines.
         timeout: seconds that a gather waits for another rank.
+        samples: the text that calibration runs over, where the plan needs it.
     """
 
     source: Checkpoint
@@ -50,6 +57,7 @@ class RankJob:
     spread: bool
     timeout: float
     done: dict[str, dict[str, Any]]
+    samples: Samples
 
 
 class Slot:
@@ -77,9 +85,13 @@ class Slot:
 
 @dataclass
 class _Shards:
-    """A step's source shards (task number -> tensor) and the slot they lie in."""
+    """A step's source shards (task number -> tensor) and the slot they lie in.
+
+    ``stored`` has what is quantised in the source: task number -> suffix -> tensor.
+    """
 
     tensors: dict[int, Tensor]
+    stored: dict[int, dict[str, Tensor]]
     slot: Slot
 
 
@@ -104,8 +116,11 @@ class RankExport:
     def __init__(self, job: RankJob, staging: Staging) -> None:
         self.job, self.staging = job, staging
         self.rank, self.world = collectives.get_rank(), collectives.get_world_size()
-        self.format = job.plan.number_format
+        self.method = of_method(job.plan.method)
+        self.ranges = Ranges({}, {}, {})
+        self.is_native = self.method.METHOD == "compressed-tensors"
         self.plain = formats.get("none")
+        self.scales = ScaleAgreement(self.rank, self.world, self.plain)
         self.reader = Reader(job.source)
         self.steps = [step for step in job.plan.steps if step.id not in job.done]
         self.sources: Queue[Slot] = _slots(2)
@@ -124,6 +139,10 @@ class RankExport:
 
     def run(self) -> None:
         """Read, quantise and hand over every step that is not done yet."""
+        if self.job.plan.needs_ranges:
+            phase("calibrating: the magnitudes of activations", waiting=self.rank > 0)
+            found = ranks.compute_and_broadcast(lambda: calibrate(self.job.source, self.reader, self.job.samples))
+            self.ranges = Ranges.from_json(found)
         reading, writing = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         try:
             ahead: Future[_Shards] | None = None
@@ -152,26 +171,46 @@ class RankExport:
     def read(self, step: Step) -> _Shards:
         """Read the shards of ``step`` that this rank owns, and nothing else."""
         slot = self.sources.get()
-        boxes = {i: box for i, task in enumerate(step.tasks) if (box := task.owned_box(self.rank)) is not None}
+        boxes: dict[int, tuple[tuple[int, int], ...]] = {}
+        whole: dict[int, StoredLinear] = {}
+        for i, task in enumerate(step.tasks):
+            box = task.owned_box(self.rank)
+            if box is None or task.cached is not None:
+                continue
+            if task.stored is not None:
+                whole[i] = task.stored
+            else:
+                boxes[i] = box
         dtypes = {i: torch_dtype(step.tasks[i].info.dtype) for i in boxes}
-        slot.reserve(sum(_padded(_extent(boxes[i]), dtypes[i]) for i in boxes))
+        infos = [info for stored in whole.values() for info in stored.tensors.values()]
+        slot.reserve(
+            sum(_padded(_extent(boxes[i]), dtypes[i]) for i in boxes)
+            + sum(_padded(info.shape, torch_dtype(info.dtype)) for info in infos)
+        )
         tensors = {}
         for i, box in boxes.items():
             task = step.tasks[i]
             allocate = memory.shared_empty if self.way.wants_shared(task) and not task.quantised else slot.take
             tensors[i] = self.reader.read(
                 task.info,
-                rows=box[0],
+                rows=box[0] if box else None,
                 cols=box[1] if len(box) > 1 else None,
                 out=allocate(_extent(box), dtypes[i]),
             )
-        return _Shards(tensors, slot)
+        stored = {
+            i: {
+                suffix: self.reader.read(info, out=slot.take(info.shape, torch_dtype(info.dtype)))
+                for suffix, info in linear.tensors.items()
+            }
+            for i, linear in whole.items()
+        }
+        return _Shards(tensors, stored, slot)
 
     # -------------------------------------------------------------- quantise
 
     def quantise(self, step: Step, shards: _Shards) -> _Quantised:
         """Quantise what this rank holds of ``step`` into the layer config that it emits."""
-        amax = self._row_amax(step, shards)
+        amax = self.scales.agree(step, shards.tensors)
         slot = self.results.get()
         slot.reserve(sum(self._result_bytes(step.tasks[i], tensor) for i, tensor in shards.tensors.items()))
         layer = LayerConfig(step.layer, step.index)
@@ -181,23 +220,27 @@ class RankExport:
             if module is None:
                 module = layer.modules[task.path] = self._module(task)
             weight = shards.tensors.get(i)
-            if weight is None:
+            if task.cached is not None:
+                tensors = self._cache_scale(step, task)
+            elif i in shards.stored:
+                tensors = self._recoded(task, shards.stored[i])
+            elif weight is None:
                 continue
-            if task.quantised:
-                tensors = self._quantise_linear(task, weight, amax.get(i), slot)
+            elif task.quantised:
+                tensors = self._quantise_linear(step, task, weight, amax.get(i), slot)
             else:
-                self._check_finite(weight, task.info.name)
+                check_finite(self.plain, weight, task.info.name)
                 if self._is_copied(task, weight):
                     weight = slot.take(tuple(weight.shape), weight.dtype).copy_(weight)
                 elif not self.way.wants_shared(task):
                     kept_source = True
-                tensors = {task.parameter: weight}
+                tensors = {task.outputs[0].name: weight}
             for out in task.outputs:
                 box = task.output_box(out, self.rank)
                 if box is not None:
                     offset = tuple(start for start, _ in box)
-                    shard = TensorShard(out.dtype, out.shape, offset, _extent(box), tensors[out.name])
-                    module.tensors[out.name] = shard
+                    data = tensors[out.name].reshape(_extent(box))
+                    module.tensors[out.name] = TensorShard(out.dtype, out.shape, offset, _extent(box), data)
         slots = [(self.results, slot)]
         if kept_source:
             slots.append((self.sources, shards.slot))
@@ -205,36 +248,48 @@ class RankExport:
             self.sources.put(shards.slot)
         return _Quantised(layer, slots)
 
-    def _row_amax(self, step: Step, shards: _Shards) -> dict[int, Tensor]:
-        """Row maxima of weights cut along their rows: one reduction over the ranks for the whole step.
+    def _quantise_linear(
+        self, step: Step, task: TensorTask, weight: Tensor, amax: Tensor | None, slot: Slot
+    ) -> dict[str, Tensor]:
+        number_format = task.number_format
+        assert number_format is not None
+        shared = self.way.wants_shared(task)
+        out = None
+        if self.is_native:
+            allocate = memory.shared_empty if shared else slot.take
+            specs = number_format.specs((weight.shape[0], weight.shape[1]), weight.dtype)
+            out = {spec.suffix: allocate(spec.shape, spec.dtype) for spec in specs}
+        inputs = None
+        if number_format.has_static_inputs:
+            inputs = self.ranges.inputs[full_name(step.layer, task.path)]
+        native = number_format.quantise(
+            weight, amax=amax, inputs=inputs, global_shape=task.full_shape, out=out, name=task.info.name
+        )
+        if self.is_native:
+            return native
+        box = task.owned_box(self.rank)
+        assert box is not None
+        part = Part(task.full_shape, (box[0][0], box[1][0]), (weight.shape[0], weight.shape[1]))
+        encoded = self.method.encode(number_format, native, part)
+        return {name: _in_shared_memory(tensor) for name, tensor in encoded.items()} if shared else encoded
 
-        A maximum is exact in any order, so the scales are those of the whole row, whatever the cut.
-        """
-        spanning = [i for i, task in enumerate(step.tasks) if task.quantised and task.cut.dim == 1 and self.world > 1]
-        if not spanning or not self.format.needs_row_amax:
-            return {}
-        parts = []
-        for i in spanning:
-            task, weight = step.tasks[i], shards.tensors.get(i)
-            if weight is None:
-                parts.append(torch.zeros(task.info.shape[0]))
-                continue
-            part = self.format.row_amax(weight)
-            if not bool(torch.isfinite(part).all()):  # before the reduction: the culprit is this rank
-                self._check_finite(weight, task.info.name)
-            parts.append(part)
-        flat = torch.cat(parts)
-        phase(f"reducing row maxima of {step.id}", waiting=True)
-        collectives.all_reduce(flat, op=collectives.reduce_op.MAX)
-        phase(f"quantising {step.id}")
-        return dict(zip(spanning, flat.split([part.numel() for part in parts]), strict=True))
+    def _recoded(self, task: TensorTask, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What the source has quantised: spelt by the target's method, or as the weight that it stands for."""
+        linear = task.stored
+        assert linear is not None
+        if task.number_format is None:
+            weight = decoding.dequantise(linear.method, linear.number_format, stored, task.full_shape)
+            tensors = {"weight": weight.to(torch_dtype(task.info.dtype))}
+            check_finite(self.plain, tensors["weight"], task.info.name)
+        else:
+            tensors = decoding.recode(linear.method, self.method, linear.number_format, stored, task.full_shape)
+        return {name: _in_shared_memory(t) for name, t in tensors.items()} if self.way.wants_shared(task) else tensors
 
-    def _quantise_linear(self, task: TensorTask, weight: Tensor, amax: Tensor | None, slot: Slot) -> dict[str, Tensor]:
-        shape = task.info.shape[0], task.info.shape[1]
-        allocate = memory.shared_empty if self.way.wants_shared(task) else slot.take
-        specs = self.format.specs((weight.shape[0], weight.shape[1]), weight.dtype)
-        out = {spec.suffix: allocate(spec.shape, spec.dtype) for spec in specs}
-        return self.format.quantise(weight, amax=amax, global_shape=shape, out=out, name=task.info.name)
+    def _cache_scale(self, step: Step, task: TensorTask) -> dict[str, Tensor]:
+        """The scale of a layer's cached keys or values: what they reach, over the largest number of FP8."""
+        assert step.index is not None
+        reached = (self.ranges.keys if task.cached == "k" else self.ranges.values)[step.index]
+        return {task.parameter: torch.tensor(reached / FP8_MAX if reached > 0 else 1.0, dtype=torch.float32)}
 
     def _is_copied(self, task: TensorTask, weight: Tensor) -> bool:
         """Whether a tensor that passes through leaves its slot: a norm must not hold up a whole layer's."""
@@ -243,9 +298,10 @@ class RankExport:
     def _result_bytes(self, task: TensorTask, weight: Tensor) -> int:
         if not task.quantised:
             return _padded(tuple(weight.shape), weight.dtype) if self._is_copied(task, weight) else 0
-        if self.way.wants_shared(task):
+        if self.way.wants_shared(task) or not self.is_native:
             return 0
-        specs = self.format.specs((weight.shape[0], weight.shape[1]), weight.dtype)
+        assert task.number_format is not None
+        specs = task.number_format.specs((weight.shape[0], weight.shape[1]), weight.dtype)
         return sum(_padded(spec.shape, spec.dtype) for spec in specs)
 
     def _module(self, task: TensorTask) -> ModuleConfig:
@@ -255,17 +311,16 @@ class RankExport:
             partition=task.module.partition,
             global_shape=task.info.shape,
             local_shape=task.held_shape(self.rank),
-            number_format=self.format.name if task.quantised else "none",
-            group_size=self.format.group_size if task.quantised else None,
+            number_format=task.number_format.name if task.number_format is not None else "none",
+            group_size=task.number_format.group_size if task.number_format is not None else None,
         )
 
-    def _check_finite(self, tensor: Tensor, name: str) -> None:
-        """Refuse NaN and Inf in what is passed through (the number format sees to the rest)."""
-        if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            return
-        matrix = tensor if tensor.dim() == 2 else tensor.reshape(1, -1)
-        if not bool(torch.isfinite(self.plain.row_amax(matrix)).all()):
-            self.plain.quantise(matrix, name=name)  # counts them, says where the first is, and raises
+    def _calibration(self) -> dict[str, Any] | None:
+        """What the record says of the text that the activations were seen with."""
+        if not self.job.plan.needs_ranges:
+            return None
+        ranges = self.ranges
+        return {"samples": ranges.samples, "length": ranges.length, "unseen_experts": list(ranges.unseen)}
 
     # --------------------------------------------------- hand over and finish
 
@@ -294,7 +349,7 @@ class RankExport:
             if parts:
                 merged = [check for part in parts for check in part["checks"]]
                 layers = [records[step.id]["layer"] for step in job.plan.steps]
-                report({"kind": "result", "checks": merged, "layers": layers})
+                report({"kind": "result", "checks": merged, "layers": layers, "calibration": self._calibration()})
 
 
 def _slots(count: int) -> Queue[Slot]:
@@ -313,3 +368,7 @@ def _padded(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     for size in shape:
         nbytes *= size
     return -(-nbytes // 64) * 64
+
+
+def _in_shared_memory(tensor: Tensor) -> Tensor:
+    return memory.shared_empty(tuple(tensor.shape), tensor.dtype).copy_(tensor)

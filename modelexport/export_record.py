@@ -50,10 +50,13 @@ def make_record(
         "source": source,
         "recipe": {
             "quant": recipe.quant,
-            "group_size": plan.number_format.group_size,
+            "group_size": recipe.group_size,
+            "algorithm": recipe.algorithm,
+            "kv_cache": recipe.kv_cache,
             "format": recipe.format,
             "max_shard_bytes": recipe.max_shard_bytes,
         },
+        "calibration": _calibration(recipe, outcome.get("calibration")),
         "tensor_parallel_sizes": plan.admissible_tp(),
         "unquantised": plan.unquantised,
         "left_out": {**plan.left_out, **side.left_out},
@@ -62,6 +65,14 @@ def make_record(
         "sqnr_db": {n: c["sqnr_db"] for n, c in sorted(checks.items()) if c["sqnr_db"] is not None},
         "sha256": {t: h for _, check in sorted(checks.items()) for t, h in check["sha256"].items()},
     }
+
+
+def _calibration(recipe: ExportRecipe, seen: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The text that static scales were made with; None where there are none."""
+    if seen is None:
+        return None
+    text = "modelexport's own text" if recipe.calib is None else Path(recipe.calib).name
+    return {"text": text, "seed": recipe.calib_seed, **seen}
 
 
 def _joined_layers(described: Sequence[Any]) -> list[Any]:
@@ -137,6 +148,8 @@ class ExportResult:
         cuts: which part of each kind of module the ranks read.
         kernels: ``fused``, or which slower ones were used and why.
         format: the checkpoint format written.
+        warnings: engines that are known to refuse what is written, and why.
+        calibration: the text that static scales were made with; None where there are none.
         target: lines that say which rank of the written checkpoint holds what; empty where it is whole.
     """
 
@@ -158,6 +171,8 @@ class ExportResult:
     kernels: str = "fused"
     format: str = "hf"
     target: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    calibration: dict[str, Any] | None = None
 
     def as_json(self) -> dict[str, Any]:
         """JSON-able form, for ``--json``."""
@@ -165,46 +180,57 @@ class ExportResult:
         return {**fields, "evaluation": self.evaluation.as_json() if self.evaluation else None}
 
     @classmethod
-    def preview(cls, plan: ExportPlan, source: str, target: TargetPlan) -> ExportResult:
+    def preview(
+        cls, plan: ExportPlan, recipe: ExportRecipe, source: str, target: TargetPlan, warnings: Sequence[str]
+    ) -> ExportResult:
         """The result of a dry run."""
-        return cls._build(plan, source, None, target, {}, plan.left_out, 0.0)
+        return cls._build(plan, recipe, source, None, target, {"left_out": plan.left_out}, 0.0, warnings)
 
     @classmethod
     def of(
-        cls, record: dict[str, Any], plan: ExportPlan, out: Path, target: TargetPlan, seconds: float
+        cls,
+        record: dict[str, Any],
+        plan: ExportPlan,
+        recipe: ExportRecipe,
+        target: TargetPlan,
+        seconds: float,
+        warnings: Sequence[str],
     ) -> ExportResult:
         """The result of an export that published ``record``."""
-        return cls._build(plan, record["source"], str(out), target, record["sqnr_db"], record["left_out"], seconds)
+        return cls._build(plan, recipe, record["source"], recipe.out, target, record, seconds, warnings)
 
     @classmethod
     def _build(
         cls,
         plan: ExportPlan,
+        recipe: ExportRecipe,
         source: str,
         out: str | None,
         target: TargetPlan,
-        sqnr: dict[str, float],
-        left_out: dict[str, str],
+        record: dict[str, Any],
         seconds: float,
+        warnings: Sequence[str],
     ) -> ExportResult:
         return cls(
             source=source,
             out=out,
-            quant=plan.number_format.name,
+            quant=recipe.quant,
             tp=plan.parallelism.tp,
-            rows=_rows(plan, sqnr),
+            rows=_rows(plan, record.get("sqnr_db", {})),
             source_bytes=sum(step.source_bytes for step in plan.steps),
             output_bytes=sum(step.output_bytes for step in plan.steps),
             files=[file.name for file in target.layout.files],
             peak_rank_bytes=plan.peak_rank_bytes(),
             tensor_parallel_sizes=plan.admissible_tp(),
             unquantised=plan.unquantised,
-            left_out=left_out,
+            left_out=record["left_out"],
             seconds=seconds,
             cuts=_cuts(plan),
             kernels=_kernels(),
             format=target.format,
             target=list(target.plan.describe()) if target.plan.parallelism.size > 1 else [],
+            warnings=list(warnings),
+            calibration=record.get("calibration"),
         )
 
 
@@ -247,7 +273,7 @@ def _rows(plan: ExportPlan, sqnr: dict[str, float]) -> list[TypeRow]:
             row["nbytes"] += round(share * sum(out.nbytes for out in task.outputs))
             if task.parameter == "weight":
                 row["weights"] += round(share * math.prod(task.info.shape))
-                row["format"] = plan.number_format.name if task.quantised else task.info.dtype.lower()
+                row["format"] = task.info.dtype.lower() if task.number_format is None else task.number_format.name
             if full in sqnr:
                 row["worst"] = min(row["worst"], (sqnr[full], full))
     return [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -14,17 +14,40 @@ from modelexport.sharding.plan import Cut, Parallelism, Range, admissible_tp, sc
 if TYPE_CHECKING:
     from modelexport.layers import Box
     from modelexport.quantization.formats.base import NumberFormat
+    from modelexport.quantization.methods.base import Axes
 
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """A tensor that a task writes. ``units`` as in :class:`modelexport.quantization.formats.TensorSpec`."""
+    """A tensor that a task writes. ``axes`` as in :class:`modelexport.quantization.methods.base.Promise`."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    units: tuple[int | None, ...]
+    axes: Axes
     nbytes: int
+
+
+@dataclass(frozen=True)
+class StoredLinear:
+    """A linear that is quantised in the source.
+
+    Attributes:
+        method: its quantisation method.
+        number_format: what it holds.
+        tensors: suffix -> where it lies.
+        exact: whether the number format says what becomes of the inputs, too; else only of the weights.
+    """
+
+    method: str
+    number_format: NumberFormat
+    tensors: Mapping[str, TensorInfo]
+    exact: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(info.nbytes for info in self.tensors.values())
 
 
 @dataclass(frozen=True)
@@ -32,14 +55,17 @@ class TensorTask:
     """One source tensor (or a slab of its rows) and what becomes of it.
 
     Attributes:
-        info: the source tensor.
+        info: the source tensor; where it is ``stored`` quantised, the weight that it stands for, which lies nowhere.
         module: the family's declaration of the module it belongs to.
         path: the module's name within its layer, ``""`` where the layer is the module.
         parameter: ``weight`` or ``bias``.
         rows: the slab of rows that this task covers.
         cut: which part each rank holds and owns, in the whole tensor's coordinates.
-        quantised: whether the number format is applied.
+        number_format: what it is written in; None: as it is.
         outputs: the tensors written for it.
+        shared_scale: modules of the step with the same word here share the scale of their whole weights.
+        stored: how the source has it, where it is quantised there. Its owner reads it whole.
+        cached: "k" or "v": nothing is read; the scale of the layer's cached keys or values is made.
     """
 
     info: TensorInfo
@@ -48,8 +74,26 @@ class TensorTask:
     parameter: str
     rows: Range
     cut: Cut
-    quantised: bool
+    number_format: NumberFormat | None
     outputs: tuple[OutputTensor, ...]
+    shared_scale: str = ""
+    stored: StoredLinear | None = None
+    cached: str | None = None
+
+    @property
+    def quantised(self) -> bool:
+        """Whether numbers of the source are rounded."""
+        return self.number_format is not None and self.stored is None
+
+    @property
+    def full_shape(self) -> tuple[int, int]:
+        """Shape of the whole weight, of a matrix."""
+        return (self.info.shape[0], self.info.shape[1])
+
+    @property
+    def alignment(self) -> tuple[int, int]:
+        """Elements of the weight along dim 0 and dim 1 that its outputs keep together."""
+        return alignment(self.outputs)
 
     def owned_box(self, rank: int) -> Box | None:
         """The rectangle of the source that ``rank`` reads and emits, or None."""
@@ -64,18 +108,18 @@ class TensorTask:
 
     def output_box(self, output: OutputTensor, rank: int) -> Box | None:
         """The rectangle of ``output`` that ``rank`` emits, or None where it emits none of it."""
-        if not self.cut.owns(rank):
+        box = self.owned_box(rank)
+        if box is None:
             return None
         dim = self.cut.dim
-        varies = dim is not None and dim < len(output.shape) and output.units[dim] is not None
+        varies = dim is not None and any(axis is not None and axis[0] == dim for axis in output.axes)
         if not varies and any(self.cut.owns(r) for r in range(rank)):
             return None  # the same on every rank: the first owner emits it
-        span = self.cut.owned[rank]
-        spans = {0: self.rows} if dim is None else {0: self.rows, dim: span}
-        return tuple(
-            scale_range(spans[d], unit, size) if d in spans else (0, size)
-            for d, (size, unit) in enumerate(zip(output.shape, output.units, strict=True))
-        )
+        spans = []
+        for number, size in enumerate(output.shape):
+            axis = output.axes[number] if number < len(output.axes) else None
+            spans.append((0, size) if axis is None else scale_range(box[axis[0]], axis[1], size))
+        return tuple(spans)
 
 
 @dataclass(frozen=True)
@@ -90,7 +134,10 @@ class Step:
     @property
     def source_bytes(self) -> int:
         """Bytes read for the step, over all ranks."""
-        return sum(_slab_bytes(task, task.info.shape, task.info.nbytes) for task in self.tasks)
+        return sum(
+            _slab_bytes(task, task.info.shape, task.info.nbytes if task.stored is None else task.stored.nbytes)
+            for task in self.tasks
+        )
 
     @property
     def output_bytes(self) -> int:
@@ -103,17 +150,38 @@ class ExportPlan:
     """Everything an export decides before it reads a weight; :func:`modelexport.export_plan.build_plan` makes it.
 
     Attributes:
+        method: the quantisation method that spells what is quantised.
         left_out: tensors of the source that are not written -> why.
         unquantised: modules kept in the source's dtype -> why.
+        kv_cache: whether the scales of an FP8 KV cache are written.
     """
 
     family: Family
     dimensions: Dimensions
     parallelism: Parallelism
-    number_format: NumberFormat
+    method: str
     steps: tuple[Step, ...]
     left_out: dict[str, str] = field(default_factory=dict)
     unquantised: dict[str, str] = field(default_factory=dict)
+    kv_cache: bool = False
+
+    @property
+    def needs_ranges(self) -> bool:
+        """Whether the magnitudes of activations must be known, for static scales or the KV cache's."""
+        return any(
+            task.cached is not None or (task.quantised and task.number_format.has_static_inputs)  # type: ignore[union-attr]
+            for step in self.steps
+            for task in step.tasks
+        )
+
+    def formats(self) -> dict[str, NumberFormat]:
+        """Every quantised linear -> its number format, in the model's order."""
+        return {
+            full_name(step.layer, task.path): task.number_format
+            for step in self.steps
+            for task in step.tasks
+            if task.number_format is not None and task.parameter == "weight"
+        }
 
     def outputs(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
         """(name, dtype, shape) of every tensor written, in the order of the file."""
@@ -130,26 +198,27 @@ class ExportPlan:
         """Tensor-parallel sizes at which an engine can load the result (vocabulary padded by the engine)."""
         limits = []
         for task in self._weights():
-            if task.module.kind != "linear" or task.cut.dim is None:
+            dim = {"column": 0, "row": 1, "replicated": None}[task.module.partition]
+            if task.module.kind != "linear" or dim is None:
                 continue
             for _, axis in task.module.axes:
                 if axis == "kv_heads":
                     continue
-                unit = self.dimensions.axis_unit(axis)
-                if task.quantised:
-                    unit = math.lcm(unit, self.number_format.alignment[task.cut.dim])
+                unit = math.lcm(self.dimensions.axis_unit(axis), task.alignment[dim])
                 limits.append((self.dimensions.axis_size(axis), unit))
         return admissible_tp(sorted(set(limits)), self.dimensions.kv_heads)
 
     def ignored(self) -> list[str]:
-        """The modules that engines must not take for quantised linears: heads (tied ones too) and routers."""
-        routers = (
+        """The modules that engines must not take for quantised linears: kept ones, heads (tied ones too), routers."""
+        heads = [module.path for module in self.family.after if module.kind == "head"]
+        kept = (
             full_name(step.layer, task.path)
             for step in self.steps
             for task in step.tasks
-            if task.module.kind == "router" and task.parameter == "weight"
+            if task.parameter == "weight"
+            and (task.module.kind == "router" or (task.module.kind == "linear" and task.number_format is None))
         )
-        return [*(module.path for module in self.family.after if module.kind == "head"), *routers]
+        return list(dict.fromkeys((*heads, *kept)))
 
     def general_path(self, step: Step, task: TensorTask) -> str:
         """The name under which a task's module is taken together with its like: of all layers, and all experts."""
@@ -168,7 +237,9 @@ class ExportPlan:
             box = task.owned_box(rank)
             if box is None:
                 continue
-            if source:
+            if source and task.stored is not None:
+                total += task.stored.nbytes
+            elif source:
                 total += task.info.nbytes * _volume(box) // max(1, math.prod(task.info.shape))
             else:
                 for out in task.outputs:
@@ -180,6 +251,16 @@ class ExportPlan:
     def _weights(self) -> Iterator[TensorTask]:
         for step in self.steps:
             yield from (task for task in step.tasks if task.parameter == "weight")
+
+
+def alignment(outputs: Iterable[OutputTensor]) -> tuple[int, int]:
+    """Elements of a weight along dim 0 and dim 1 that all of these tensors keep together."""
+    units = [1, 1]
+    for output in outputs:
+        for axis in output.axes:
+            if axis is not None:
+                units[axis[0]] = math.lcm(units[axis[0]], axis[1])
+    return (units[0], units[1])
 
 
 def full_name(*parts: str) -> str:

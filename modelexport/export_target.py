@@ -6,18 +6,20 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from modelexport import __version__
-from modelexport.checkpoints.hf import SideFiles, config_bytes, quantization_config
+from modelexport.checkpoints.hf import SideFiles, config_bytes
 from modelexport.checkpoints.safetensors_file import Checkpoint, Layout
 from modelexport.checkpoints.source import Source
 from modelexport.contents.opening import config_path
 from modelexport.contents.targets import TargetPlan
 from modelexport.export_plan import ExportPlan
 from modelexport.export_record import make_record
+from modelexport.quantization.methods import methods, of_method
+from modelexport.quantization.methods.base import Announced, Announcement
 from modelexport.recipe import ExportRecipe
 from modelexport.target import Target, TargetFiles
 
@@ -31,6 +33,7 @@ class Prepared:
     checkpoint: Checkpoint
     plan: ExportPlan
     target: TargetPlan
+    warnings: tuple[str, ...] = ()
 
     @property
     def layout(self) -> Layout:
@@ -46,23 +49,39 @@ def export_target(prepared: Prepared) -> Target:
     def record(side: SideFiles, beside: Mapping[str, Path], outcome: dict[str, Any]) -> dict[str, Any]:
         return make_record(prepared.plan, recipe, prepared.source.label, side, beside, outcome)
 
+    announced = announcement(prepared.plan)
+    beside = {} if announced is None else announced.files
     files = TargetFiles(
         source=prepared.checkpoint,
-        target=prepared.target,
+        target=replace(prepared.target, side_files={**prepared.target.side_files, **beside}),
         fingerprint=_fingerprint(prepared),
-        config=source_config(prepared.checkpoint, recipe.config, quantisation(prepared.plan)),
+        config=source_config(
+            prepared.checkpoint, recipe.config, None if announced is None else announced.config, replaced=True
+        ),
         record=record,
+        stale=frozenset(name for method in methods().values() for name in method.SIDE_FILES),
     )
     return Target(recipe.out, files, overwrite=recipe.overwrite, quiet=recipe.quiet)
 
 
-def quantisation(plan: ExportPlan) -> dict[str, Any] | None:
-    """config.json's ``quantization_config`` for a plan; None where nothing is quantised."""
-    return quantization_config(plan.number_format, ignore=plan.ignored())
+def announcement(plan: ExportPlan) -> Announcement | None:
+    """What config.json, and files beside it, say of a plan's quantisation; None where nothing is quantised."""
+    formats = plan.formats()
+    if not formats and not plan.kv_cache:
+        return None
+    announced = Announced(formats, plan.ignored(), kv_cache=plan.kv_cache, version=__version__)
+    return of_method(plan.method).announce(announced)
 
 
-def source_config(checkpoint: Checkpoint, given: str | None, quantization: dict[str, Any] | None) -> bytes:
-    """The target's config.json: the bytes that the model came with wherever there are such."""
+def source_config(
+    checkpoint: Checkpoint, given: str | None, quantization: dict[str, Any] | None, *, replaced: bool = False
+) -> bytes:
+    """The target's config.json: the bytes that the model came with wherever there are such.
+
+    Args:
+        quantization: its new ``quantization_config``; None: there is none.
+        replaced: whether what the model came with says of quantisation no longer holds.
+    """
     content = None
     if given is not None:
         content = config_path(given).read_bytes()
@@ -75,7 +94,7 @@ def source_config(checkpoint: Checkpoint, given: str | None, quantization: dict[
         if content is None:
             content = (json.dumps(checkpoint.config, indent=2) + "\n").encode()
     assert content is not None
-    return config_bytes(content, quantization)
+    return config_bytes(content, quantization, replace=replaced)
 
 
 def files_digest(config: dict[str, Any] | None, files: Iterable[Path]) -> str:
@@ -94,7 +113,10 @@ def _fingerprint(prepared: Prepared) -> dict[str, Any]:
         "model": str(prepared.source.directory),
         "source_files": files_digest(prepared.checkpoint.config, prepared.checkpoint.files),
         "quant": recipe.quant,
-        "group_size": prepared.plan.number_format.group_size,
+        "group_size": recipe.group_size,
+        "algorithm": recipe.algorithm,
+        "kv_cache": recipe.kv_cache,
+        "calibration": [recipe.calib, recipe.calib_samples, recipe.calib_length, recipe.calib_seed],
         "format": recipe.format,
         "target": {"tp": recipe.target_tp, "pp": recipe.target_pp, "ep": recipe.target_ep},
         "max_shard_bytes": recipe.max_shard_bytes,

@@ -24,19 +24,21 @@ from modelexport.contents.rules import tensor_rules
 from modelexport.contents.targets import TargetPlan, plan_target
 from modelexport.distributed import launch
 from modelexport.distributed.launch import MultiprocessConfig
-from modelexport.errors import ModelExportError, UsageError
+from modelexport.errors import ModelExportError, PlanError, UsageError
 from modelexport.export_hosts import agree, external_config, is_spread, run_as_rank
 from modelexport.export_plan import ExportPlan, build_plan
 from modelexport.export_record import ExportResult
-from modelexport.export_target import Prepared, export_target, quantisation
+from modelexport.export_target import Prepared, announcement, export_target
 from modelexport.jobs import Heard, heard, own_ranks, single, take_part
+from modelexport.quantization.methods import QUANTIZATION_KEYS
 from modelexport.recipe import ExportRecipe
 from modelexport.sharding.plan import Parallelism
 from modelexport.startup import without_collector
 
 if TYPE_CHECKING:
+    from modelexport.export_calibration import Samples
     from modelexport.export_rank import RankJob
-    from modelexport.quantization.formats.base import NumberFormat
+    from modelexport.quantization.assignment import Assignment
 
 PRELOAD = (
     "torch",
@@ -74,7 +76,7 @@ def export(recipe: ExportRecipe | None = None, **settings: Any) -> ExportResult:
         raise UsageError("no target given: add --out DIR")
     if recipe.dry_run:
         prepared = prepare(recipe)
-        return ExportResult.preview(prepared.plan, prepared.source.label, prepared.target)
+        return ExportResult.preview(prepared.plan, recipe, prepared.source.label, prepared.target, prepared.warnings)
     config = external_config(recipe)
     if config is None:
         prepared, record = _launch(recipe)
@@ -82,7 +84,7 @@ def export(recipe: ExportRecipe | None = None, **settings: Any) -> ExportResult:
         prepared, record = _take_part(recipe, config)
     seconds = time.perf_counter() - began
     assert recipe.out is not None
-    result = ExportResult.of(record, prepared.plan, Path(recipe.out), prepared.target, seconds)
+    result = ExportResult.of(record, prepared.plan, recipe, prepared.target, seconds, prepared.warnings)
     first = config is None or config.rank == 0
     return _evaluated(result, prepared.source) if recipe.evaluate and prepared.source.is_demo and first else result
 
@@ -110,7 +112,7 @@ def _take_part(recipe: ExportRecipe, config: MultiprocessConfig) -> tuple[Prepar
     def export_as_rank() -> tuple[Prepared, dict[str, Any]]:
         from modelexport.export_rank import run_rank
 
-        _number_format(recipe)  # a wrong name is said before a model is downloaded
+        _assignment(recipe)  # a wrong name is said before a model is downloaded
         with ranks.zero_first(config.local_rank == 0):  # one download for each machine
             source = resolve_source(recipe.model, recipe.revision)
         launch.phase("planning the export")
@@ -145,32 +147,72 @@ def _evaluated(result: ExportResult, source: Source) -> ExportResult:
 
 def prepare(recipe: ExportRecipe, source: Source | None = None) -> Prepared:
     """Read the headers and plan the export; no weight is read and nothing is written."""
-    number_format = _number_format(recipe)  # before a download, for a wrong name's sake
-    checkpoint_formats.get(recipe.format)
+    assignment = _assignment(recipe)  # before a download, for a wrong name's sake
+    method = checkpoint_formats.method_of(recipe.format)
     target = None if recipe.out is None else resolve_target(recipe.out)
     source = source or resolve_source(recipe.model, recipe.revision)
     if target is not None and source.directory.resolve().is_relative_to(target):
         raise UsageError(f"--out {recipe.out} would replace the source, {source.directory}: choose another target")
     with without_collector():  # a hundred thousand small objects: the collector would walk them over and over
         checkpoint = open_model(source.directory, recipe.config)
-        plan = build_plan(checkpoint, number_format, Parallelism(tp=recipe.tp))
-        return Prepared(recipe, source, checkpoint, plan, _target(recipe, checkpoint, plan))
+        plan = build_plan(
+            checkpoint,
+            assignment,
+            Parallelism(tp=recipe.tp),
+            method=method.METHOD,
+            kv_cache=recipe.kv_cache is not None,
+        )
+        _check_calibration(plan, checkpoint)
+        prepared = Prepared(recipe, source, checkpoint, plan, _target(recipe, checkpoint, plan))
+        return replace(prepared, warnings=_warnings(prepared))
+
+
+def _check_calibration(plan: ExportPlan, checkpoint: Checkpoint) -> None:
+    if plan.needs_ranges and (checkpoint.config or {}).get("quantization_config"):
+        raise PlanError(
+            f"{checkpoint.directory} is quantised, and static scales are made from an unquantised model's activations: "
+            "write it with --quant none first, or leave out --kv-cache"
+        )
 
 
 def _target(recipe: ExportRecipe, checkpoint: Checkpoint, plan: ExportPlan) -> TargetPlan:
     """Where the plan's tensors go: seen as a checkpoint that is yet to be cut for the target's parallelism."""
     whole = plan_layout(list(plan.outputs()), max_shard_bytes=recipe.max_shard_bytes)
-    config = {**(checkpoint.config or {}), "quantization_config": quantisation(plan)}
+    announced = announcement(plan)
+    config = {key: value for key, value in (checkpoint.config or {}).items() if key not in QUANTIZATION_KEYS}
+    if announced is not None:
+        config["quantization_config"] = announced.config
     rules = tensor_rules(replace(checkpoint, infos=whole.infos, config=config, placements={}, left_out={}))
     parallelism = Parallelism(recipe.target_tp, recipe.target_pp, recipe.target_ep)
-    return plan_target(recipe.format, rules, config, parallelism, max_shard_bytes=recipe.max_shard_bytes)
+    return plan_target(
+        recipe.format,
+        rules,
+        config,
+        parallelism,
+        max_shard_bytes=recipe.max_shard_bytes,
+        source=checkpoint.directory,
+    )
 
 
-def _number_format(recipe: ExportRecipe) -> NumberFormat:
-    from modelexport.quantization import formats
+def _warnings(prepared: Prepared) -> tuple[str, ...]:
+    """What engines are known to refuse of what will be written."""
+    return ()
 
+
+def _assignment(recipe: ExportRecipe) -> Assignment | None:
+    """What ``--quant`` says; None where every linear keeps what it has."""
+    from modelexport.quantization.assignment import KEEP, Assignment
+
+    method = checkpoint_formats.method_of(recipe.format)
+    if recipe.quant == KEEP:
+        return None
     with without_collector():
-        return formats.get(recipe.quant, group_size=recipe.group_size)
+        from modelexport.checkpoints.safetensors_file import torch_dtype
+
+        scales = None if method.SCALES is None else torch_dtype(method.SCALES)
+        return Assignment.parse(
+            recipe.quant, group_size=recipe.group_size, observer=recipe.observer, scale_dtype=scales
+        )
 
 
 def _job(prepared: Prepared, done: dict[str, Any], *, spread: bool = False) -> RankJob:
@@ -190,6 +232,20 @@ def _job(prepared: Prepared, done: dict[str, Any], *, spread: bool = False) -> R
         spread=spread,
         timeout=recipe.timeout,
         done=done,
+        samples=_samples(prepared),
+    )
+
+
+def _samples(prepared: Prepared) -> Samples:
+    from modelexport.export_calibration import Samples
+
+    recipe = prepared.recipe
+    return Samples(
+        path=recipe.calib,
+        tokenizer=prepared.source.directory,
+        count=recipe.calib_samples,
+        length=recipe.calib_length,
+        seed=recipe.calib_seed,
     )
 
 

@@ -12,6 +12,8 @@ from modelexport.errors import UsageError
 from modelexport.settings import Settings, check_choice, check_common, check_sizes, setting
 
 GATHERS = ("shm", "nfs", "direct")
+ALGORITHMS = ("rtn", "mse")
+KV_CACHES = ("fp8",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,10 +25,26 @@ class ExportRecipe(Settings):
     )
     revision: str | None = setting(None, "branch, tag or commit of a hub id", metavar="REV")
     out: str | None = setting(None, "target directory; must not exist (see --overwrite)", metavar="DIR")
-    quant: str = setting("fp8", "number format of the decoder's linears")
-    group_size: int | None = setting(
-        None, "weights that share a scale, for formats with groups (default: 128)", metavar="N"
+    quant: str = setting(
+        "fp8",
+        "number format of the decoder's linears, or PATTERN=FORMAT[:GROUP],... of which the first that matches counts",
+        pairs=True,
     )
+    group_size: int | None = setting(
+        None, "weights that share a scale, for formats with groups; -1: a whole row (default: 128)", metavar="N"
+    )
+    algorithm: str = setting(
+        "rtn",
+        "how scales are chosen: from the largest magnitude, or the one of a grid with the least squared error",
+        choices=ALGORITHMS,
+    )
+    kv_cache: str | None = setting(None, "number format of the KV cache (default: not quantised)", choices=KV_CACHES)
+    calib: str | None = setting(
+        None, "text or JSON lines for static scales (default: the text that comes with the package)", metavar="FILE"
+    )
+    calib_samples: int = setting(64, "samples of it", metavar="N")
+    calib_length: int = setting(256, "tokens of each sample", metavar="N")
+    calib_seed: int = setting(0, "which samples", metavar="N")
     config: str | None = setting(
         None, "the model's config.json (or its directory), where --model lacks one (DCP, Megatron)", metavar="PATH"
     )
@@ -58,13 +76,24 @@ class ExportRecipe(Settings):
         if self.gather is not None:
             check_choice("gather", self.gather, GATHERS)
         check_sizes(tp=self.tp, target_tp=self.target_tp, target_pp=self.target_pp, target_ep=self.target_ep)
-        if self.group_size is not None and self.group_size < 1:
-            raise UsageError(f"--group-size {self.group_size}: choose 32, 64 or 128")
+        check_choice("algorithm", self.algorithm, ALGORITHMS)
+        if self.kv_cache is not None:
+            check_choice("kv-cache", self.kv_cache, KV_CACHES)
+        for name, value in (("samples", self.calib_samples), ("length", self.calib_length)):
+            if value < 1:
+                raise UsageError(f"--calib-{name} {value}: at least 1 is needed")
+        if self.group_size is not None and self.group_size < 1 and self.group_size != -1:
+            raise UsageError(f"--group-size {self.group_size}: choose 32, 64 or 128, or -1 for a whole row")
         check_common(self.timeout, self.max_shard_bytes)
         if self.gather == "nfs" and self.workspace is None:
             raise UsageError("--gather nfs needs a directory that every rank sees: add --workspace DIR")
         if self.workspace is not None and self.gather == "shm":
             raise UsageError("--workspace is of no use to --gather shm: drop one of the two")
+
+    @property
+    def observer(self) -> str:
+        """How number formats choose scales: ``amax`` or ``mse``."""
+        return {"rtn": "amax", "mse": "mse"}[self.algorithm]
 
     @property
     def transport(self) -> str:

@@ -141,6 +141,7 @@ def _prepare(recipe: ReshardRecipe) -> Prepared:
         checkpoint.config or {},
         Parallelism(recipe.tp, recipe.pp, recipe.ep),
         max_shard_bytes=recipe.max_shard_bytes,
+        source=checkpoint.directory,
     )
     record = read_record(checkpoint.directory)
     return Prepared(recipe, checkpoint, target, plan_steps(rules, checkpoint.infos), record)

@@ -17,9 +17,15 @@ from modelexport.errors import UsageError, nearest
 S = TypeVar("S", bound="Settings")
 
 
-def setting(default: Any, help_text: str, *, choices: tuple[str, ...] | None = None, metavar: str = "") -> Any:
-    """A field with what ``--help`` says of it."""
-    return field(default=default, metadata={"help": help_text, "choices": choices, "metavar": metavar})
+def setting(
+    default: Any, help_text: str, *, choices: tuple[str, ...] | None = None, metavar: str = "", pairs: bool = False
+) -> Any:
+    """A field with what ``--help`` says of it.
+
+    Args:
+        pairs: whether a list of (key, value) is taken as well, for ``key=value,key=value``.
+    """
+    return field(default=default, metadata={"help": help_text, "choices": choices, "metavar": metavar, "pairs": pairs})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +116,22 @@ def _coerce(spec: dataclasses.Field[Any], value: Any, where: str) -> Any:
     declared = str(spec.type).split(" | ")
     if value is None and "None" in declared:
         return None
+    if spec.metadata.get("pairs") and isinstance(value, (list, tuple)):
+        return _joined_pairs(spec.name, value, where)
     expected: Any = kinds[declared[0]]
     right = isinstance(value, expected) and not (isinstance(value, bool) and declared[0] != "bool")
     if not right:
         raise UsageError(f"{where}: {spec.name} must be {' or '.join(declared)}, found {value!r}")
     return float(value) if declared[0] == "float" else value
+
+
+def _joined_pairs(name: str, items: Iterable[Any], where: str) -> str:
+    """A list of pairs (or of mappings of one key) as the text that the command line takes."""
+    texts = []
+    for item in items:
+        if isinstance(item, dict) and len(item) == 1:
+            item = next(iter(item.items()))
+        if not (isinstance(item, (list, tuple)) and len(item) == 2 and all(isinstance(part, str) for part in item)):
+            raise UsageError(f"{where}: {name} must be a name, or a list of [pattern, name], found {item!r}")
+        texts.append("=".join(item))
+    return ",".join(texts)

@@ -36,8 +36,13 @@ def summary(result: ExportResult) -> str:
     )
     lines += _notes("not quantised", result.unquantised)
     lines += _notes("not written", result.left_out)
+    if result.calibration is not None:
+        seen = result.calibration
+        lines.append(f"static scales from {seen['samples']} samples of {seen['length']} tokens of {seen['text']}")
+        lines += _notes("scale of its siblings", dict.fromkeys(seen["unseen_experts"], "no token came to this expert"))
     sizes = ", ".join(map(str, result.tensor_parallel_sizes))
     lines.append(f"loads at tensor-parallel sizes: {sizes}")
+    lines += [f"warning: {warning}" for warning in result.warnings]
     if result.kernels != "fused":
         lines.append(f"kernels: {result.kernels}, which are many times slower")
     if result.out is None:

@@ -26,6 +26,7 @@ class TargetFiles:
         source: the checkpoint that the weights come from; its tokenizer and the like come along.
         fingerprint: what must be equal for an interrupted run to be resumed.
         config: the content of config.json, where the format has no other.
+        stale: names of files beside the source's weights that do not come along: what they say no longer holds.
         record: makes modelexport.json of what came along, every file beside the weights (name -> path) and the first
             rank's result; empty where there is nothing to record.
     """
@@ -35,6 +36,7 @@ class TargetFiles:
     fingerprint: Mapping[str, Any]
     config: bytes
     record: MakeRecord
+    stale: frozenset[str] = frozenset()
 
 
 class Target:
@@ -59,9 +61,8 @@ class Target:
         if self._staging.restarted and not self._quiet:
             print("the machine has restarted since an export here was cut off: it begins anew", file=sys.stderr)
         payload = self._staging.directory
-        self._side = copy_side_files(
-            files.source.directory, payload, set(files.source.files), formats.get(files.source.format).SIDE_FILES
-        )
+        not_the_models = {*formats.get(files.source.format).SIDE_FILES, *files.stale}
+        self._side = copy_side_files(files.source.directory, payload, set(files.source.files), not_the_models)
         (payload / "config.json").write_bytes(files.config)
         for name, content in files.target.side_files.items():
             if name != INDEX_NAME:

@@ -119,6 +119,12 @@ OTHER: dict[str, Any] = {
     "out": "ckpt",
     "quant": "int4",
     "group_size": 64,
+    "algorithm": "mse",
+    "kv_cache": "fp8",
+    "calib": "text.jsonl",
+    "calib_samples": 8,
+    "calib_length": 32,
+    "calib_seed": 3,
     "config": "config.json",
     "format": "trtllm",
     "target_tp": 4,
@@ -159,6 +165,22 @@ def test_all_fields_together(asked: list[ExportRecipe], tmp_path: Path) -> None:
     for way in (flags, ["--recipe", str(path)], ["--recipe", str(path), *flags]):
         assert main(way) == 0
     assert asked == [ExportRecipe(**OTHER)] * 3
+
+
+@pytest.mark.parametrize("value", [[["*.mlp.*", "int4:64"], ["*", "fp8"]], [{"*.mlp.*": "int4:64"}, {"*": "fp8"}]])
+def test_patterns_are_a_list_in_a_recipe_and_text_on_the_command_line(
+    asked: list[ExportRecipe], tmp_path: Path, value: object
+) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump({"quant": value}))
+    text = "*.mlp.*=int4:64,*=fp8"
+    assert recipe_of(asked, "--recipe", str(path)).quant == recipe_of(asked, "--quant", text).quant == text
+    assert recipe_of(asked, "--set", f"quant={json.dumps(value)}").quant == text
+
+
+def test_convert_is_an_export_that_keeps_the_numbers(asked: list[ExportRecipe]) -> None:
+    recipe = recipe_of(asked, "convert", "ckpt", "--format", "awq", "--out", "there", "--tp", "2")
+    assert (recipe.model, recipe.quant, recipe.format, recipe.out, recipe.tp) == ("ckpt", "keep", "awq", "there", 2)
 
 
 def test_flags_win_over_set_and_set_over_the_recipe(asked: list[ExportRecipe], tmp_path: Path) -> None:
@@ -218,7 +240,7 @@ def test_equals_signs(asked: list[ExportRecipe]) -> None:
         (["--quant", "int44", "--dry-run"], "'int44'"),
         (
             ["--format", "mega-tron", "--dry-run"],
-            "--format mega-tron: unknown; did you mean 'megatron'? known: dcp, hf, ",
+            "--format mega-tron: unknown; did you mean 'megatron'? known: awq, dcp, ",
         ),
         (["--quant", "fp8", "--group-size", "64", "--dry-run"], "fp8 has no groups"),
         (["--quant", "int4", "--group-size", "50", "--dry-run"], "32, 64, 128"),
@@ -232,9 +254,9 @@ def test_equals_signs(asked: list[ExportRecipe]) -> None:
         (["--model", "/nonexistent", "--out", "x"], "--model /nonexistent: no such directory"),
         (
             ["inspekt", "ckpt"],
-            "unknown command 'inspekt'; did you mean 'inspect'? known: diff, inspect, reshard, verify",
+            "unknown command 'inspekt'; did you mean 'inspect'? known: convert, diff, inspect, reshard, verify",
         ),
-        (["ckpt"], "unknown command 'ckpt'; known: diff, inspect, reshard, verify"),
+        (["ckpt"], "unknown command 'ckpt'; known: convert, diff, inspect, reshard, verify"),
         (["inspect"], "the following arguments are required: CKPT (see: modelexport inspect --help)"),
         (["verify", "ckpt", "--agianst", "x"], "unknown flag --agianst; did you mean --against?"),
         (["inspect", "ckpt", "--against", "x"], "unknown flag --against"),

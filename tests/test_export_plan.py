@@ -13,15 +13,17 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from modelexport import export_plan
 from modelexport.checkpoints.safetensors_file import Checkpoint, Reader, TensorInfo, open_checkpoint, torch_dtype
 from modelexport.contents.rules import tensor_rules
-from modelexport.errors import CheckpointError, ModelExportError, PlanError
+from modelexport.errors import CheckpointError, ModelExportError, PlanError, UsageError
 from modelexport.export_plan import ExportPlan, Step, TensorTask, build_plan, full_name
 from modelexport.layers import Box, LayerConfig, ModuleConfig, TensorShard, merge
 from modelexport.quantization import formats
-from modelexport.quantization.formats.base import NumberFormat
+from modelexport.quantization.assignment import Assignment
+from modelexport.quantization.methods import Part, of_method
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.shard_plan import part_problem
 from tests._models import LlamaShape, copy_checkpoint, headers_only, make_llama, quantised_headers, tensor_shapes
@@ -30,10 +32,17 @@ FORMATS = [("none", None), ("int8", None), ("fp8", None), ("int4", 32), ("int4",
 
 
 def plan_for(
-    source: Checkpoint | Path, quant: str = "fp8", *, group_size: int | None = None, tp: int = 1
+    source: Checkpoint | Path,
+    quant: str = "fp8",
+    *,
+    group_size: int | None = None,
+    tp: int = 1,
+    observer: str = "amax",
+    method: str = "compressed-tensors",
 ) -> ExportPlan:
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
-    return build_plan(checkpoint, formats.get(quant, group_size=group_size), Parallelism(tp=tp))
+    assignment = Assignment.parse(quant, group_size=group_size, observer=observer)
+    return build_plan(checkpoint, assignment, Parallelism(tp=tp), method=method)
 
 
 def without(checkpoint: Checkpoint, *names: str, **changed: Any) -> Checkpoint:
@@ -136,7 +145,8 @@ def test_each_rank_emits_what_its_format_makes_of_what_it_read(
             extent = tuple(stop - start for start, stop in owned)
             made = {task.parameter: extent}
             if task.quantised:
-                specs = plan.number_format.specs((extent[0], extent[1]), torch_dtype(task.info.dtype))
+                assert task.number_format is not None
+                specs = task.number_format.specs((extent[0], extent[1]), torch_dtype(task.info.dtype))
                 made = {spec.suffix: spec.shape for spec in specs}
             assert set(made) == {out.name for out in task.outputs}
             for out in task.outputs:
@@ -201,9 +211,24 @@ def test_the_files_do_not_depend_on_the_ranks(case: tuple[LlamaShape, str, int |
 # ------------------------------------------- the parts, quantised, are the whole
 
 
+INPUTS = 3.0  # the largest magnitude of every linear's inputs
+
+
+def largest(step: Step, task: TensorTask, weights: dict[str, torch.Tensor], rows: tuple[int, int]) -> Tensor | None:
+    """What a task's scales depend on beyond its own shard, from the whole weights."""
+    number_format = task.number_format
+    assert number_format is not None
+    if number_format.reach == "block" or number_format.searches_whole:
+        return None
+    if number_format.reach == "row":
+        return number_format.amax(weights[task.info.name])[slice(*rows)]
+    sharing = [weights[t.info.name] for t in step.tasks if t.quantised and t.shared_scale == task.shared_scale]
+    return torch.stack([number_format.amax(weight) for weight in sharing]).amax(dim=0)
+
+
 def quantise_by_parts(plan: ExportPlan, step: Step, weights: dict[str, torch.Tensor]) -> LayerConfig:
     """What the ranks of a step emit, merged: a plain loop over ranks, without processes or files."""
-    number_format, parts = plan.number_format, []
+    parts, method = [], of_method(plan.method)
     for rank in range(plan.parallelism.tp):
         part = LayerConfig(step.layer, step.index)
         for task in step.tasks:
@@ -215,10 +240,12 @@ def quantise_by_parts(plan: ExportPlan, step: Step, weights: dict[str, torch.Ten
             whole = weights[task.info.name]
             data = whole[tuple(slice(start, stop) for start, stop in owned)]
             made = {task.parameter: data}
-            if task.quantised:
-                amax = number_format.row_amax(whole)[slice(*owned[0])] if number_format.needs_row_amax else None
-                shape = (whole.shape[0], whole.shape[1])
-                made = number_format.quantise(data, amax=amax, global_shape=shape)
+            if task.number_format is not None:
+                amax = largest(step, task, weights, owned[0])
+                inputs = INPUTS if task.number_format.has_static_inputs else None
+                made = task.number_format.quantise(data, amax=amax, inputs=inputs, global_shape=task.full_shape)
+                of = Part(task.full_shape, (owned[0][0], owned[1][0]), (data.shape[0], data.shape[1]))
+                made = method.encode(task.number_format, made, of)
             for out in task.outputs:
                 box = task.output_box(out, rank)
                 if box is not None:
@@ -228,20 +255,72 @@ def quantise_by_parts(plan: ExportPlan, step: Step, weights: dict[str, torch.Ten
     return merge(parts)
 
 
-@pytest.mark.parametrize(("quant", "group"), FORMATS)
+EVERY = [
+    *FORMATS,
+    *((name, None) for name in formats.names() if name not in ("none", "int8", "fp8", "int4")),
+    ("int4", -1),
+    ("int4-asym", -1),
+    ("int8-wo", 32),
+]
+
+
+@pytest.mark.parametrize(("quant", "group"), EVERY)
 @pytest.mark.parametrize("tp", [2, 3, 4, 8])
 def test_quantising_the_parts_is_quantising_the_whole(quant: str, group: int | None, tp: int) -> None:
-    directory = make_llama(heads=4, kv_heads=2, vocab=101, attention_bias=True, mlp_bias=True, layers=1)
-    plan = plan_for(directory, quant, group_size=group, tp=tp)
-    reader = Reader(checkpoint := open_checkpoint(directory))
-    weights = {name: reader.read(info) for name, info in checkpoint.infos.items()}
-    reader.close()
+    directory = make_llama(
+        hidden=256,
+        intermediate=384,
+        heads=8,
+        kv_heads=4,
+        head_dim=32,
+        vocab=101,
+        layers=1,
+        attention_bias=True,
+        mlp_bias=True,
+    )
+    assert parts_are_the_whole(plan_for(directory, quant, group_size=group, tp=tp))
+
+
+@pytest.mark.parametrize("quant", ["int8", "fp8", "int4", "fp8-block", "nvfp4", "int4-asym"])
+def test_parts_with_searched_scales_are_the_whole(quant: str) -> None:
+    directory = make_llama(hidden=128, intermediate=256, heads=8, kv_heads=4, head_dim=16, vocab=101, layers=1)
+    assert parts_are_the_whole(plan_for(directory, quant, tp=3, observer="mse"))
+
+
+SPELT = [
+    ("awq", "int4-asym", 64),
+    ("gptq", "int4", 64),
+    ("gptq", "int8-wo", 64),
+    ("fp8", "fp8-block", None),
+    ("modelopt", "fp8-static", None),
+    ("modelopt", "nvfp4", None),
+    ("modelopt", "mxfp8", None),
+]
+
+
+@pytest.mark.parametrize(("method", "quant", "group"), SPELT)
+@pytest.mark.parametrize("tp", [3, 4])
+def test_spelling_the_parts_is_spelling_the_whole(method: str, quant: str, group: int | None, tp: int) -> None:
+    directory = make_llama(hidden=256, intermediate=384, heads=8, kv_heads=4, head_dim=32, vocab=101, layers=1)
+    assert parts_are_the_whole(plan_for(directory, quant, group_size=group, tp=tp, method=method))
+
+
+def parts_are_the_whole(plan: ExportPlan) -> int:
+    """Asserts that what the ranks make is, merged, what one makes of whole weights; how many tensors were compared."""
+    checkpoint = open_checkpoint(plan.steps[0].tasks[0].info.path.parent)
+    with Reader(checkpoint) as reader:
+        weights = {name: reader.read(info) for name, info in checkpoint.infos.items()}
     made = 0
     for step in plan.steps:
         layer = quantise_by_parts(plan, step, weights)
         for task in step.tasks:
             whole = weights[task.info.name]
-            expected = plan.number_format.quantise(whole) if task.quantised else {task.parameter: whole}
+            expected = {task.parameter: whole}
+            if task.number_format is not None:
+                amax = largest(step, task, weights, (0, whole.shape[0]))
+                inputs = INPUTS if task.number_format.has_static_inputs else None
+                native = task.number_format.quantise(whole, amax=amax, inputs=inputs)
+                expected = of_method(plan.method).encode(task.number_format, native, Part.whole(task.full_shape))
             tensors = layer.modules[task.path].tensors
             assert {out.name for out in task.outputs} == set(expected)
             for out in task.outputs:
@@ -250,9 +329,14 @@ def test_quantising_the_parts_is_quantising_the_whole(quant: str, group: int | N
                 assert shard.data is not None
                 assert (shard.data.dtype, tuple(shard.data.shape)) == (want.dtype, out.shape)
                 assert torch_dtype(out.dtype) == want.dtype
-                assert torch.equal(shard.data.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
+                assert torch.equal(_raw(shard.data), _raw(want)), f"{task.info.name}: {out.name}"
                 made += 1
     assert made == len(list(plan.outputs()))
+    return made
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 # ----------------------------------------------------------------- what is in it
@@ -406,21 +490,63 @@ def test_no_config_on_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "method"),
+    ("key", "value", "kind", "parts"),
     [
-        ("quantization_config", {"quant_method": "gptq", "bits": 4}, "gptq"),
-        ("quantization_config", {"bits": 4}, "unknown"),
-        ("quantization_config", "fp8", "fp8"),
-        ("compression_config", {"quant_method": "compressed-tensors"}, "compressed-tensors"),
+        ("quantization_config", {"quant_method": "eetq"}, PlanError, ["'eetq' is not known", "known: awq, "]),
+        ("quantization_config", {"bits": 4}, PlanError, ["quant_method 'unknown' is not known"]),
+        ("quantization_config", "fp8", CheckpointError, ["quantization_config must be an object, is str"]),
+        ("compression_config", {"quant_method": "gptq", "bits": 4}, CheckpointError, ["q_proj.qweight is missing"]),
     ],
 )
-def test_already_quantised(key: str, value: object, method: str) -> None:
-    refused(
-        without(headers_only(), **{key: value}),
-        PlanError,
-        f"already quantised (quant_method '{method}')",
-        "unquantised",
-    )
+def test_quantised_otherwise_than_it_says(
+    key: str, value: object, kind: type[ModelExportError], parts: list[str]
+) -> None:
+    refused(without(headers_only(), **{key: value}), kind, *parts)
+
+
+def test_what_is_quantised_is_not_rounded_again() -> None:
+    quantised = quantised_headers("W4A16", hidden=256, intermediate=256, heads=4, kv_heads=4, head_dim=64)
+    with pytest.raises(PlanError, match=r"is quantised in the source.*--quant none.*modelexport convert"):
+        plan_for(quantised, "int8")
+    plan = plan_for(quantised, "none")
+    assert {dtype for _, dtype, _ in plan.outputs()} == {"BF16"}
+    kept = build_plan(quantised, None, Parallelism(tp=2))
+    assert {number_format.name for number_format in kept.formats().values()} == {"int4"}
+    assert {name for name, _, _ in kept.outputs()} == set(quantised.infos)
+
+
+# ------------------------------------------------------------ patterns of --quant
+
+
+def test_first_pattern_wins_and_the_rest_is_kept() -> None:
+    plan = plan_for(headers_only(), "*.layers.0.mlp.*=none, *.mlp.*=int4:32, re:.*q_proj=fp8,*.[kv]_proj=fp8")
+    found = {name: number_format.name for name, number_format in plan.formats().items()}
+    assert found["model.layers.1.mlp.up_proj"] == "int4"
+    assert found["model.layers.0.self_attn.q_proj"] == "fp8"
+    assert plan.unquantised["model.layers.0.mlp.up_proj"] == "--quant none"
+    assert plan.unquantised["model.layers.0.self_attn.o_proj"] == "no pattern of --quant names it"
+    assert "model.layers.0.self_attn.o_proj" in plan.ignored()
+    assert plan.formats()["model.layers.1.mlp.down_proj"].group_size == 32
+
+
+@pytest.mark.parametrize(
+    ("quant", "kind", "parts"),
+    [
+        ("*.q_proj=fp8", PlanError, ["one matrix", "q_proj fp8", "k_proj none", "self_attn.qkv_proj"]),
+        ("*.mlp.gate_proj=int4:32,*=int8", PlanError, ["one matrix", "gate_proj int4", "up_proj int8"]),
+        ("*=int8,*.mlq.*=int4:32", PlanError, ["'*.mlq.*=int4': no linear of the model's"]),
+        ("*.mlp.*=int5", UsageError, ["unknown number format 'int5'"]),
+        ("*.mlp.*=int4:x", UsageError, ["'x' is no group size"]),
+        ("*.mlp.*=int4:48", UsageError, ["no group size 48", "32, 64, 128"]),
+        ("*.mlp.*=fp8:32", UsageError, ["fp8 has no groups"]),
+        ("fp8,*=int4", UsageError, ["'fp8' is no PATTERN=FORMAT"]),
+        ("re:(=int4", UsageError, ["is no regular expression"]),
+    ],
+)
+def test_patterns_that_are_refused(quant: str, kind: type[ModelExportError], parts: list[str]) -> None:
+    with pytest.raises(kind) as caught:
+        plan_for(headers_only(), quant)
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
 
 
 def test_unknown_architecture() -> None:
@@ -590,7 +716,6 @@ def test_checkpoints_of_transformers_are_planned_whole(tmp_path: Path) -> None:
     stored = {name for name, _, _ in plan.outputs()}
     assert "model.layers.1.self_attn.o_proj.weight_packed" in stored
     assert "model.layers.1.self_attn.o_proj.bias" in stored
-    assert isinstance(plan.number_format, NumberFormat)
     assert sum(step.source_bytes for step in plan.steps) == sum(
         i.nbytes for i in open_checkpoint(directory).infos.values()
     )

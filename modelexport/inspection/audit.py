@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,8 +24,9 @@ from torch import Tensor
 
 from modelexport.checkpoints import raw_io
 from modelexport.checkpoints.safetensors_file import Checkpoint, Reader, TensorInfo, torch_dtype
-from modelexport.errors import CheckpointError
 from modelexport.quantization import kernels
+from modelexport.quantization.methods import Part, compressed_tensors, of_method
+from modelexport.quantization.methods.base import Axes
 from modelexport.sharding.plan import scale_range
 
 if TYPE_CHECKING:
@@ -62,13 +64,45 @@ class Item:
     Attributes:
         tensors: name within the module -> where it lies in the checkpoint.
         source: the unquantised weight, or None where only hashes are wanted.
-        number_format: decodes ``tensors``; None for a module that was passed through.
+        number_format: what ``tensors`` hold; None for a module that was passed through, or that is only hashed.
+        method: the quantisation method that spells them.
     """
 
     name: str
     tensors: Mapping[str, TensorInfo]
     source: TensorInfo | None
     number_format: NumberFormat | None
+    method: str = compressed_tensors.METHOD
+
+    @cached_property
+    def axes(self) -> dict[str, Axes]:
+        """How the tensors go with the weight's dims; of those that the number format stores."""
+        if self.number_format is None or self.source is None:
+            return {}
+        method, shape = of_method(self.method), (self.source.shape[0], self.source.shape[1])
+        promises = method.promised(self.number_format.scheme(self.method), shape)
+        return {suffix: promise.axes for suffix, promise in promises.items()}
+
+    @property
+    def rows_together(self) -> int | None:
+        """Rows of the weight that must be read together; None: all, since its tensors do not run along its rows."""
+        rows = 1
+        for axes in self.axes.values():
+            for dim, axis in enumerate(axes):
+                if axis is not None and axis[0] == 0:
+                    if dim:
+                        return None
+                    rows = math.lcm(rows, axis[1])
+        return rows
+
+    def native(self, tensors: Mapping[str, Tensor], rows: tuple[int, int]) -> Mapping[str, Tensor]:
+        """The number format's own tensors, of these rows."""
+        assert self.source is not None
+        assert self.number_format is not None
+        stored = {suffix: tensor for suffix, tensor in tensors.items() if suffix in self.axes}
+        whole = (self.source.shape[0], self.source.shape[1])
+        part = Part(whole, (rows[0], 0), (rows[1] - rows[0], whole[1]))
+        return of_method(self.method).decode(self.number_format, stored, part)
 
 
 @dataclass(frozen=True)
@@ -201,7 +235,7 @@ def read_chunks(item: Item, out_reader: Reader, source_reader: Reader | None) ->
     """
     weight = item.source or max(item.tensors.values(), key=lambda info: info.nbytes)
     kept: dict[str, Tensor] = {}
-    for rows in _row_chunks(weight):
+    for rows in _row_chunks(weight, item.rows_together):
         chunk = Chunk(rows, dict(kept), {}, None)
         for key, info in item.tensors.items():
             if key in kept:
@@ -246,9 +280,10 @@ def _check(item: Item, chunks: Iterator[Chunk], pieces: Mapping[str, Sequence[Pi
             equal = all(_same(tensor, chunk.original) for tensor in chunk.tensors.values())
             identical = equal and identical is not False
             continue
-        errors.append(item.number_format.squared_error(chunk.original, chunk.tensors))
+        errors.append(item.number_format.squared_error(chunk.original, item.native(chunk.tensors, chunk.rows)))
         if thorough:
-            rounded = item.number_format.quantise(chunk.original, name=f"source of {item.name}")
+            inputs = 1.0 if item.number_format.has_static_inputs else None
+            rounded = item.number_format.quantise(chunk.original, inputs=inputs, name=f"source of {item.name}")
             nearest.append(item.number_format.squared_error(chunk.original, rounded))
     damaged = tuple(
         f"{item.tensors[key].name} at {list(piece.offset)}, shape {list(piece.shape)}"
@@ -307,9 +342,11 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return (a.dtype, a.shape) == (b.dtype, b.shape) and raw_io.same_bytes(a, b)
 
 
-def _row_chunks(weight: TensorInfo) -> Iterator[tuple[int, int]]:
+def _row_chunks(weight: TensorInfo, together: int | None) -> Iterator[tuple[int, int]]:
     rows = weight.shape[0] if weight.shape else 1
-    step = max(1, CHUNK_BYTES // max(1, weight.nbytes // max(1, rows)))
+    if together is None:
+        together = max(1, rows)
+    step = max(1, CHUNK_BYTES // max(1, weight.nbytes // max(1, rows)) // together) * together
     for start in range(0, max(rows, 1), step):
         yield start, min(start + step, rows)
 
@@ -318,15 +355,14 @@ def _rows_of(
     item: Item, key: str, info: TensorInfo, weight: TensorInfo, rows: tuple[int, int]
 ) -> tuple[int, int] | None:
     """Rows of tensor ``key`` that belong to the weight's ``rows``; None where it does not vary with them."""
-    if item.number_format is None or key == "bias":
+    if item.number_format is None or item.source is None or key not in item.axes:
         same = info.shape[:1] == weight.shape[:1]
         return rows if same and info.shape else None
-    shape = weight.shape[0], weight.shape[1]
-    for spec in item.number_format.specs(shape, torch_dtype(weight.dtype)):
-        if spec.suffix == key:
-            unit = spec.units[0] if spec.units else None
-            return None if unit is None else scale_range(rows, unit, spec.shape[0])
-    raise CheckpointError(f"{info.name}: format {item.number_format.name} stores no tensor '{key}'")
+    axes = item.axes[key]
+    if item.rows_together is None:
+        return None
+    axis = axes[0] if axes else None
+    return None if axis is None or axis[0] != 0 else scale_range(rows, axis[1], info.shape[0])
 
 
 def _part(piece: Piece, data: Tensor, span: tuple[int, int] | None) -> Tensor | None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from modelexport.checkpoints.safetensors_file import Checkpoint, TensorInfo
 from modelexport.contents.modules import Architecture, StoredModule
-from modelexport.contents.schemes import FLOATS
-from modelexport.errors import UsageError
+from modelexport.errors import CheckpointError
+from modelexport.quantization.methods import FLOATS, QuantizationConfig, promised
 
 if TYPE_CHECKING:
     from modelexport.inspection.audit import Item
@@ -84,7 +84,9 @@ def compare_headers(
     return result
 
 
-def plan_items(modules: Sequence[StoredModule], comparison: Comparison) -> list[Item]:
+def plan_items(
+    modules: Sequence[StoredModule], comparison: Comparison, quantization: QuantizationConfig | None
+) -> list[Item]:
     """What to read together: a quantised linear with its source, and every other tensor by itself.
 
     What cannot be decoded is noted in ``comparison``.
@@ -95,10 +97,11 @@ def plan_items(modules: Sequence[StoredModule], comparison: Comparison) -> list[
     for module in modules:
         rest = dict(module.tensors)
         weight = comparison.sources.get(module.name)
-        number_format = None if weight is None else _decoder(module, weight)
+        number_format = None if weight is None else _decoder(module, weight, quantization)
         if weight is not None and number_format is not None:
-            suffixes = _suffixes(number_format, weight)
-            items.append(Item(module.name, {s: rest.pop(s) for s in suffixes}, weight, number_format))
+            assert quantization is not None
+            item = Item(module.name, {}, weight, number_format, quantization.method)
+            items.append(replace(item, tensors={suffix: rest.pop(suffix) for suffix in item.axes}))
         elif weight is not None:
             comparison.notes.append(
                 f"{module.name}: {_stored_text(module)} cannot be decoded here, its error was not measured"
@@ -108,32 +111,23 @@ def plan_items(modules: Sequence[StoredModule], comparison: Comparison) -> list[
     return sorted(items, key=lambda item: -sum(info.nbytes for info in item.tensors.values()))
 
 
-def _decoder(module: StoredModule, weight: TensorInfo) -> NumberFormat | None:
-    """The number format that reads a module's tensors, if they are exactly those that it would have written."""
-    from modelexport.checkpoints.safetensors_file import dtype_name, torch_dtype
+def _decoder(module: StoredModule, weight: TensorInfo, quantization: QuantizationConfig | None) -> NumberFormat | None:
+    """The number format that reads a module's tensors, if they are those that config.json promises."""
     from modelexport.quantization import formats
 
-    shape, scales = module.stored.shape, module.tensors.get("weight_scale")
-    if shape is None or scales is None or module.stored.number_format not in formats.names():
+    scheme = None if quantization is None else quantization.scheme_of(module.name)
+    if scheme is None or len(weight.shape) != 2:
         return None
-    grouped = "weight_packed" in module.tensors
-    group = shape[1] // max(1, scales.shape[1]) if grouped and len(scales.shape) == 2 else None
     try:
-        number_format = formats.get(module.stored.number_format, group_size=group)
-    except UsageError:
+        promises = promised(scheme, (weight.shape[0], weight.shape[1]))
+        number_format = formats.of_scheme(scheme)
+    except CheckpointError:  # what is wrong with it is said elsewhere; here it only cannot be decoded
         return None
-    for spec in number_format.specs((shape[0], shape[1]), torch_dtype(weight.dtype)):
-        info = module.tensors.get(spec.suffix)
-        if info is None or (info.dtype, info.shape) != (dtype_name(spec.dtype), spec.shape):
+    for suffix, promise in promises.items():
+        info = module.tensors.get(suffix)
+        if info is None or info.dtype not in promise.dtypes or info.shape not in promise.shapes:
             return None
     return number_format
-
-
-def _suffixes(number_format: NumberFormat, weight: TensorInfo) -> list[str]:
-    from modelexport.checkpoints.safetensors_file import torch_dtype
-
-    specs = number_format.specs((weight.shape[0], weight.shape[1]), torch_dtype(weight.dtype))
-    return [spec.suffix for spec in specs]
 
 
 def _stored_text(module: StoredModule) -> str:

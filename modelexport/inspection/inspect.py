@@ -18,9 +18,9 @@ from modelexport.checkpoints.hf import RECORD
 from modelexport.checkpoints.safetensors_file import INDEX_NAME, Checkpoint, read_json
 from modelexport.contents.modules import Architecture, StoredModule, read_architecture, read_modules
 from modelexport.contents.opening import open_model
-from modelexport.contents.schemes import QuantizationConfig, read_quantization_config
 from modelexport.errors import CheckpointError
 from modelexport.inspection.structure import check_structure
+from modelexport.quantization.methods import QuantizationConfig, read_quantization_config
 from modelexport.sharding.plan import admissible_tp
 from modelexport.tables import size_text, table
 

@@ -6,8 +6,7 @@ everywhere; what is missing is an error, never made up.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +15,22 @@ from torch import Tensor, nn
 
 from modelexport.checkpoints.safetensors_file import Checkpoint, Reader
 from modelexport.contents.opening import open_model
-from modelexport.errors import CheckpointError, UsageError
-from modelexport.quantization import formats
+from modelexport.errors import CheckpointError
+from modelexport.quantization.decoding import dequantise
+from modelexport.quantization.formats import of_scheme
+from modelexport.quantization.methods import (
+    Part,
+    QuantizationConfig,
+    Scheme,
+    of_method,
+    promised,
+    read_quantization_config,
+)
 
 if TYPE_CHECKING:
     from modelexport.quantization.formats.base import NumberFormat
 
-__all__ = ["format_of_group", "load_dequantised", "load_reference"]
+__all__ = ["load_dequantised", "load_reference"]
 
 
 def load_reference(directory: str | Path, *, dtype: torch.dtype = torch.float32) -> Any:
@@ -38,7 +46,7 @@ def load_reference(directory: str | Path, *, dtype: torch.dtype = torch.float32)
 
 
 def load_dequantised(directory: str | Path, *, dtype: torch.dtype = torch.float32) -> Any:
-    """A checkpoint in compressed-tensors form, decoded into the plain transformers architecture on CPU.
+    """A quantised checkpoint, decoded into the plain transformers architecture on CPU.
 
     Formats that quantise activations get a hook on every such linear that rounds its input as engines do.
     An unquantised checkpoint loads as with :func:`load_reference`.
@@ -57,17 +65,22 @@ def _load(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(str(checkpoint.directory), local_files_only=True, trust_remote_code=False)
-    quantization = (checkpoint.config or {}).get("quantization_config")
-    if quantization:
+    quantization = read_quantization_config(checkpoint.config)
+    if hasattr(config, "quantization_config"):
         del config.quantization_config
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     tensors = _Tensors(checkpoint)
     state: dict[str, Tensor] = {}
     try:
-        for name, module, number_format in _quantised_linears(model, quantization):
-            state[f"{name}.weight"] = _decode(tensors, name, module, number_format).to(dtype)
-            _hook_activations(module, number_format)
+        for name, module, scheme in _quantised_linears(model, quantization):
+            stored, shape = _take(tensors, name, module, scheme), (module.out_features, module.in_features)
+            number_format = of_scheme(scheme)
+            state[f"{name}.weight"] = dequantise(scheme.method, number_format, stored, shape, dtype=dtype)
+            if number_format.input_arguments() is not None:
+                native = of_method(scheme.method).decode(number_format, stored, Part.whole(shape))
+                _hook_activations(module, number_format, native)
+        tensors.untaken -= _kv_scales(tensors.untaken, quantization)
         for name in sorted(tensors.untaken):
             value = tensors.take(name)
             state[name] = value.to(dtype) if value.is_floating_point() else value
@@ -75,6 +88,14 @@ def _load(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
         tensors.reader.close()
     _fill(model, state, checkpoint)
     return model.eval()
+
+
+def _kv_scales(names: Collection[str], quantization: QuantizationConfig | None) -> set[str]:
+    """The scales of a KV cache, which the plain model has not."""
+    if quantization is None or quantization.kv_cache_scheme is None:
+        return set()
+    ends = tuple(f".{where}" for where in of_method(quantization.method).KV_SCALES.values())
+    return {name for name in names if name.endswith(ends)}
 
 
 class _Tensors:
@@ -104,92 +125,42 @@ def _fill(model: Any, state: Mapping[str, Tensor], checkpoint: Checkpoint) -> No
 
 
 def _quantised_linears(
-    model: nn.Module, quantization: Mapping[str, Any] | None
-) -> Iterator[tuple[str, nn.Linear, NumberFormat]]:
-    """The linears that ``quantization_config`` says are quantised, and how."""
-    if not quantization:
+    model: nn.Module, quantization: QuantizationConfig | None
+) -> Iterator[tuple[str, nn.Linear, Scheme]]:
+    """The linears that config.json says are quantised, and how."""
+    if quantization is None:
         return
-    if quantization.get("quant_method") != "compressed-tensors":
-        raise CheckpointError(
-            f"quant_method is {quantization.get('quant_method')!r}; only 'compressed-tensors' is decoded here"
-        )
-    config_groups = (quantization.get("config_groups") or {}).values()
-    groups = [(group.get("targets") or [], format_of_group(group)) for group in config_groups]
-    ignore = quantization.get("ignore") or []
+    of_method(quantization.method)  # raises where it is not known
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear) or _matches(ignore, name):
-            continue
-        for targets, number_format in groups:
-            if _matches(targets, name):
-                yield name, module, number_format
-                break
+        if isinstance(module, nn.Linear):
+            scheme = quantization.scheme_of(name)
+            if scheme is not None:
+                yield name, module, scheme
 
 
-def _matches(patterns: Sequence[str], name: str) -> bool:
-    """Whether compressed-tensors' targets mean a linear: by class, by name, or by ``re:`` pattern."""
-    return any(
-        pattern in ("Linear", name) or (pattern.startswith("re:") and re.match(pattern[3:], name) is not None)
-        for pattern in patterns
-    )
-
-
-def format_of_group(group: Mapping[str, Any]) -> NumberFormat:
-    """The number format whose ``config_group()`` says the same as this ``config_groups`` entry.
-
-    Raises:
-        CheckpointError: none does.
-    """
-    weights = group.get("weights") or {}
-    size = weights.get("group_size") if weights.get("strategy") == "group" else None
-    for name in formats.names():
-        try:
-            candidate = formats.get(name, group_size=size)
-        except UsageError:  # it has no groups, or none of this size
-            continue
-        own = candidate.config_group()
-        if own is not None and _meaning(own) == _meaning(group):
-            return candidate
-    raise CheckpointError(f"no number format of ours is {group}; known: {', '.join(formats.names())}")
-
-
-def _meaning(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a ``config_groups`` entry decides the numbers; other tools write more, such as observers."""
-    defaults = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": None, "dynamic": False}
-    meaning: dict[str, Any] = {}
-    for part in ("weights", "input_activations"):
-        arguments = group.get(part)
-        meaning[part] = arguments and {k: arguments.get(k, default) for k, default in defaults.items()}
-        if arguments and arguments.get("strategy") == "group":
-            meaning[part]["group_size"] = arguments.get("group_size")
-    return meaning
-
-
-def _decode(tensors: _Tensors, name: str, module: nn.Linear, number_format: NumberFormat) -> Tensor:
-    """The weight of one linear, ``[out_features, in_features]`` float32."""
+def _take(tensors: _Tensors, name: str, module: nn.Linear, scheme: Scheme) -> dict[str, Tensor]:
+    """The tensors of one quantised linear."""
     directory = tensors.checkpoint.directory
-    any_float = torch.bfloat16  # stands for the source's dtype, which scales are stored in
     parts: dict[str, Tensor] = {}
-    for spec in number_format.specs((module.out_features, module.in_features), any_float):
-        full = f"{name}.{spec.suffix}"
+    for suffix, promise in promised(scheme, (module.out_features, module.in_features)).items():
+        full = f"{name}.{suffix}"
         if full not in tensors.untaken:
-            raise CheckpointError(f"{directory}: {full} is missing ({number_format.name} needs it)")
-        part = tensors.take(full)
-        fits = part.dtype == spec.dtype or (spec.dtype == any_float and part.is_floating_point())
-        if tuple(part.shape) != tuple(spec.shape) or not fits:
+            raise CheckpointError(f"{directory}: {full} is missing ({scheme.describe()} needs it)")
+        info = tensors.checkpoint.infos[full]
+        if info.dtype not in promise.dtypes or info.shape not in promise.shapes:
             raise CheckpointError(
-                f"{directory}: {full} is {part.dtype} {tuple(part.shape)}, but {number_format.name} stores "
-                f"{spec.dtype} {tuple(spec.shape)}"
+                f"{directory}: {full} is {info.dtype} {list(info.shape)}, but {scheme.describe()} stores {promise}"
             )
-        parts[spec.suffix] = part
-    return number_format.dequantise(parts, dtype=torch.float32)
+        parts[suffix] = tensors.take(full)
+    return parts
 
 
-def _hook_activations(module: nn.Linear, number_format: NumberFormat) -> None:
-    group = number_format.config_group()
-    if group is None or group.get("input_activations") is None:
+def _hook_activations(module: nn.Linear, number_format: NumberFormat, native: Mapping[str, Tensor]) -> None:
+    if number_format.input_arguments() is None:
         return
+    small = {suffix: tensor for suffix, tensor in native.items() if suffix.startswith("input_")}
 
     def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (number_format.fake_quantise_activations(inputs[0]), *inputs[1:])
+        return (number_format.fake_quantise_activations(inputs[0], small), *inputs[1:])
 
     module.register_forward_pre_hook(hook)

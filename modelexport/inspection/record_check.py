@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from modelexport.checkpoints.hf import RECORD
 from modelexport.checkpoints.safetensors_file import Checkpoint
 from modelexport.contents.modules import StoredModule
-from modelexport.contents.schemes import QuantizationConfig
+from modelexport.quantization.methods import QuantizationConfig
 
 
 def check_record(
@@ -50,7 +51,7 @@ def _layer_problems(
     quantization: QuantizationConfig | None,
 ) -> Iterator[str]:
     present = {module.name: module for module in modules}
-    groups: dict[tuple[str, int | None], dict[str, Any] | None] = {}
+    groups: dict[tuple[str, int | None], Recorded] = {}
     for layer in layers:
         for path, recorded in layer["modules"].items():
             name = ".".join(part for part in (layer["name"], path) if part)
@@ -64,25 +65,30 @@ def _layer_problems(
             if name in present and recorded["kind"] in ("linear", "head"):
                 key = recorded["number_format"], recorded["group_size"]
                 if key not in groups:
-                    groups[key] = _config_group(*key)
-                yield from _scheme_problems(name, key, groups[key], quantization)
+                    groups[key] = Recorded.of(*key)
+                yield from _scheme_problems(name, groups[key], quantization)
 
 
-def _config_group(number_format: str, group_size: int | None) -> dict[str, Any] | None:
-    from modelexport.quantization import formats
+@dataclass(frozen=True)
+class Recorded:
+    """A number format as the record has it; ``group`` is what compressed-tensors says of it."""
 
-    return formats.get(number_format, group_size=group_size).config_group()
+    spelled: str
+    group: dict[str, Any] | None
+
+    @classmethod
+    def of(cls, number_format: str, group_size: int | None) -> Recorded:
+        """By name and group size."""
+        from modelexport.quantization import formats
+
+        spelled = number_format + (f" in groups of {group_size}" if group_size else "")
+        size = group_size if formats.has_groups(number_format) else None
+        return cls(spelled, formats.get(number_format, group_size=size).config_group())
 
 
-def _scheme_problems(
-    name: str,
-    key: tuple[str, int | None],
-    group: Mapping[str, Any] | None,
-    quantization: QuantizationConfig | None,
-) -> Iterator[str]:
+def _scheme_problems(name: str, recorded: Recorded, quantization: QuantizationConfig | None) -> Iterator[str]:
     """The config must say of a linear what it was exported as, or engines compute something else."""
-    number_format, group_size = key
-    spelled = number_format + (f" in groups of {group_size}" if group_size else "")
+    spelled, group = recorded.spelled, recorded.group
     scheme = quantization.scheme_of(name) if quantization is not None else None
     if scheme is None:
         if group is not None:
@@ -97,6 +103,11 @@ def _scheme_problems(
         "input_activations": scheme.inputs,
         "output_activations": scheme.outputs,
     }
+    if scheme.method != "compressed-tensors":  # other methods spell less of it, and in words of their own
+        from modelexport.quantization.formats import meaning
+
+        said = {"weights": meaning(scheme.weights), "input_activations": meaning(scheme.inputs)}
+        group = {key: meaning(group[key]) for key in said}
     for field, value in said.items():
         if value != group.get(field):
             yield (f"config.json: {scheme.name}.{field} is {_shown(value, group.get(field))}; {spelled} was exported")

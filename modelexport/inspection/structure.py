@@ -10,13 +10,12 @@ from dataclasses import replace
 
 from modelexport.checkpoints.safetensors_file import Checkpoint, TensorInfo
 from modelexport.contents.modules import Architecture, StoredModule
-from modelexport.contents.rules import places
-from modelexport.contents.schemes import FLOATS, QuantizationConfig, Scheme, promised
+from modelexport.contents.rules import KV_SCALES, places
 from modelexport.errors import CheckpointError
 from modelexport.families import Dimensions, Family
+from modelexport.quantization.methods import FLOATS, QuantizationConfig, Scheme, methods, extras, promised
 
 _PLAIN = ("weight", "bias")
-_KV_SCALES = ("k_scale", "v_scale", "q_scale")
 _OF_QUANTISATION = ("scale", "zero", "packed", "qweight", "g_idx", "weight_shape", "absmax")
 
 
@@ -89,7 +88,7 @@ def _family_problems(
             continue
         if all(family.left_out(f"{module.name}.{s}", dims) for s in module.tensors):
             continue
-        if kv_scales and module.name.endswith(".self_attn") and set(module.tensors) <= set(_KV_SCALES):
+        if kv_scales and ".self_attn" in module.name and set(module.tensors) <= set(KV_SCALES):
             continue
         if dims.tied_embeddings and module.kind == "head":
             continue  # a second copy of tied embeddings: wasteful, but every engine takes it
@@ -116,7 +115,7 @@ def module_problems(
     if expected is not None and stored.shape is not None and stored.shape != expected:
         yield f"{module.name}: its weight is {list(stored.shape)}, config.json makes it {list(expected)}"
         shape = stored.shape
-    if quantization is not None and not quantization.is_compressed_tensors:
+    if quantization is not None and quantization.method not in methods():
         if stored.quantised and not stored.scale:
             yield f"{module.name}: {stored.number_format} weights without scales"
         return
@@ -124,12 +123,15 @@ def module_problems(
     if module.kind in ("linear", "head") and quantization is not None:
         scheme = quantization.scheme_of(module.name)
     if scheme is not None and shape is not None and len(shape) == 2:
-        yield from _promise_problems(module, scheme, (shape[0], shape[1]))
+        cache = quantization is not None and quantization.kv_cache_scheme is not None
+        yield from _promise_problems(module, scheme, (shape[0], shape[1]), quantised_cache=cache)
     elif expected is not None or module.kind != "other":
         yield from _plain_problems(module, quantization, shape, known=expected is not None)
 
 
-def _promise_problems(module: StoredModule, scheme: Scheme, shape: tuple[int, int]) -> Iterator[str]:
+def _promise_problems(
+    module: StoredModule, scheme: Scheme, shape: tuple[int, int], *, quantised_cache: bool
+) -> Iterator[str]:
     try:
         wanted = promised(scheme, shape)
     except CheckpointError as error:
@@ -144,7 +146,10 @@ def _promise_problems(module: StoredModule, scheme: Scheme, shape: tuple[int, in
                 f"{info.name} is {info.dtype} {list(info.shape)}, "
                 f"{scheme.name} ({scheme.describe()}) promises {promise}"
             )
-    yield from _extra_problems(module, {*wanted, "bias"}, f"{scheme.name} ({scheme.format}) does not promise it")
+    cached = (*(KV_SCALES if quantised_cache else ()), *extras(scheme, shape))
+    yield from _extra_problems(
+        module, {*wanted, "bias", *cached}, f"{scheme.name} ({scheme.format}) does not promise it"
+    )
     yield from _bias_problems(module, shape)
 
 
@@ -162,8 +167,9 @@ def _plain_problems(
         yield f"{module.name}.weight is missing, and {why} ({_listed(module)})"
     elif weight.dtype not in (*FLOATS, "F64"):
         yield f"{weight.name} is {weight.dtype}, but {why}"
+    cached = KV_SCALES if quantization is not None and quantization.kv_cache_scheme is not None else ()
     others = {s for s in module.tensors if not known and not any(word in s for word in _OF_QUANTISATION)}
-    yield from _extra_problems(module, {*_PLAIN, *others}, why)
+    yield from _extra_problems(module, {*_PLAIN, *others, *cached}, why)
     yield from _bias_problems(module, shape)
 
 

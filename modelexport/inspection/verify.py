@@ -21,12 +21,12 @@ from modelexport.checkpoints.replicas import odd_replicas
 from modelexport.checkpoints.safetensors_file import Checkpoint
 from modelexport.contents.modules import StoredModule, read_architecture, read_modules
 from modelexport.contents.opening import open_model
-from modelexport.contents.schemes import read_quantization_config
 from modelexport.errors import CheckpointError, UsageError
 from modelexport.inspection.comparison import Comparison, compare_headers, plan_items
 from modelexport.inspection.inspect import read_record
 from modelexport.inspection.record_check import check_record
 from modelexport.inspection.structure import check_structure
+from modelexport.quantization.methods import QuantizationConfig, methods, read_quantization_config
 from modelexport.tables import table
 
 FAR_DB = 6.0
@@ -125,7 +125,7 @@ def verify_checkpoint(
     result.problems += check_structure(checkpoint, architecture, quantization, modules)
     if architecture.family is None:
         result.notes.append(f"whether modules are missing was not checked: {architecture.reason}")
-    if quantization is not None and not quantization.is_compressed_tensors:
+    if quantization is not None and quantization.method not in methods():
         result.notes.append(f"which tensors quant_method '{quantization.method}' promises is not known here")
     try:
         record = read_record(directory)
@@ -139,7 +139,7 @@ def verify_checkpoint(
     comparison = compare_headers(checkpoint, modules, architecture, record, source)
     result.problems += comparison.problems
     try:
-        _check_values(result, checkpoint, modules, comparison, source, record, threads)
+        _check_values(result, checkpoint, modules, comparison, source, record, quantization, threads)
     except CheckpointError as error:  # a file that ends early or cannot be read
         result.problems.append(str(error))
     result.notes += comparison.notes
@@ -170,6 +170,7 @@ def _check_values(
     comparison: Comparison,
     source: Checkpoint | None,
     record: Mapping[str, Any] | None,
+    quantization: QuantizationConfig | None,
     threads: int | None,
 ) -> None:
     """Read every byte once: hashes, values, and the error against the source."""
@@ -184,7 +185,7 @@ def _check_values(
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # the modules are spread over threads; each need not be once more
     try:
-        items = plan_items(modules, comparison)
+        items = plan_items(modules, comparison, quantization)
         checks = run_audit(items, checkpoint, source, {}, threads=threads, thorough=True)
     finally:
         torch.set_num_threads(before)

@@ -2,7 +2,11 @@
 
 usage: python vllm_logprobs.py CHECKPOINT TP TOKEN [TOKEN ...]
 
-MODELEXPORT_VLLM_LOAD_FORMAT is vLLM's load_format, "auto" unless set.
+A second line, KERNELS, lists the reference kernels that stood in for those that this build lacks.
+
+MODELEXPORT_VLLM_LOAD_FORMAT is vLLM's load_format, MODELEXPORT_VLLM_KV its kv_cache_dtype, "auto" unless set.
+MODELEXPORT_VLLM_KERNELS: "reference" offers vLLM the kernels of vllm_reference_kernels.py, "weights" the same, but
+they round no inputs; unset: only its own.
 """
 
 from __future__ import annotations
@@ -27,6 +31,12 @@ def main() -> None:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in range(int(tp)))
     from vllm import LLM, SamplingParams
 
+    used: set[str] = set()
+    if kernels := os.environ.get("MODELEXPORT_VLLM_KERNELS"):
+        import vllm_reference_kernels  # beside this script
+
+        vllm_reference_kernels.install(round_inputs=kernels == "reference")
+        used = vllm_reference_kernels.USED
     prompt = [int(token) for token in tokens]
     engine = LLM(
         model=checkpoint,
@@ -36,12 +46,14 @@ def main() -> None:
         max_model_len=128,
         max_num_seqs=1,
         skip_tokenizer_init=True,
+        kv_cache_dtype=os.environ.get("MODELEXPORT_VLLM_KV", "auto"),
         load_format=os.environ.get("MODELEXPORT_VLLM_LOAD_FORMAT", "auto"),
         distributed_executor_backend="mp" if int(tp) > 1 else "uni",
     )
     wanted = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
     (output,) = engine.generate([{"prompt_token_ids": prompt}], wanted, use_tqdm=False)
     scores = [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)]
+    print("KERNELS " + json.dumps(sorted(used)), flush=True)
     print("LOGPROBS " + json.dumps(scores), flush=True)
 
 

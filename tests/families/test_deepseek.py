@@ -19,7 +19,7 @@ from modelexport.families import family_of, read_dimensions
 from modelexport.inspection.diff import diff_checkpoints
 from modelexport.inspection.inspect import inspect_checkpoint
 from modelexport.inspection.verify import verify_checkpoint
-from modelexport.quantization import formats
+from modelexport.quantization.assignment import Assignment
 from modelexport.resharder import reshard
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.shard_plan import ShardPlan, build_shard_plan
@@ -106,7 +106,7 @@ def test_layers_differ() -> None:
 def test_an_export_cuts_whole_heads_at_any_number_of_ranks(tp: int, quant: str) -> None:
     """With groups of 128 inputs of o_proj, that are four heads there: these four stay together everywhere."""
     checkpoint = headers_only(**{**V3, "query_rank": 128})
-    plan = build_plan(checkpoint, formats.get(quant), Parallelism(tp))
+    plan = build_plan(checkpoint, Assignment.parse(quant), Parallelism(tp))
     cuts = {task.path: task.cut for step in plan.steps for task in step.tasks if task.path.startswith("self_attn")}
     heads = {
         path: [(start // size, stop // size) for start, stop in cuts[f"self_attn.{path}"].owned]

@@ -19,10 +19,10 @@ from safetensors.torch import save_file
 from modelexport.checkpoints.safetensors_file import TensorInfo
 from modelexport.cli import main
 from modelexport.contents.modules import layer_path, recognise
-from modelexport.contents.schemes import promised, read_quantization_config
 from modelexport.errors import CheckpointError
 from modelexport.exporter import export
 from modelexport.inspection.inspect import inspect_checkpoint
+from modelexport.quantization.methods import promised, read_quantization_config
 from tests._models import copy_checkpoint, make_llama
 
 pytestmark = pytest.mark.timeout(120)
@@ -32,12 +32,12 @@ PRESETS = {  # llm-compressor's name -> ours, and the elements that no cut may s
     "W4A16": ("int4", (1, 128)),
     "W4A16_ASYM": ("int4-asym", (1, 128)),
     "W8A16": ("int8-wo", (1, 128)),
-    "FP8": ("fp8", (1, 1)),
+    "FP8": ("fp8-static", (1, 1)),
     "FP8_DYNAMIC": ("fp8", (1, 1)),
     "FP8_BLOCK": ("fp8-block", (128, 128)),
-    "NVFP4A16": ("nvfp4", (1, 16)),
+    "NVFP4A16": ("nvfp4-wo", (1, 16)),
     "NVFP4": ("nvfp4", (1, 16)),
-    "MXFP4A16": ("mxfp4", (1, 32)),
+    "MXFP4A16": ("mxfp4-wo", (1, 32)),
     "MXFP8": ("mxfp8", (1, 32)),
 }
 
@@ -254,7 +254,7 @@ def test_damage_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ([], None),
         ("fp8", "must be an object"),
         ({"config_groups": {"g": {"weights": {}, "targets": "Linear"}}}, "must be a list of names"),
-        ({"ignore": ["re:("]}, "no regular expression"),
+        ({"quant_method": "compressed-tensors", "ignore": ["re:("]}, "no regular expression"),
         ({"config_groups": {"g": 3}}, "config_groups.g must be an object"),
     ],
 )

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 from modelexport.assets import demo_model_path
 from modelexport.checkpoints import hf
-from modelexport.errors import CheckpointError
-from modelexport.inspection.models import format_of_group, load_dequantised, load_reference
+from modelexport.errors import CheckpointError, PlanError
+from modelexport.inspection.models import load_dequantised, load_reference
 from modelexport.quantization import formats
+from modelexport.quantization.methods.base import Announced
+from modelexport.quantization.methods.compressed_tensors import announce
 
 FORMATS = ["int8", "fp8", "int4"]
 IDS = torch.arange(40, 120)[None] * 7 % 2048
@@ -39,7 +41,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
                 tensors[full] = weight
         directory = made[name] = tmp_path_factory.mktemp(name)
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-        quantization = hf.quantization_config(number_format, ["lm_head"])
+        linears = {name.removesuffix(".weight"): number_format for name in source if name.endswith("_proj.weight")}
+        quantization = announce(Announced(linears, ["lm_head"])).config
         content = (demo_model_path() / "config.json").read_bytes()
         (directory / "config.json").write_bytes(hf.config_bytes(content, quantization))
     return made
@@ -72,7 +75,7 @@ def test_weights_and_activations_are_those_of_the_format(name: str, exported: di
     assert torch.equal(linear.weight, expected)
     assert torch.equal(model.model.norm.weight, source["model.norm.weight"].float())
     x = torch.randn(3, 512, generator=torch.Generator().manual_seed(0))
-    rounded = number_format.fake_quantise_activations(x)
+    rounded = number_format.fake_quantise_activations(x, {})
     assert torch.equal(rounded, x) == (name == "int4")
     assert torch.equal(linear(x), nn.functional.linear(rounded, expected))
     hooked = sum(len(m._forward_pre_hooks) > 0 for m in model.modules())
@@ -98,19 +101,6 @@ def test_logits_against_transformers_with_compressed_tensors(name: str, exported
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_format_is_found_by_its_config(name: str) -> None:
-    sizes: list[int | None] = [32, 64, 128] if name == "int4" else [None]
-    for size in sizes:
-        number_format = formats.get(name, group_size=size)
-        group = json.loads(json.dumps(number_format.config_group()))
-        group["weights"].update({"observer": "minmax", "actorder": None, "block_structure": None})
-        assert format_of_group(group) == number_format
-    group["weights"]["num_bits"] = 3
-    with pytest.raises(CheckpointError, match="no number format of ours"):
-        format_of_group(group)
-
-
 def damaged(source: Path, target: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
     shutil.copytree(source, target)
     tensors = load_file(source / "model.safetensors")
@@ -125,9 +115,9 @@ SCALE = "model.layers.1.self_attn.q_proj.weight_scale"
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop(SCALE), rf"{SCALE} is missing \(int8 needs it\)"),
-        (lambda t: t.update({SCALE: t[SCALE][:-1].clone()}), r"\(511, 1\), but int8 stores .* \(512, 1\)"),
-        (lambda t: t.update({SCALE: t[SCALE].to(torch.int16)}), "is torch.int16"),
+        (lambda t: t.pop(SCALE), rf"{SCALE} is missing \(int8 weights per channel, .* needs it\)"),
+        (lambda t: t.update({SCALE: t[SCALE][:-1].clone()}), r"BF16 \[511, 1\], but int8 weights per channel.* stores .* \[512, 1\]"),
+        (lambda t: t.update({SCALE: t[SCALE].to(torch.int16)}), r"is I16 \[512, 1\], but int8 weights"),
         (lambda t: t.pop("model.norm.weight"), r"model\.norm\.weight is missing \(1 tensors are\)"),
         (lambda t: t.update({"model.extra": torch.ones(2)}), "model.extra belongs to no part"),
         (lambda t: t.update({"model.norm.weight": torch.ones(3)}), "does not fit its config.json"),
@@ -148,9 +138,9 @@ def test_quantised_checkpoint_is_no_reference(exported: dict[str, Path]) -> None
 def test_other_quantisations_are_refused(exported: dict[str, Path], tmp_path: Path) -> None:
     shutil.copytree(exported["int8"], tmp_path / "other")
     config = json.loads((tmp_path / "other" / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    config["quantization_config"] = {"quant_method": "eetq"}
     (tmp_path / "other" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="quant_method is 'fp8'"):
+    with pytest.raises(PlanError, match="quant_method 'eetq' is not known"):
         load_dequantised(tmp_path / "other")
 
 
@@ -163,8 +153,7 @@ def test_targets_by_name_and_pattern(exported: dict[str, Path], tmp_path: Path) 
     for name in chosen:
         tensors |= {f"{name}.{k}": quantised[f"{name}.{k}"] for k in ("weight", "weight_scale")}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    quantization = hf.quantization_config(formats.get("fp8"), ["re:.*gate_proj$"])
-    assert quantization is not None
+    quantization = announce(Announced({chosen[0]: formats.get("fp8")}, ["re:.*gate_proj$"])).config
     quantization["config_groups"]["group_0"]["targets"] = [chosen[0], r"re:model\.layers\.3\..*v_proj$"]
     content = (demo_model_path() / "config.json").read_bytes()
     (tmp_path / "config.json").write_bytes(hf.config_bytes(content, quantization))

@@ -11,37 +11,53 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from modelexport.errors import CheckpointError, PlanError, UsageError
 from modelexport.quantization import kernels
+from modelexport.quantization.formats._checks import describe_non_finite
+from modelexport.quantization.methods import compressed_tensors, of_method
+from modelexport.quantization.methods.base import Axes, Scheme
 
-__all__ = ["NumberFormat", "RowScaledFormat", "TensorSpec"]
+__all__ = ["NumberFormat", "TensorSpec"]
 
 SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_ROWS_AT_A_TIME = 256
+
+_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+Reach = Literal["block", "row", "tensor"]
+OBSERVERS = ("amax", "mse")
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor that a quantised linear stores.
+    """One tensor that a quantised linear stores in its native form.
 
     Attributes:
         suffix: its name after the module's, e.g. ``"weight_scale"``.
         dtype: as stored.
-        shape: of the whole linear, as stored.
-        units: ``units[d]`` is how many elements of the weight along its dim d one element of this tensor
-            along its dim d covers; None where it does not vary with the weight's dim d, so that all ranks
-            have the same when the weight is cut there.
+        shape: of the whole linear, or of the shard that was asked for, as stored.
+        axes: how it goes with the weight, see :data:`~modelexport.quantization.methods.base.Axes`.
     """
 
     suffix: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    units: tuple[int | None, ...]
+    axes: Axes
 
     @property
     def nbytes(self) -> int:
@@ -57,12 +73,16 @@ class NumberFormat(ABC):
         name: as ``--quant`` has it.
         description: one line for people.
         weight_bits: bits of a stored weight, scales not counted.
-        checkpoint_format: compressed-tensors' name for how the tensors are laid out.
+        checkpoint_format: compressed-tensors' name for how the native tensors are laid out.
         quantised: whether anything is rounded.
-        needs_row_amax: whether a scale spans a whole row, so that ranks that hold parts of a row must agree
-            on the row's largest magnitude first (:meth:`row_amax`, then the maximum over ranks).
-        group_sizes, default_group_size: of the formats with groups.
+        reach: how far the widest scale reaches: a block of the weight; a whole row, so that ranks that hold parts of
+            a row must agree on its largest magnitude first; or the whole weight and the modules that engines fuse with
+            it, of which all ranks must know the largest magnitude. See :meth:`amax`.
+        group_sizes, default_group_size: of the formats with groups; -1 is a whole row.
         group_size: columns that share a scale, None where the format has no groups.
+        observer: how scales are chosen: "amax" lays the largest magnitude onto the largest number, "mse" takes, of a
+            grid of scales below that, the one with the smallest squared error.
+        scale_dtype: of the scales that are stored in the weight's dtype; None: that.
     """
 
     name: ClassVar[str]
@@ -70,53 +90,123 @@ class NumberFormat(ABC):
     weight_bits: ClassVar[int]
     checkpoint_format: ClassVar[str]
     quantised: ClassVar[bool] = True
-    needs_row_amax: ClassVar[bool] = False
     group_sizes: ClassVar[tuple[int, ...]] = ()
     default_group_size: ClassVar[int | None] = None
 
     group_size: int | None = None
+    observer: str = "amax"
+    scale_dtype: torch.dtype | None = None
 
     @classmethod
-    def create(cls, group_size: int | None = None) -> NumberFormat:
+    def create(
+        cls, group_size: int | None = None, *, observer: str = "amax", scale_dtype: torch.dtype | None = None
+    ) -> NumberFormat:
         """The format with that group size, or with its default.
 
         Raises:
-            UsageError: the format has no groups, or not of that size.
+            UsageError: the format has no groups, or not of that size; or the observer is unknown.
         """
+        if observer not in OBSERVERS:
+            raise UsageError(f"unknown observer {observer!r}; choose from {', '.join(OBSERVERS)}")
         if group_size is None:
-            return cls(group_size=cls.default_group_size)
-        if not cls.group_sizes:
+            group_size = cls.default_group_size
+        elif not cls.group_sizes:
             raise UsageError(
                 f"number format {cls.name} has no groups, but group size {group_size} was given: leave it out"
             )
-        if group_size not in cls.group_sizes:
+        elif group_size not in cls.group_sizes:
             sizes = ", ".join(map(str, cls.group_sizes))
             raise UsageError(f"number format {cls.name} has no group size {group_size}; choose from {sizes}")
-        return cls(group_size=group_size)
+        return cls(group_size=group_size, observer=observer, scale_dtype=scale_dtype)
+
+    @property
+    def reach(self) -> Reach:
+        """See the class."""
+        return "block"
+
+    @property
+    def whole_rows(self) -> bool:
+        """Whether a weight must not be cut within a row, though largest magnitudes are exchanged."""
+        return self.reach != "block" and self.observer != "amax"
 
     @property
     def alignment(self) -> tuple[int, int]:
-        """A cut of the weight along dim 0 / dim 1 must be on a multiple of this."""
-        return (1, 1)
+        """A cut of the weight along dim 0 / dim 1 must be on a multiple of this, or at its end."""
+        units = [1, 1]
+        for spec in self.specs((4096, 4096), torch.bfloat16):
+            for axis in spec.axes:
+                if axis is not None:
+                    units[axis[0]] = math.lcm(units[axis[0]], axis[1])
+        return (units[0], units[1])
 
     @abstractmethod
+    def weight_arguments(self) -> dict[str, Any]:
+        """compressed-tensors' arguments for the weights (``num_bits``, ``type``, ``symmetric``, ``strategy``, ...)."""
+
+    def input_arguments(self) -> dict[str, Any] | None:
+        """The same for the activations; None where they are not rounded."""
+        return None
+
+    def config_group(self) -> dict[str, Any] | None:
+        """The entry of compressed-tensors' ``quantization_config.config_groups``; None where nothing is rounded."""
+        return {
+            "targets": ["Linear"],
+            "format": self.checkpoint_format,
+            "weights": self.weight_arguments(),
+            "input_activations": self.input_arguments(),
+            "output_activations": None,
+        }
+
+    def scheme(self, method: str = compressed_tensors.METHOD) -> Scheme:
+        """The same as what a quantisation method promises tensors by."""
+        layout = getattr(of_method(method), "layout", None)
+        word = None if layout is None else layout(self)
+        return Scheme(
+            self.name,
+            ("Linear",),
+            word or self.checkpoint_format,
+            self.weight_arguments(),
+            self.input_arguments(),
+            None,
+            method,
+        )
+
+    @property
+    def has_static_inputs(self) -> bool:
+        """Whether it stores a number by which a linear's inputs are scaled, which calibration must tell."""
+        return self.quantised and self.scheme().has_static_inputs
+
     def specs(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[TensorSpec, ...]:
-        """The tensors stored for a weight of that shape (``(out, in)``) and source dtype."""
+        """The native tensors stored for a weight of that shape (``(out, in)``) and source dtype."""
+        scales = DTYPE_NAMES[self.scale_dtype or dtype]
+        found = []
+        for suffix, promise in compressed_tensors.promised(self.scheme(), (shape[0], shape[1])).items():
+            name = scales if scales in promise.dtypes else promise.dtypes[0]
+            found.append(TensorSpec(suffix, _DTYPES[name], promise.shapes[0], promise.axes))
+        return tuple(found)
 
     @abstractmethod
     def _fill(self, weight: Tensor, amax: Tensor | None, out: Mapping[str, Tensor]) -> int:
         """Quantises into ``out``; the first row that holds NaN or Inf, or -1."""
 
     @abstractmethod
-    def _parts(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-        """The stored values and their scales, for the kernels."""
+    def _dequantise(self, tensors: Mapping[str, Tensor], out: Tensor) -> None:
+        """Fills ``out``, ``[rows, cols]``."""
 
     @abstractmethod
-    def config_group(self) -> dict[str, Any] | None:
-        """The entry of compressed-tensors' ``quantization_config.config_groups`` (or None)."""
+    def _squared_error(self, weight: Tensor, tensors: Mapping[str, Tensor], out: Tensor) -> None:
+        """Fills ``out``, float64 ``[rows, 2]``; see :meth:`squared_error`."""
 
-    def fake_quantise_activations(self, x: Tensor) -> Tensor:
-        """A linear's input as an engine rounds it; the input itself for weight-only formats."""
+    @abstractmethod
+    def stored_shape(self, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+        """The shape of the weight, or part of one, that native tensors hold."""
+
+    def input_scale(self, amax: float) -> float:
+        """The number stored for inputs whose largest magnitude is ``amax``, where ``has_static_inputs``."""
+        raise NotImplementedError(f"{self.name} stores no scale of inputs")
+
+    def fake_quantise_activations(self, x: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+        """A linear's input as an engine rounds it, given its native tensors; itself for weight-only formats."""
         return x
 
     def check_shape(self, module: str, shape: Sequence[int]) -> None:
@@ -130,27 +220,53 @@ class NumberFormat(ABC):
                 f"{module}: a weight of shape {tuple(shape)} is not a matrix; number format {self.name} "
                 f"holds [out, in]: export it with --quant none"
             )
+        if self.group_size is not None and self.group_size > 0:
+            refuse_indivisible(self, module, shape[1])
 
-    def row_amax(self, weight: Tensor) -> Tensor:
-        """Largest magnitude of each row of this shard: float32 ``[rows]``, non-finite for NaN or Inf."""
+    def amax(self, weight: Tensor) -> Tensor:
+        """What the widest scale depends on, of this shard: float32 ``[rows]`` (reach "row") or ``[1]`` ("tensor").
+
+        The largest magnitudes; non-finite for NaN or Inf. The maximum over shards is that of the whole.
+
+        Raises:
+            ValueError: no scale reaches beyond a block.
+        """
         self._check_weight(weight, "weight")
-        return kernels.row_amax(weight)
+        if self.reach == "block":
+            raise ValueError(f"no scale of number format {self.name} reaches beyond a block")
+        rows = kernels.row_amax(weight)
+        return rows if self.reach == "row" else rows.max().reshape(1) if rows.numel() else rows.new_zeros(1)
+
+    @property
+    def searches_whole(self) -> bool:
+        """Whether its observer needs the errors of the whole weight before a scale is chosen; see :meth:`search`."""
+        return False
+
+    def search_errors(self, weight: Tensor, amax: Tensor) -> Tensor:
+        """Where ``searches_whole``: the squared error of each row at each scale tried, float64 ``[rows, tried]``."""
+        raise NotImplementedError(f"{self.name} searches nothing that reaches beyond a row")
+
+    def search(self, amax: Tensor, errors: Tensor) -> Tensor:
+        """The ``amax`` to quantise with, given the rows' errors of all weights that share it, one below the other."""
+        raise NotImplementedError(f"{self.name} searches nothing that reaches beyond a row")
 
     def quantise(
         self,
         weight: Tensor,
         *,
         amax: Tensor | None = None,
+        inputs: float | None = None,
         global_shape: Sequence[int] | None = None,
         out: Mapping[str, Tensor] | None = None,
         name: str = "weight",
     ) -> dict[str, Tensor]:
-        """Rounds a weight, or a shard of one, to nearest; returns the stored tensors by suffix.
+        """Rounds a weight, or a shard of one, to nearest; returns the native tensors by suffix.
 
         Args:
             weight: ``[rows, cols]`` bf16, fp16 or float32, any strides.
-            amax: float32 ``[rows]``, the whole rows' largest magnitudes, where ``needs_row_amax`` and the
-                weight was cut along dim 1. None: the rows' own.
+            amax: of the whole, where a scale reaches beyond this shard: float32 ``[rows]`` or ``[1]``, see
+                :meth:`amax`. None: the weight's own.
+            inputs: largest magnitude of the linear's inputs, where ``has_static_inputs``.
             global_shape: of the whole weight, where this is a shard.
             out: tensors to fill (shapes as :meth:`specs` gives them for this shard, any strides); None: new.
             name: the tensor's name, for errors.
@@ -159,7 +275,7 @@ class NumberFormat(ABC):
             CheckpointError: the weight holds NaN or Inf (how many, and where the first is), or is not a
                 matrix of floating-point numbers. What is in ``out`` then is undefined.
             PlanError: the shard's columns do not end on a group boundary.
-            ValueError: ``amax`` or ``out`` does not fit the weight or the format.
+            ValueError: ``amax``, ``inputs`` or ``out`` does not fit the weight or the format.
         """
         self._check_weight(weight, name)
         shape = (weight.shape[0], weight.shape[1])
@@ -170,26 +286,29 @@ class NumberFormat(ABC):
         tensors = _allocate(specs, weight) if out is None else _checked(specs, out, name)
         bad = self._fill(weight, amax, tensors)
         if bad >= 0:
-            raise CheckpointError(_describe_non_finite(weight, amax, bad, name))
-        self._fill_constants(shape if global_shape is None else tuple(global_shape), tensors)
+            raise CheckpointError(describe_non_finite(weight, amax, bad, name))
+        self._fill_constants(shape if global_shape is None else tuple(global_shape), inputs, tensors, name)
         return tensors
 
-    def _fill_constants(  # noqa: B027  (most formats have none)
-        self, global_shape: tuple[int, ...], out: Mapping[str, Tensor]
+    def _fill_constants(
+        self, global_shape: tuple[int, ...], inputs: float | None, out: Mapping[str, Tensor], name: str
     ) -> None:
-        """Fills what does not depend on the values."""
+        """Fills what does not depend on the values of the weight."""
+        if "weight_shape" in out:
+            out["weight_shape"].copy_(torch.tensor(global_shape, dtype=torch.int64))
+        if not self.has_static_inputs:
+            return
+        if inputs is None or not math.isfinite(inputs) or inputs < 0:
+            raise ValueError(f"{name}: number format {self.name} needs the inputs' largest magnitude, not {inputs}")
+        key = "input_global_scale" if "input_global_scale" in out else "input_scale"
+        out[key].fill_(self.input_scale(inputs))
 
     def dequantise(self, tensors: Mapping[str, Tensor], *, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight that stored tensors stand for, ``[rows, cols]``: computed in float32, then rounded."""
-        q, scale = self._parts(tensors)
-        if scale is None:
-            return q.to(dtype, copy=True)
-        out = torch.empty(self._stored_shape(q), dtype=dtype, device=q.device)
-        kernels.dequantise(q, scale, out)
+        """The weight that native tensors stand for, ``[rows, cols]``: computed in float32, then rounded."""
+        device = next(iter(tensors.values())).device
+        out = torch.empty(self.stored_shape(tensors), dtype=dtype, device=device)
+        self._dequantise(tensors, out)
         return out
-
-    def _stored_shape(self, q: Tensor) -> tuple[int, int]:
-        return (q.shape[0], q.shape[1])
 
     def squared_error(self, weight: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
         """Per row sum((w - dequantised)^2) and sum(w^2): float64 ``[rows, 2]``.
@@ -197,11 +316,11 @@ class NumberFormat(ABC):
         Added in an order that depends on nothing but the row (not on threads, nor on where rows were cut).
         """
         self._check_weight(weight, "weight")
-        q, scale = self._parts(tensors)
-        if self._stored_shape(q) != tuple(weight.shape):
-            raise ValueError(f"the weight is {tuple(weight.shape)}, but {self._stored_shape(q)} is stored")
+        stored = self.stored_shape(tensors)
+        if stored != tuple(weight.shape):
+            raise ValueError(f"the weight is {tuple(weight.shape)}, but {stored} is stored")
         out = torch.empty(weight.shape[0], 2, dtype=torch.float64, device=weight.device)
-        kernels.squared_error(weight, q, scale, out)
+        self._squared_error(weight, tensors, out)
         return out
 
     def bits_per_weight(self, shape: Sequence[int], dtype: torch.dtype) -> float:
@@ -221,66 +340,11 @@ class NumberFormat(ABC):
             raise CheckpointError(f"{name}: its shape is {shape}, but a linear's weight is [out, in]")
 
     def _check_amax(self, amax: Tensor, rows: int, name: str) -> None:
-        if not self.needs_row_amax:
+        if self.reach == "block":
             raise ValueError(f"{name}: amax was given, but no scale of number format {self.name} spans a row")
-        if tuple(amax.shape) != (rows,) or amax.dtype != torch.float32:
-            raise ValueError(f"{name}: amax is {amax.dtype} {tuple(amax.shape)}, not torch.float32 ({rows},)")
-
-
-@dataclass(frozen=True)
-class RowScaledFormat(NumberFormat):
-    """8-bit formats with one scale per output channel: amax / limit.
-
-    ``weight`` is ``[out, in]``, ``weight_scale`` ``[out, 1]``. Activations are rounded by the engine, one
-    scale per token, so nothing about them is stored.
-
-    Attributes:
-        storage: dtype of the stored weight.
-        limit: the magnitude in it onto which a row's largest is laid.
-        number_type: compressed-tensors' word for such numbers, "int" or "float".
-    """
-
-    weight_bits: ClassVar[int] = 8
-    needs_row_amax: ClassVar[bool] = True
-    storage: ClassVar[torch.dtype]
-    limit: ClassVar[float]
-    number_type: ClassVar[str]
-
-    def specs(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[TensorSpec, ...]:
-        rows, cols = shape
-        return (
-            TensorSpec("weight", self.storage, (rows, cols), (1, 1)),
-            TensorSpec("weight_scale", dtype, (rows, 1), (1, None)),
-        )
-
-    def _fill(self, weight: Tensor, amax: Tensor | None, out: Mapping[str, Tensor]) -> int:
-        return kernels.quantise_rows(weight, amax, out["weight"], out["weight_scale"], self.limit)
-
-    def _parts(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-        return tensors["weight"], tensors["weight_scale"]
-
-    def config_group(self) -> dict[str, Any]:
-        common = {"num_bits": 8, "type": self.number_type, "symmetric": True, "group_size": None}
-        return {
-            "targets": ["Linear"],
-            "format": self.checkpoint_format,
-            "weights": {**common, "strategy": "channel", "dynamic": False},
-            "input_activations": {**common, "strategy": "token", "dynamic": True},
-            "output_activations": None,
-        }
-
-    def fake_quantise_activations(self, x: Tensor) -> Tensor:
-        """Rounds each token (the last dim) to the format with a scale of its own, amax / limit in float32.
-
-        That is what vLLM's dynamic kernels compute, but for the order of a multiplication and a division.
-        """
-        wide = x.float()
-        amax = wide.abs().amax(dim=-1, keepdim=True) if x.shape[-1] else wide.new_zeros(*x.shape[:-1], 1)
-        scale = amax / amax.new_full((1,), self.limit)
-        scale = torch.where(amax == 0, torch.ones_like(scale), scale.clamp(min=2.0**-126))
-        ratio = (wide / scale).clamp(-self.limit, self.limit)
-        rounded = ratio.round() if self.storage == torch.int8 else ratio.to(self.storage).float()
-        return (rounded * scale).to(x.dtype)
+        wanted = (rows,) if self.reach == "row" else (1,)
+        if tuple(amax.shape) != wanted or amax.dtype != torch.float32:
+            raise ValueError(f"{name}: amax is {amax.dtype} {tuple(amax.shape)}, not torch.float32 {wanted}")
 
 
 def _allocate(specs: Sequence[TensorSpec], weight: Tensor) -> dict[str, Tensor]:
@@ -297,29 +361,6 @@ def _checked(specs: Sequence[TensorSpec], out: Mapping[str, Tensor], name: str) 
         if (shape, dtype) != (spec.shape, spec.dtype):
             raise ValueError(f"{name}: out[{suffix!r}] is {dtype} {shape}, but {spec.dtype} {spec.shape} is stored")
     return {suffix: out[suffix] for suffix in wanted}
-
-
-def _describe_non_finite(weight: Tensor, amax: Tensor | None, row: int, name: str) -> str:
-    """Counts what is wrong with a weight of which ``row`` is the first bad one."""
-    nans = infs = 0
-    first: tuple[int, int] | None = None
-    for start in range(row, weight.shape[0], _ROWS_AT_A_TIME):
-        values = weight[start : start + _ROWS_AT_A_TIME]
-        bad = (~torch.isfinite(values)).nonzero()
-        if bad.numel():
-            first = first or (start + int(bad[0, 0]), int(bad[0, 1]))
-            nans += int(values.isnan().sum())
-            infs += int(values.isinf().sum())
-    if first is None:
-        assert amax is not None
-        return (
-            f"{name}: the largest magnitude of row {row} is {float(amax[row])}, though this shard's part "
-            f"of it is finite: another shard holds NaN or Inf. Repair the source checkpoint"
-        )
-    return (
-        f"{name}: {nans} NaN and {infs} Inf among {weight.numel()} values, the first at row {first[0]}, "
-        f"column {first[1]}: such a model cannot be exported. Repair the source checkpoint"
-    )
 
 
 def refuse_indivisible(number_format: NumberFormat, module: str, in_features: int) -> None:

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import torch
 
-from modelexport.quantization.formats.base import RowScaledFormat
+from modelexport.quantization.formats._bytes import RowScaledFormat
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,6 @@ class Fp8Format(RowScaledFormat):
     description: ClassVar[str] = "FP8: e4m3 weights, a scale per channel; e4m3 activations, dynamic per token"
     checkpoint_format: ClassVar[str] = "float-quantized"
     storage: ClassVar[torch.dtype] = torch.float8_e4m3fn
-    limit: ClassVar[float] = 448.0
-    number_type: ClassVar[str] = "float"
 
 
 FORMAT = Fp8Format

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from modelexport.quantization.formats.base import RowScaledFormat
+from modelexport.quantization.formats._bytes import RowScaledFormat
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,6 @@ class Int8Format(RowScaledFormat):
     description: ClassVar[str] = "W8A8: int8 weights, a scale per channel; int8 activations, dynamic per token"
     checkpoint_format: ClassVar[str] = "int-quantized"
     storage: ClassVar[torch.dtype] = torch.int8
-    limit: ClassVar[float] = 127.0
-    number_type: ClassVar[str] = "int"
 
 
 FORMAT = Int8Format

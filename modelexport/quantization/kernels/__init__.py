@@ -2,11 +2,12 @@
 
 ``MODELEXPORT_KERNELS=reference|fused`` forces one. Tensors on other devices always take the reference.
 Nothing is imported until a kernel or :func:`backend` is first asked for; a launcher that forks its ranks
-imports ``modelexport.quantization.kernels.fused`` beforehand, so that they inherit compiled kernels.
+imports what :func:`modules` names beforehand, so that they inherit compiled kernels.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import threading
 from collections.abc import Callable
@@ -25,11 +26,17 @@ __all__ = [
     "backend",
     "copy_finite",
     "dequantise",
+    "modules",
+    "of",
+    "quantise_blocks",
     "quantise_groups",
     "quantise_rows",
     "row_amax",
+    "row_extremes",
     "set_threads",
+    "split_rows",
     "squared_error",
+    "warm",
 ]
 
 _MIN_BYTES_PER_THREAD = 1 << 18
@@ -77,6 +84,29 @@ def _load(forced: str) -> tuple[Backend, Any]:
     return Backend("fused", f"{why}, numba {numba.__version__}"), fused
 
 
+_FURTHER = {
+    "compiled_affine": ("asym",),
+    "compiled_blocks": ("fp8-block",),
+    "microscaling_compiled": ("nvfp4", "mxfp4", "mxfp8"),
+}
+"""Modules that only the number formats need that have one of these in their names."""
+
+
+def modules(number_format: str, observer: str = "amax") -> tuple[str, ...]:
+    """What a process that will fork imports beforehand, to have the compiled kernels of a number format."""
+    names = [name for name, marks in _FURTHER.items() if any(mark in number_format for mark in marks)]
+    if observer != "amax" and "microscaling_compiled" not in names:
+        names.append("compiled_search")
+    return tuple(f"{__name__}.{name}" for name in ("fused", *names))
+
+
+def warm(number_format: str, observer: str = "amax") -> None:
+    """Compiles, or loads, the kernels of a number format, where CPU tensors take the fused ones."""
+    if backend().name == "fused":
+        for name in modules(number_format, observer):
+            importlib.import_module(name)
+
+
 _threads = 1
 _pool: tuple[int, int, ThreadPoolExecutor] | None = None
 _pool_lock = threading.Lock()
@@ -113,15 +143,16 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_pool)
 
 
-def _split_rows(weight: Tensor, work: Callable[[slice], int | None]) -> int:
-    """Runs ``work`` on ranges of rows that cover the weight; the first bad row of all, or -1."""
+def split_rows(weight: Tensor, work: Callable[[slice], int | None], unit: int = 1) -> int:
+    """Runs ``work`` on ranges of rows that cover the weight, cut on multiples of ``unit``; the first bad row, or -1."""
     rows = weight.shape[0]
     threads = _threads
-    parts = min(threads, rows, weight.numel() * weight.element_size() // _MIN_BYTES_PER_THREAD)
+    units = -(-rows // unit)
+    parts = min(threads, units, weight.numel() * weight.element_size() // _MIN_BYTES_PER_THREAD)
     if parts < 2 or weight.device.type != "cpu":
         found = work(slice(0, rows))
         return -1 if found is None else found
-    cuts = [rows * part // parts for part in range(parts + 1)]
+    cuts = [min(rows, units * part // parts * unit) for part in range(parts + 1)]
     ranges = [slice(start, stop) for start, stop in pairwise(cuts)]
     pool = _executor(threads - 1)
     futures = [pool.submit(work, part) for part in ranges[1:]]
@@ -130,7 +161,8 @@ def _split_rows(weight: Tensor, work: Callable[[slice], int | None]) -> int:
     return min(bad, default=-1)
 
 
-def _kernels(tensor: Tensor) -> Any:
+def of(tensor: Tensor) -> Any:
+    """The module of kernels that such a tensor takes."""
     if tensor.device.type != "cpu" or tensor.numel() == 0:
         from modelexport.quantization.kernels import reference
 
@@ -138,55 +170,110 @@ def _kernels(tensor: Tensor) -> Any:
     return _load(os.environ.get("MODELEXPORT_KERNELS", ""))[1]
 
 
+def _part(tensor: Tensor | None, rows: slice) -> Tensor | None:
+    return None if tensor is None else tensor[rows]
+
+
 def row_amax(weight: Tensor) -> Tensor:
     """Largest magnitude of each row: float32 ``[rows]``, non-finite where the row holds NaN or Inf."""
-    module = _kernels(weight)
+    return _per_row(weight, of(weight).row_amax)
+
+
+def row_extremes(weight: Tensor) -> Tensor:
+    """See :func:`.reference.row_extremes`."""
+    return _per_row(weight, of(weight).row_extremes)
+
+
+def _per_row(weight: Tensor, of: Callable[[Tensor], Tensor]) -> Tensor:
     if _threads == 1:
-        return module.row_amax(weight)
+        return of(weight)
     import torch
 
-    out = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
+    out = of(weight[:0])
+    out = torch.empty(weight.shape[0], *out.shape[1:], dtype=out.dtype, device=out.device)
 
     def work(part: slice) -> None:
-        out[part] = module.row_amax(weight[part])
+        out[part] = of(weight[part])
 
-    _split_rows(weight, work)
+    split_rows(weight, work)
     return out
 
 
 def quantise_rows(weight: Tensor, amax: Tensor | None, q: Tensor, scale: Tensor, limit: float) -> int:
     """See :func:`.reference.quantise_rows`."""
-    module = _kernels(weight)
-    return _split_rows(
-        weight,
-        lambda part: module.quantise_rows(
-            weight[part], None if amax is None else amax[part], q[part], scale[part], limit
-        ),
+    module = of(weight)
+    return split_rows(
+        weight, lambda part: module.quantise_rows(weight[part], _part(amax, part), q[part], scale[part], limit)
     )
 
 
-def quantise_groups(weight: Tensor, group: int, q: Tensor, scale: Tensor, limit: float) -> int:
+def quantise_groups(
+    weight: Tensor,
+    group: int,
+    q: Tensor,
+    scale: Tensor,
+    limit: float,
+    *,
+    bits: int = 4,
+    zero: Tensor | None = None,
+    amax: Tensor | None = None,
+) -> int:
     """See :func:`.reference.quantise_groups`."""
-    module = _kernels(weight)
-    return _split_rows(weight, lambda part: module.quantise_groups(weight[part], group, q[part], scale[part], limit))
+    module = of(weight)
+
+    def work(part: slice) -> int:
+        stored = {"zero": _part(zero, part), "amax": _part(amax, part)}
+        found: int = module.quantise_groups(weight[part], group, q[part], scale[part], limit, bits=bits, **stored)
+        return found
+
+    return split_rows(weight, work)
+
+
+def quantise_blocks(weight: Tensor, side: int, amax: Tensor | None, q: Tensor, scale: Tensor, limit: float) -> int:
+    """See :func:`.reference.quantise_blocks`."""
+    module = of(weight)
+
+    def work(part: slice) -> int:
+        blocks = slice(part.start // side, -(-part.stop // side))
+        found: int = module.quantise_blocks(weight[part], side, _part(amax, blocks), q[part], scale[blocks], limit)
+        return found
+
+    return split_rows(weight, work, side)
 
 
 def copy_finite(weight: Tensor, out: Tensor) -> int:
     """See :func:`.reference.copy_finite`."""
-    module = _kernels(weight)
-    return _split_rows(weight, lambda part: module.copy_finite(weight[part], out[part]))
+    module = of(weight)
+    return split_rows(weight, lambda part: module.copy_finite(weight[part], out[part]))
 
 
-def dequantise(q: Tensor, scale: Tensor, out: Tensor) -> None:
+def dequantise(
+    q: Tensor, scale: Tensor, out: Tensor, *, group: int | None = None, bits: int = 4, zero: Tensor | None = None
+) -> None:
     """See :func:`.reference.dequantise`."""
-    module = _kernels(out)
-    _split_rows(out, lambda part: module.dequantise(q[part], scale[part], out[part]))
+    module = of(out)
+
+    def work(part: slice) -> None:
+        module.dequantise(q[part], scale[part], out[part], group=group, bits=bits, zero=_part(zero, part))
+
+    split_rows(out, work)
 
 
-def squared_error(weight: Tensor, q: Tensor, scale: Tensor | None, out: Tensor) -> None:
+def squared_error(
+    weight: Tensor,
+    q: Tensor,
+    scale: Tensor | None,
+    out: Tensor,
+    *,
+    group: int | None = None,
+    bits: int = 4,
+    zero: Tensor | None = None,
+) -> None:
     """See :func:`.reference.squared_error`."""
-    module = _kernels(weight)
-    _split_rows(
-        weight,
-        lambda part: module.squared_error(weight[part], q[part], None if scale is None else scale[part], out[part]),
-    )
+    module = of(weight)
+
+    def work(part: slice) -> None:
+        stored = (q[part], _part(scale, part), out[part])
+        module.squared_error(weight[part], *stored, group=group, bits=bits, zero=_part(zero, part))
+
+    split_rows(weight, work)

@@ -11,13 +11,18 @@ Each gives the same bits as its twin in :mod:`.reference`. What makes the loops 
 - no fastmath: divisions are true divisions, denormals stay, sums keep their order.
 
 A tensor arrives as its bytes (first element to last), the distance of its rows in elements, and a kind.
-All of it is in this one file, because numba's cache watches only the file of the kernel itself for changes.
+
+What every format needs to be written is here, what it needs to be read in :mod:`.compiled_reading`. The others of that
+name are compiled when a format first needs them, see :func:`.warm`. numba's cache watches only the file of the kernel
+itself for changes: :data:`STAMP` makes it watch all of them.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,23 +31,41 @@ from numba.extending import overload
 
 _F32, _F64 = np.float32, np.float64
 _U64, _U32, _U16, _U8 = np.uint64, np.uint32, np.uint16, np.uint8
-_I32, _I8 = np.int32, np.int8
+_I32, _I16, _I8 = np.int32, np.int16, np.int8
 
 BF16, FP16, FP32 = 0, 1, 2  # kinds of floating-point values
-INT8, FP8, INT4, PLAIN = 0, 1, 2, 3  # codes of stored weights: PLAIN is not quantised
+# Codes of stored weights: PLAIN is not quantised, BYTES are int8 values + 128 in words of four.
+INT8, FP8, INT4, PLAIN, BYTES = 0, 1, 2, 3, 4
 LANES = 128  # partial sums per row in squared_error, the same as the reference's
 _BLOCK = 2048  # columns decoded at a time, 8 KB of float32; a multiple of LANES and of every group size
 
 _ONE, _ZERO, _ROUND, _SMALLEST_NORMAL = _F32(1.0), _F32(0.0), _F32(1.5 * 2**23), _F32(2.0**-126)
+_FLOAT32_MAX = _F32(np.finfo(np.float32).max)
 _EXPONENT, _MAGNITUDE = _U32(0x7F800000), _U32(0x7FFFFFFF)
 _FP8_MAX_BITS, _FP8_NORMAL_BITS = _U32(0x43E00000), _U32(0x3C800000)  # 448 and 2^-6, the smallest normal
 _FP8_UNIT_SHIFT, _FP8_UNIT_BITS = _F32(2.0**14), _U32(0x46800000)
+
+
+def stamp_of(directory: Path) -> str:
+    """A word for what the files of kernels in a directory hold; "" where they cannot be read (an archive)."""
+    digest = hashlib.sha256()
+    try:
+        for path in sorted(directory.glob("compiled*.py")):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    except OSError:
+        return ""
+    return digest.hexdigest()[:12]
+
+
+STAMP = stamp_of(Path(__file__).parent)
+"""Part of the kernels' names, and so of their files in numba's cache: what another version cached is not found."""
 
 
 def _jit(signature: Any) -> Callable[[Callable[..., Any]], Any]:
     """Compile now, for this one signature; without the disk cache where none can be written."""
 
     def compiled(function: Callable[..., Any]) -> Any:
+        function.__qualname__ = f"{function.__name__}_{STAMP}"
         options = {"nogil": True, "error_model": "numpy"}
         try:
             return njit(signature, cache=True, **options)(function)
@@ -170,20 +193,23 @@ def _clamped(ratio, low, high):
 
 
 @_inline
+def _bounds(code):
+    """Of integers: the lowest and the highest, the bits to flip in their last byte, and the bits of it to keep."""
+    if code == INT4:
+        return _F32(-8.0), _F32(7.0), _U32(8), _U32(15)
+    return _F32(-128.0), _F32(127.0), _U32(0x80) if code == BYTES else _U32(0), _U32(0xFF)
+
+
+@_inline
 def _encode(values, begin, groups, group, scales, out, to, code):
-    """Values (bfloat16 bits or float32) / their scale, a byte each: int8, e4m3, or an int4's value + 8."""
-    if code == INT8:
+    """Values (bfloat16 bits or float32) / their scale, a byte each: int8, e4m3, int8 + 128 or int4 + 8."""
+    if code != FP8:
+        low, high, flip, mask = _bounds(code)
         for g in range(groups):
             scale, first, at = scales[g], begin + g * group, to + g * group
             for j in range(group):
-                ratio = _clamped(_F32(_float(values[_U64(first + j)]) / scale), _F32(-128.0), _F32(127.0))
-                out[_U64(at + j)] = _U8(_F32(ratio + _ROUND).view(np.uint32))
-    elif code == INT4:
-        for g in range(groups):
-            scale, first, at = scales[g], begin + g * group, to + g * group
-            for j in range(group):
-                ratio = _clamped(_F32(_float(values[_U64(first + j)]) / scale), _F32(-8.0), _F32(7.0))
-                out[_U64(at + j)] = _U8(_U32(_F32(ratio + _ROUND).view(np.uint32) ^ _U32(8)) & _U32(15))
+                ratio = _clamped(_F32(_float(values[_U64(first + j)]) / scale), low, high)
+                out[_U64(at + j)] = _U8(_U32(_F32(ratio + _ROUND).view(np.uint32) ^ flip) & mask)
     else:
         for g in range(groups):
             scale, first, at = scales[g], begin + g * group, to + g * group
@@ -222,6 +248,17 @@ def _scales(amax, limit, cap, kind, steps, shorts, words, at):
             _store_scale(shorts, words, _U64(at + g), steps[g], FP32)
 
 
+@_inline
+def _affine(below, above, half, caps, kind):
+    """The scale and the zero point for a group that goes so far below and above zero."""
+    span = min(_F32(below + above), _FLOAT32_MAX)
+    scale = _scale_of(span, _F32(_F32(half + half) - _ONE), caps[0], kind)
+    ratio = _clamped(_F32(_F32(below / scale) - half), -half, _F32(half - _ONE))
+    zero = _F32(_F32(ratio + _ROUND) - _ROUND)
+    furthest = max(_F32(half + zero), _F32(_F32(half - _ONE) - zero))
+    return min(scale, caps[_I32(furthest)]), zero
+
+
 @_jit(types.void(_bytes, _int, _int, _int, _int, _floats))
 def row_amax(src, stride, kind, rows, cols, out):
     """Each row's largest magnitude into float32 ``out``; NaN and Inf are the largest."""
@@ -232,11 +269,54 @@ def row_amax(src, stride, kind, rows, cols, out):
         out[i] = amax[0]
 
 
-@_jit(_int(_bytes, *[_int] * 6, types.float32, types.float32, _floats, _bytes, _int, _bytes, _int))
-def quantise(src, stride, kind, rows, cols, group, code, limit, cap, amax, q, q_stride, scales, scale_stride):
+@_inline
+def _finish(nibbles, pairs, q, at, cols, code):
+    """Packs a row of int4, or fills up the last word of a row of BYTES."""
+    if code == INT4:
+        _pack(pairs, q, at, nibbles.size // 2)
+    elif code == BYTES:
+        for j in range(cols, (cols + 3) // 4 * 4):
+            q[_U64(at + j)] = _U8(0)
+
+
+@_inline
+def _nibbles(cols, code):
+    """Room for a row of int4, one a byte, up to the end of its last word."""
+    return np.zeros((cols + 7) // 8 * 8 if code == INT4 else 0, np.uint8)
+
+
+@_inline
+def _given(amax, begin, own):
+    """Replaces a row's largest magnitudes by given ones; whether these are finite."""
+    finite = True
+    for g in range(own.size):
+        own[g] = amax[begin + g]
+        finite &= own[g] < np.inf
+    return finite
+
+
+@_jit(_int(_bytes, *[_int] * 6, *[types.float32] * 2, _floats, _int, _bytes, _int, _bytes, _int, _int))
+def quantise(
+    src,
+    stride,
+    kind,
+    rows,
+    cols,
+    group,
+    code,
+    limit,
+    cap,
+    amax,
+    amax_stride,
+    q,
+    q_stride,
+    scales,
+    scale_stride,
+    scale_kind,
+):
     """Fills ``q`` and ``scales``; the first row that holds NaN or Inf, or -1.
 
-    ``amax`` is empty, or the largest magnitude of each row (then ``group`` is ``cols``).
+    ``amax`` is empty, or the largest magnitude of each group of each row.
     """
     shorts, words, floats = _views(src)
     scale_shorts, scale_words, _ = _views(scales)
@@ -244,18 +324,17 @@ def quantise(src, stride, kind, rows, cols, group, code, limit, cap, amax, q, q_
     own = np.empty(groups, np.float32)
     steps = np.empty(groups, np.float32)
     wide = np.empty(cols if kind == FP16 else 0, np.float32)
-    nibbles = np.empty(cols if code == INT4 else 0, np.uint8)
-    pairs = nibbles[: nibbles.size // 2 * 2].view(np.uint16)
+    nibbles = _nibbles(cols, code)
+    pairs = nibbles.view(np.uint16)
     out = nibbles if code == INT4 else q
     for i in range(rows):
         begin, to = i * stride, 0 if code == INT4 else i * q_stride
         finite = _amax(shorts, words, kind, begin, groups, group, own)
         if amax.size:
-            own[0] = amax[i]
-            finite &= own[0] < np.inf
+            finite &= _given(amax, i * amax_stride, own)
         if not finite:
             return i
-        _scales(own, limit, cap, kind, steps, scale_shorts, scale_words, i * scale_stride)
+        _scales(own, limit, cap, scale_kind, steps, scale_shorts, scale_words, i * scale_stride)
         if kind == BF16:
             _encode(shorts, begin, groups, group, steps, out, to, code)
         elif kind == FP32:
@@ -263,8 +342,7 @@ def quantise(src, stride, kind, rows, cols, group, code, limit, cap, amax, q, q_
         else:
             _widen(shorts, floats, kind, begin, cols, wide)
             _encode(wide, 0, groups, group, steps, out, to, code)
-        if code == INT4:
-            _pack(pairs, q, i * q_stride, cols // 2)
+        _finish(nibbles, pairs, q, i * q_stride, cols, code)
     return -1
 
 
@@ -281,45 +359,6 @@ def copy_finite(src, stride, kind, rows, cols, out, out_stride):
         for j in range(cols * size):
             out[_U64(at + j)] = src[_U64(begin + j)]
     return -1
-
-
-@_inline
-def _decode(codes, begin, groups, group, scales, first, out, to, code):
-    """Bytes (int8, e4m3, or an int4's value + 8) times the scales from ``first`` on, as float32."""
-    if code == INT8:
-        for g in range(groups):
-            scale, source, at = scales[first + g], begin + g * group, to + g * group
-            for j in range(group):
-                out[_U64(at + j)] = _F32(_F32(_I8(codes[_U64(source + j)])) * scale)
-    elif code == INT4:
-        for g in range(groups):
-            scale, source, at = scales[first + g], begin + g * group, to + g * group
-            for j in range(group):
-                out[_U64(at + j)] = _F32(_F32(_I32(codes[_U64(source + j)]) - _I32(8)) * scale)
-    else:
-        for g in range(groups):
-            scale, source, at = scales[first + g], begin + g * group, to + g * group
-            for j in range(group):
-                byte = _U32(codes[_U64(source + j)])
-                size = _U32(byte & _U32(0x7F))
-                normal = _U32(_U32(size << _U32(20)) + _U32(120 << 23))
-                small = _F32(_F32(_I32(size)) * _F32(2.0**-9)).view(np.uint32)
-                bits = normal if size >= _U32(8) else small
-                bits = _U32(0x7FC00000) if size == _U32(0x7F) else bits
-                sign = _U32(_U32(byte & _U32(0x80)) << _U32(24))
-                out[_U64(at + j)] = _F32(_U32(bits | sign).view(np.float32) * scale)
-
-
-@_inline
-def _decode_block(q, begin, start, count, group, code, steps, nibbles, pairs, out, to):
-    """float32 values of ``count`` columns from ``start`` on, of the row stored from byte ``begin`` on."""
-    if code == INT4:
-        for j in range(count // 2):  # a byte 0xBA becomes a little-endian pair of bytes, 0x0B0A
-            byte = _U16(q[_U64(begin + start // 2 + j)])
-            pairs[j] = _U16(_U16(byte & _U16(15)) | _U16(_U16(byte & _U16(0xF0)) << _U16(4)))
-        _decode(nibbles, 0, count // group, group, steps, start // group, out, to, code)
-    else:
-        _decode(q, begin + start, 1, count, steps, 0, out, to, code)
 
 
 @_inline
@@ -343,54 +382,3 @@ def _fold(lanes):
     for lane in range(1, 16):
         total += lanes[lane]
     return total
-
-
-@_jit(types.void(_bytes, *[_int] * 6, _bytes, _int, _bytes, _int, _int, _doubles))
-def squared_error(src, stride, kind, rows, cols, group, code, q, q_stride, scales, scale_stride, scale_kind, out):
-    """Per row sum((w - decoded)^2) and sum(w^2); ``q_stride`` is in values where ``code`` is PLAIN."""
-    shorts, _, floats = _views(src)
-    stored_shorts, _, stored_floats = _views(q)
-    scale_shorts, _, scale_floats = _views(scales)
-    wide = np.empty(_BLOCK, np.float32)
-    decoded = np.empty(_BLOCK, np.float32)
-    wide_lanes = wide.reshape(_BLOCK // LANES, LANES)
-    decoded_lanes = decoded.reshape(_BLOCK // LANES, LANES)
-    nibbles = np.empty(_BLOCK, np.uint8)
-    pairs = nibbles.view(np.uint16)
-    steps = np.empty(cols // group, np.float32)
-    errors = np.empty(LANES, np.float64)
-    squares = np.empty(LANES, np.float64)
-    for i in range(rows):
-        for lane in range(LANES):
-            errors[lane] = squares[lane] = 0.0
-        if code != PLAIN:
-            _widen(scale_shorts, scale_floats, scale_kind, i * scale_stride, steps.size, steps)
-        for start in range(0, cols, _BLOCK):
-            count = min(cols - start, _BLOCK)
-            _widen(shorts, floats, kind, i * stride + start, count, wide)
-            if code == PLAIN:
-                _widen(stored_shorts, stored_floats, kind, i * q_stride + start, count, decoded)
-            else:
-                _decode_block(q, i * q_stride, start, count, group, code, steps, nibbles, pairs, decoded, 0)
-            blocks = (count + LANES - 1) // LANES
-            for j in range(count, blocks * LANES):
-                wide[j] = _ZERO
-                decoded[j] = _ZERO
-            _add_squares(wide_lanes, decoded_lanes, blocks, errors, squares)
-        out[2 * i] = _fold(errors)
-        out[2 * i + 1] = _fold(squares)
-
-
-@_jit(types.void(_bytes, _int, _int, _int, _int, _int, _bytes, _int, _int, _bytes, _int))
-def dequantise(q, q_stride, rows, cols, group, code, scales, scale_stride, scale_kind, out, out_stride):
-    """Stored rows times their scales, as float32, into the bytes of ``out``."""
-    scale_shorts, _, scale_floats = _views(scales)
-    _, _, floats = _views(out)
-    nibbles = np.empty(_BLOCK, np.uint8)
-    pairs = nibbles.view(np.uint16)
-    steps = np.empty(cols // group, np.float32)
-    for i in range(rows):
-        _widen(scale_shorts, scale_floats, scale_kind, i * scale_stride, steps.size, steps)
-        for start in range(0, cols, _BLOCK):
-            count, to = min(cols - start, _BLOCK), i * out_stride + start
-            _decode_block(q, i * q_stride, start, count, group, code, steps, nibbles, pairs, floats, to)

@@ -1,8 +1,8 @@
 """The fused kernels for CPU tensors: tensors in, :mod:`.compiled` loops over their bytes.
 
-Importing this module compiles every loop (a few seconds, once), or loads it from numba's cache: beside the
-package, else in the user's cache directory, else nowhere. It starts no thread and runs no torch operation, so
-a process that will fork may import it.
+Importing this module compiles what every format needs (a few seconds, once), or loads it from numba's cache: beside
+the package, else in the user's cache directory, else nowhere. What only some formats need is compiled when it is first
+called. Importing starts no thread and runs no torch operation, so a process that will fork may import it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelexport.quantization.kernels import compiled, reference
+from modelexport.quantization.kernels import compiled, compiled_reading, reference, scales
 
 assert compiled.LANES == reference.LANES
 
 _KIND = {torch.bfloat16: compiled.BF16, torch.float16: compiled.FP16, torch.float32: compiled.FP32}
-_CODE = {torch.int8: compiled.INT8, torch.float8_e4m3fn: compiled.FP8, torch.int32: compiled.INT4}
-_NO_AMAX = np.empty(0, np.float32)
+_CODE = {
+    (torch.int8, 8): compiled.INT8,
+    (torch.float8_e4m3fn, 8): compiled.FP8,
+    (torch.int32, 4): compiled.INT4,
+    (torch.int32, 8): compiled.BYTES,
+}
+_NONE = np.empty(0, np.float32)
+_NO_ZEROS = (np.empty(0, np.uint8), 0)
 _SCRATCH_ELEMENTS = 1 << 16
+
+
+def _code(q: Tensor, bits: int) -> int:
+    return _CODE[q.dtype, bits if q.dtype == torch.int32 else 8]
 
 
 def _span(tensor: Tensor, size: int | None = None) -> tuple[np.ndarray[Any, Any], int]:
@@ -40,6 +50,13 @@ def _dense_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.shape[1] == 1 or tensor.stride(1) == 1 else tensor.contiguous()
 
 
+def _floats(tensor: Tensor | None) -> tuple[np.ndarray[Any, Any], int]:
+    """float32 as numpy has it, rows one after the other, and how many there are in each row."""
+    if tensor is None:
+        return _NONE, 0
+    return tensor.detach().contiguous().view(-1).numpy(), tensor[0].numel()
+
+
 def row_amax(weight: Tensor) -> Tensor:
     """See :func:`.reference.row_amax`."""
     out = torch.empty(weight.shape[0], dtype=torch.float32)
@@ -48,13 +65,48 @@ def row_amax(weight: Tensor) -> Tensor:
     return out
 
 
-def _quantise(weight: Tensor, amax: Tensor | None, group: int, q: Tensor, scale: Tensor, limit: float) -> int:
+def row_extremes(weight: Tensor) -> Tensor:
+    """See :func:`.reference.row_extremes`."""
+    from modelexport.quantization.kernels import compiled_affine
+
+    out = torch.empty(weight.shape[0], 2, dtype=torch.float32)
+    src, stride = _span(_dense_rows(weight))
+    compiled_affine.row_extremes(src, stride, _KIND[weight.dtype], *weight.shape, out.view(-1).numpy())
+    return out
+
+
+def quantise_rows(weight: Tensor, amax: Tensor | None, q: Tensor, scale: Tensor, limit: float) -> int:
+    """See :func:`.reference.quantise_rows`."""
+    given = None if amax is None else amax.unsqueeze(1)
+    return quantise_groups(weight, weight.shape[1], q, scale, limit, bits=8, amax=given)
+
+
+def quantise_groups(
+    weight: Tensor,
+    group: int,
+    q: Tensor,
+    scale: Tensor,
+    limit: float,
+    *,
+    bits: int = 4,
+    zero: Tensor | None = None,
+    amax: Tensor | None = None,
+) -> int:
+    """See :func:`.reference.quantise_groups`."""
     dense_q, dense_scale = _dense_rows(q), _dense_rows(scale)
-    limits = _NO_AMAX if amax is None else amax.detach().contiguous().numpy()
-    source, output = _span(_dense_rows(weight)), (*_span(dense_q, 1), *_span(dense_scale))
-    kind, code = _KIND[weight.dtype], _CODE[q.dtype]
-    cap = reference.largest_scale(q.dtype, weight.dtype)
-    bad = compiled.quantise(*source, kind, *weight.shape, group, code, limit, cap, limits, *output)
+    source = (*_span(_dense_rows(weight)), _KIND[weight.dtype], *weight.shape, group, _code(q, bits))
+    output = (*_span(dense_q, 1), *_span(dense_scale), _KIND[scale.dtype])
+    if zero is None:
+        cap = scales.largest_scale(scales.numbers(q.dtype, bits), scale.dtype, weight.dtype)
+        bad = compiled.quantise(*source, limit, cap, *_floats(amax), *output)
+    else:
+        from modelexport.quantization.kernels import compiled_affine
+
+        caps = scales.affine_caps(bits, scale.dtype, weight.dtype).numpy()
+        dense_zero = _dense_rows(zero)
+        bad = compiled_affine.quantise_affine(*source, caps, *_floats(amax), *output, *_span(dense_zero))
+        if dense_zero is not zero:
+            zero.copy_(dense_zero)
     if dense_q is not q:
         q.copy_(dense_q)
     if dense_scale is not scale:
@@ -62,14 +114,21 @@ def _quantise(weight: Tensor, amax: Tensor | None, group: int, q: Tensor, scale:
     return int(bad)
 
 
-def quantise_rows(weight: Tensor, amax: Tensor | None, q: Tensor, scale: Tensor, limit: float) -> int:
-    """See :func:`.reference.quantise_rows`."""
-    return _quantise(weight, amax, weight.shape[1], q, scale, limit)
+def quantise_blocks(weight: Tensor, side: int, amax: Tensor | None, q: Tensor, scale: Tensor, limit: float) -> int:
+    """See :func:`.reference.quantise_blocks`."""
+    from modelexport.quantization.kernels import compiled_blocks
 
-
-def quantise_groups(weight: Tensor, group: int, q: Tensor, scale: Tensor, limit: float) -> int:
-    """See :func:`.reference.quantise_groups`."""
-    return _quantise(weight, None, group, q, scale, limit)
+    dense_q, dense_scale = _dense_rows(q), _dense_rows(scale)
+    assert q.dtype == torch.float8_e4m3fn
+    source = (*_span(_dense_rows(weight)), _KIND[weight.dtype], *weight.shape, side)
+    cap = scales.largest_scale(q.dtype, scale.dtype, weight.dtype)
+    output = (*_span(dense_q, 1), *_span(dense_scale), _KIND[scale.dtype])
+    bad = compiled_blocks.quantise_blocks(*source, limit, cap, _floats(amax)[0], *output)
+    if dense_q is not q:
+        q.copy_(dense_q)
+    if dense_scale is not scale:
+        scale.copy_(dense_scale)
+    return int(bad)
 
 
 def copy_finite(weight: Tensor, out: Tensor) -> int:
@@ -82,39 +141,75 @@ def copy_finite(weight: Tensor, out: Tensor) -> int:
     return int(bad)
 
 
-def _group(cols: int, scale: Tensor) -> int:
-    """Columns that share a scale."""
-    return max(1, cols // max(1, scale.shape[1]))
-
-
-def dequantise(q: Tensor, scale: Tensor, out: Tensor) -> None:
+def dequantise(
+    q: Tensor, scale: Tensor, out: Tensor, *, group: int | None = None, bits: int = 4, zero: Tensor | None = None
+) -> None:
     """See :func:`.reference.dequantise`."""
     rows, cols = out.shape
     dense_q, dense_scale = _dense_rows(q), _dense_rows(scale)
-    dims = (cols, _group(cols, scale), _CODE[q.dtype])
+    dense_zero = None if zero is None else _dense_rows(zero)
+    dims = (cols, reference.columns_per_scale(cols, scale, group), _code(q, bits))
     step = rows if out.dtype == torch.float32 else max(1, _SCRATCH_ELEMENTS // cols)
     for start in range(0, rows, step):
         part = slice(start, min(rows, start + step))
         target = out[part]
         direct = out.dtype == torch.float32 and _dense_rows(target) is target
         wide = target if direct else torch.empty(target.shape, dtype=torch.float32)
-        source, scales = _span(dense_q[part], 1), _span(dense_scale[part])
-        compiled.dequantise(*source, len(target), *dims, *scales, _KIND[scale.dtype], *_span(wide))
+        source, steps = _span(dense_q[part], 1), (*_span(dense_scale[part]), _KIND[scale.dtype])
+        zeros = _NO_ZEROS if dense_zero is None else _span(dense_zero[part])
+        compiled_reading.dequantise(*source, len(target), *dims, *steps, *zeros, *_span(wide))
         if not direct:
             target.copy_(wide)
 
 
-def squared_error(weight: Tensor, q: Tensor, scale: Tensor | None, out: Tensor) -> None:
+def squared_error(
+    weight: Tensor,
+    q: Tensor,
+    scale: Tensor | None,
+    out: Tensor,
+    *,
+    group: int | None = None,
+    bits: int = 4,
+    zero: Tensor | None = None,
+) -> None:
     """See :func:`.reference.squared_error`."""
     rows, cols = weight.shape
     source = (*_span(_dense_rows(weight)), _KIND[weight.dtype], rows, cols)
+    stored: tuple[Any, ...]
     if scale is None:
         stored = (*_span(_dense_rows(q.to(weight.dtype))), source[0][:0], 0, _KIND[weight.dtype])
-        group, code = 1, compiled.PLAIN
+        code = compiled.PLAIN
     else:
         stored = (*_span(_dense_rows(q), 1), *_span(_dense_rows(scale)), _KIND[scale.dtype])
-        group, code = _group(cols, scale), _CODE[q.dtype]
+        code = _code(q, bits)
+    zeros = _NO_ZEROS if zero is None else _span(_dense_rows(zero))
     dense = out.contiguous()
-    compiled.squared_error(*source, group, code, *stored, dense.view(-1).numpy())
+    columns = reference.columns_per_scale(cols, scale, group)
+    compiled_reading.squared_error(*source, columns, code, *stored, *zeros, dense.view(-1).numpy())
+    if dense is not out:
+        out.copy_(dense)
+
+
+def search_errors(
+    weight: Tensor,
+    amax: Tensor,
+    storage: torch.dtype,
+    scale_dtype: torch.dtype,
+    limit: float,
+    shrinks: Tensor,
+    out: Tensor,
+    *,
+    bits: int = 8,
+) -> None:
+    """See :func:`.reference.search_errors`."""
+    from modelexport.quantization.kernels import compiled_search
+
+    code = compiled.INT4 if bits == 4 else _CODE[storage, 8]
+    cap = scales.largest_scale(torch.int32 if bits == 4 else storage, scale_dtype, weight.dtype)
+    caps = scales.affine_caps(bits, scale_dtype, weight.dtype).numpy() if amax.dim() == 2 else _NONE
+    rows = (*_span(_dense_rows(weight)), _KIND[weight.dtype], *weight.shape, code, limit, cap, caps)
+    dense = out.contiguous()
+    tried = (*_floats(amax), shrinks.numpy(), _KIND[scale_dtype])
+    compiled_search.search_errors(*rows, *tried, dense.view(-1).numpy())
     if dense is not out:
         out.copy_(dense)

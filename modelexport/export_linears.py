@@ -1,0 +1,155 @@
+"""The linears of a plan: how a quantised source has them, and which tensors are written for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from modelexport.checkpoints.safetensors_file import Checkpoint, TensorInfo, tensor_nbytes
+from modelexport.errors import CheckpointError, PlanError
+from modelexport.export_steps import OutputTensor, StoredLinear, TensorTask
+from modelexport.families import Dimensions, Family, Module
+from modelexport.quantization.methods import Method, of_method, extras, promised, read_quantization_config
+from modelexport.sharding.plan import replicated
+
+if TYPE_CHECKING:
+    from modelexport.quantization.formats.base import NumberFormat
+
+_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_SCALE_LIKE = ("scale", "scales", "scale_inv")
+UNCUT = replicated(0, 1)  # until the whole layer is known
+
+
+@dataclass(frozen=True)
+class Found:
+    """A linear that the source has quantised, and the weight that it stands for."""
+
+    linear: StoredLinear
+    weight: TensorInfo
+
+
+class SourceLinears:
+    """Finds the quantised linears of a source; takes their tensors out of ``infos``."""
+
+    def __init__(self, checkpoint: Checkpoint, infos: dict[str, TensorInfo]) -> None:
+        self.infos = infos
+        self.config = checkpoint.config or {}
+        self.quantization = read_quantization_config(checkpoint.config)
+        if self.quantization is not None:
+            of_method(self.quantization.method)  # raises where it is not known
+
+    @property
+    def has_kv_scales(self) -> bool:
+        """Whether the source has the scales of a KV cache."""
+        return self.quantization is not None and self.quantization.kv_cache_scheme is not None
+
+    def take(self, name: str, module: Module, dimensions: Dimensions) -> Found | None:
+        """The tensors of a module, if config.json says that it is quantised.
+
+        Raises:
+            CheckpointError: one of them is missing or not as config.json promises; or nothing here holds its numbers.
+        """
+        if self.quantization is None or module.kind not in ("linear", "head"):
+            return None
+        scheme = self.quantization.scheme_of(name)
+        if scheme is None:
+            return None
+        shape = dimensions.weight_shape(module)
+        tensors, problems = {}, []
+        for suffix, promise in promised(scheme, (shape[0], shape[1])).items():
+            info = self.infos.pop(f"{name}.{suffix}", None)
+            if info is None:
+                problems.append(f"{name}.{suffix} is missing")
+            elif info.dtype not in promise.dtypes or info.shape not in promise.shapes:
+                problems.append(f"{info.name} is {info.dtype} {list(info.shape)} but config.json makes it {promise}")
+            else:
+                tensors[suffix] = info
+        for suffix in extras(scheme, (shape[0], shape[1])):
+            info = self.infos.pop(f"{name}.{suffix}", None)
+            if info is not None:
+                tensors[suffix] = info
+        if problems:
+            raise CheckpointError("; ".join(problems))
+        from modelexport.checkpoints.safetensors_file import torch_dtype
+        from modelexport.quantization.formats import of_scheme
+
+        scales = [info.dtype for suffix, info in tensors.items() if suffix.endswith(_SCALE_LIKE)]
+        floating = [dtype for dtype in scales if dtype in _DTYPES.values()]
+        kept = torch_dtype(floating[0]) if floating else None
+        try:
+            number_format, exact = of_scheme(scheme, scale_dtype=kept), True
+        except CheckpointError:
+            if scheme.inputs is None:
+                raise
+            number_format, exact = of_scheme(replace(scheme, inputs=None), scale_dtype=kept), False
+        dtype = self.dtype()
+        weight = TensorInfo(f"{name}.weight", dtype, shape, Path(), 0, tensor_nbytes(dtype, shape))
+        return Found(StoredLinear(self.quantization.method, number_format, tensors, exact), weight)
+
+    def kv_scale(self, attention: str, which: str) -> TensorInfo | None:
+        """Takes the scale of a layer's cached keys ("k") or values ("v")."""
+        if not self.has_kv_scales:
+            return None
+        assert self.quantization is not None
+        where = of_method(self.quantization.method).KV_SCALES.get(which)
+        return None if where is None else self.infos.pop(f"{attention}.{where}", None)
+
+    def dtype(self) -> str:
+        """The dtype of the model's unquantised numbers, as config.json says or as its tensors are."""
+        said = str(self.config.get("dtype") or self.config.get("torch_dtype") or "").removeprefix("torch.")
+        found = [info.dtype for info in self.infos.values() if info.dtype in ("BF16", "F16")]
+        return _DTYPES.get(said) or (found[0] if found else "F32")
+
+
+def linear_outputs(
+    method: Method, number_format: NumberFormat, shape: tuple[int, int], dtype: str
+) -> tuple[OutputTensor, ...]:
+    """The tensors that a method writes for a linear whose weight has that shape and dtype."""
+    from modelexport.checkpoints.safetensors_file import dtype_name
+
+    scales = dtype if number_format.scale_dtype is None else dtype_name(number_format.scale_dtype)
+    outputs = []
+    for suffix, promise in method.promised(number_format.scheme(method.METHOD), shape).items():
+        written = scales if scales in promise.dtypes else promise.dtypes[0]
+        stored = promise.shapes[0]
+        outputs.append(OutputTensor(suffix, written, stored, promise.axes, tensor_nbytes(written, stored)))
+    return tuple(outputs)
+
+
+def cache_tasks(family: Family, method: Method, layer: str, sources: SourceLinears, *, made: bool) -> list[TensorTask]:
+    """The scales of a layer's cached keys and values, one number each.
+
+    Args:
+        made: whether they are to be made, in float32; else those of the source are taken over, where it has any.
+
+    Raises:
+        PlanError: the method or the family has no place for them.
+    """
+    attention = next(
+        (m.path.rpartition(".")[0] for m in family.layer if m.role.startswith("attention.") and m.kind == "linear"), ""
+    )
+    if made and not method.KV_SCALES:
+        raise PlanError(f"--kv-cache: quant_method '{method.METHOD}' has no place for its scales; --format hf has")
+    if made and not attention:
+        raise PlanError(f"--kv-cache: the layers of {family.name} models have no attention whose keys are cached")
+    tasks = []
+    for which in ("k", "v"):
+        info = sources.kv_scale(f"{layer}.{attention}", which)
+        if not made and info is None:
+            continue
+        if which not in method.KV_SCALES:
+            raise PlanError(
+                f"{layer}: the source has the scales of its KV cache, and quant_method '{method.METHOD}' has no place "
+                "for them; --format hf has, and --quant none leaves them out"
+            )
+        path, _, parameter = f"{attention}.{method.KV_SCALES[which]}".rpartition(".")
+        shape = method.KV_SHAPE
+        if made or info is None:
+            info = TensorInfo(f"{layer}.{path}.{parameter}", "F32", shape, Path(), 0, 4)
+        module = Module(path=path, kind="vector", role=f"attention.{which}_cache", parameter=parameter)
+        output = OutputTensor(parameter, info.dtype, shape, (), info.nbytes)
+        rows = (0, 1)
+        cached = which if made else None
+        tasks.append(TensorTask(info, module, path, parameter, rows, UNCUT, None, (output,), cached=cached))
+    return tasks

@@ -1,0 +1,108 @@
+"""Which linear gets which number format: what ``--quant`` says.
+
+``fp8`` is one format for all of them. A list of ``pattern=format`` gives each the first whose pattern means it and
+leaves the rest as they are: ``*.self_attn.*=fp8,*.mlp.*=int4:64``. A pattern is a shell wildcard over the module's full
+name, or a regular expression after ``re:``; a format may be followed by its group size.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from modelexport.errors import PlanError, UsageError
+from modelexport.quantization import formats
+
+if TYPE_CHECKING:
+    import torch
+
+    from modelexport.quantization.formats.base import NumberFormat
+
+KEEP = "keep"
+"""The ``--quant`` of a source that is quantised and stays as it is."""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """(pattern, number format) in order; the format "none" keeps what it names."""
+
+    rules: tuple[tuple[str, NumberFormat], ...]
+    is_list: bool = False
+
+    @classmethod
+    def parse(
+        cls,
+        text: str,
+        *,
+        group_size: int | None = None,
+        observer: str = "amax",
+        scale_dtype: torch.dtype | None = None,
+    ) -> Assignment:
+        """Read ``--quant``.
+
+        Args:
+            group_size: of the formats that have groups and whose own is not given.
+            observer, scale_dtype: see :class:`~modelexport.quantization.formats.base.NumberFormat`.
+
+        Raises:
+            UsageError: an unknown format, a group size that it has not, an item that is no ``pattern=format``.
+        """
+        if "=" not in text:
+            name, own = _sized(text)
+            found = formats.get(name, group_size=own or group_size, observer=observer, scale_dtype=scale_dtype)
+            return cls((("*", found),))
+        rules = []
+        for item in filter(None, (item.strip() for item in text.split(","))):
+            pattern, equals, spelled = (part.strip() for part in item.rpartition("="))
+            if not equals or not pattern:
+                raise UsageError(f"--quant {text}: '{item}' is no PATTERN=FORMAT, e.g. '*.mlp.*=int4'")
+            if pattern.startswith("re:"):
+                try:
+                    re.compile(pattern[3:])
+                except re.error as error:
+                    raise UsageError(f"--quant: '{pattern}' is no regular expression: {error}") from error
+            name, own = _sized(spelled)
+            size = own or group_size
+            if own is None and not formats.has_groups(name):
+                size = None  # --group-size is for the others
+            found = formats.get(name, group_size=size, observer=observer, scale_dtype=scale_dtype)
+            rules.append((pattern, found))
+        return cls(tuple(rules), is_list=True)
+
+    def of(self, module: str) -> NumberFormat | None:
+        """The number format of a linear; None where no pattern means it."""
+        return next((found for pattern, found in self.rules if _means(pattern, module)), None)
+
+    def check_used(self, modules: Iterable[str]) -> None:
+        """Refuse a pattern that means none of a model's linears: it is a slip.
+
+        Raises:
+            PlanError: there is one.
+        """
+        linears = list(modules)
+        for pattern, found in self.rules:
+            if self.is_list and not any(_means(pattern, module) for module in linears):
+                example = f", such as {linears[0]}" if linears else ""
+                raise PlanError(
+                    f"--quant '{pattern}={found.name}': no linear of the model's {len(linears)} has such a name"
+                    f"{example}; mind the '*' at both ends"
+                )
+
+
+def _sized(text: str) -> tuple[str, int | None]:
+    name, colon, size = text.partition(":")
+    if not colon:
+        return text, None
+    try:
+        return name, int(size)
+    except ValueError:
+        raise UsageError(f"--quant {text}: '{size}' is no group size; e.g. {name}:128") from None
+
+
+def _means(pattern: str, module: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], module) is not None
+    return fnmatch.fnmatchcase(module, pattern)

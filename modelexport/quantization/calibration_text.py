@@ -1,0 +1,151 @@
+"""The tokens that a model is calibrated on: windows of a text, the same ones whenever they are asked for again."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from modelexport.assets import demo_documents
+from modelexport.errors import CheckpointError, UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["LENGTH", "SAMPLES", "token_batches_from"]
+
+SAMPLES, LENGTH = 64, 256
+
+_POOL = 8
+"""Windows are drawn from the first tokens of a text, this many times what is needed: a text may be a whole corpus."""
+_BLOCK = 1 << 18  # characters of a plain text that are tokenised at a time
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
+
+
+def token_batches_from(
+    text: str | os.PathLike[str] | None,
+    tokenizer: str | os.PathLike[str],
+    *,
+    vocabulary: int,
+    samples: int = SAMPLES,
+    length: int = LENGTH,
+    seed: int = 0,
+) -> Tensor:
+    """Windows of a text that do not overlap, drawn by a seed: int64 ``[samples, length]``.
+
+    Args:
+        text: a plain text in UTF-8, or a ``.jsonl`` file with an object a line that has ``"text"`` or
+            ``"input_ids"``; None: the text that comes with the package.
+        tokenizer: directory that holds the model's tokenizer; not opened where every line gives ``input_ids``. Before
+            each document stands its beginning-of-text token, or its end-of-text token, if it has one.
+        vocabulary: rows of the model's embedding. Tokens of a text beyond it (tokenizers may know more than the model)
+            are folded into it; ``input_ids`` beyond it are refused.
+        samples, length: how many windows, of how many tokens.
+        seed: which windows; the same whenever text, tokenizer and numbers are.
+
+    Raises:
+        UsageError: no such file, a line that is not as above, no tokenizer, or fewer tokens than asked for.
+        CheckpointError: a tokenizer that cannot be loaded.
+    """
+    import torch
+
+    for name, value in (("samples", samples), ("length", length)):
+        if value < 1:
+            raise UsageError(f"--calib-{name} {value}: at least 1 is needed")
+    needed = samples * length
+    documents = _Documents(text, Path(tokenizer), vocabulary)
+    ids: list[int] = []
+    for document in documents:
+        ids += document
+        if len(ids) >= _POOL * needed:
+            break
+    if len(ids) < needed:
+        raise UsageError(
+            f"{documents.label} has {len(ids):,} tokens, but {samples} samples of {length} are {needed:,}: give a "
+            f"longer text with --calib, or ask for fewer samples (--calib-samples {len(ids) // length})"
+            if len(ids) >= length
+            else f"{documents.label} has {len(ids):,} tokens, but a single sample of {length} needs as many: give a "
+            f"longer text with --calib, or shorter samples with --calib-length"
+        )
+    windows = torch.tensor(ids[: len(ids) // length * length], dtype=torch.int64).view(-1, length)
+    chosen = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))[:samples]
+    return windows[chosen.sort().values]
+
+
+class _Documents:
+    """The token ids of one document, or of one block of a long one, after the other."""
+
+    def __init__(self, text: str | os.PathLike[str] | None, directory: Path, vocabulary: int) -> None:
+        self.path = None if text is None else Path(os.path.expanduser(text))
+        self.label = "the calibration text of the package" if self.path is None else f"--calib {self.path}"
+        self.directory = directory
+        self.vocabulary = vocabulary
+        self._tokenizer: Any = None
+        if self.path is not None and not self.path.is_file():
+            raise UsageError(f'{self.label}: no such file; give a text, or a .jsonl file with "text" or "input_ids"')
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if self.path is None:
+            for document in demo_documents("calibration"):
+                yield self._tokenise(document)
+            return
+        try:
+            with open(self.path, encoding="utf-8") as file:
+                if self.path.suffix == ".jsonl":
+                    for number, line in enumerate(file, 1):
+                        if line.strip():
+                            yield self._line(line, f"{self.label}, line {number}")
+                else:
+                    yield from self._blocks(file)
+        except UnicodeDecodeError as error:
+            raise UsageError(f"{self.label} is not UTF-8 text: {error}") from error
+        except OSError as error:
+            raise UsageError(f"{self.label} cannot be read: {error.strerror or error}") from error
+
+    def _blocks(self, file: Any) -> Iterator[list[int]]:
+        first = True
+        while lines := file.readlines(_BLOCK):  # whole lines: a word is not cut in two
+            yield self._tokenise("".join(lines), begins=first)
+            first = False
+
+    def _line(self, line: str, where: str) -> list[int]:
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{where} is not JSON: {error}") from error
+        if isinstance(value, dict) and isinstance(value.get("text"), str):
+            return self._tokenise(value["text"])
+        ids = value.get("input_ids") if isinstance(value, dict) else None
+        if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+            raise UsageError(f'{where} has neither "text" (a string) nor "input_ids" (a list of integers)')
+        wrong = [token for token in ids if not 0 <= token < self.vocabulary]
+        if wrong:
+            raise UsageError(f"{where}: token {wrong[0]} is not in the model's vocabulary of {self.vocabulary}")
+        return ids
+
+    def _tokenise(self, text: str, *, begins: bool = True) -> list[int]:
+        if self._tokenizer is None:
+            self._tokenizer = self._load()
+        start = self._tokenizer.bos_token_id
+        if start is None:
+            start = self._tokenizer.eos_token_id
+        ids = [] if start is None or not begins else [start]
+        # verbose=False: that the text exceeds the model's context is why it is cut into windows.
+        ids += self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        return [token % self.vocabulary for token in ids]
+
+    def _load(self) -> Any:
+        from transformers import AutoTokenizer
+
+        if not any((self.directory / name).is_file() for name in _TOKENIZER_FILES):
+            raise UsageError(
+                f"{self.directory} has no tokenizer, which calibration needs to read {self.label}: copy the model's "
+                f'tokenizer files there, or give --calib FILE.jsonl with a list of "input_ids" on each line'
+            )
+        try:
+            return AutoTokenizer.from_pretrained(str(self.directory), local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # of any kind: what a damaged file leads to is not foreseen there
+            what = f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"{self.directory}: its tokenizer cannot be loaded ({what})") from error

@@ -1,0 +1,126 @@
+"""What the formats share that pack integers of 4 or 8 bits into int32 words: compressed-tensors "pack-quantized"."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from modelexport.quantization import kernels
+from modelexport.quantization.formats.base import NumberFormat, Reach
+from modelexport.quantization.kernels import reference, searching
+
+
+@dataclass(frozen=True)
+class PackedFormat(NumberFormat):
+    """Integers of 4 or 8 bits in int32 words.
+
+    ``weight_packed`` is int32 ``[out, ceil(in * bits / 32)]``, ``weight_scale`` ``[out, in / group]``.
+
+    A value is w / scale rounded half to even, -2^(bits - 1) .. 2^(bits - 1) - 1, stored plus 2^(bits - 1), the first of
+    a word in its lowest bits; what is left of a row's last word is 0. ``weight_shape`` is int64 ``[2]``, the whole
+    weight's shape. With group size -1 there is one scale for each row (``[out, 1]``), of any number of columns.
+
+    With zero points (``symmetric`` False) it is w / scale + zero that is rounded, and ``weight_zero_point`` is int32
+    ``[ceil(out * bits / 32), in / group]``: the same integers, packed along the rows. See
+    :func:`~modelexport.quantization.kernels.scales.affine_of`.
+    """
+
+    checkpoint_format: ClassVar[str] = "pack-quantized"
+    group_sizes: ClassVar[tuple[int, ...]] = (32, 64, 128, -1)
+    default_group_size: ClassVar[int | None] = 128
+    limit: ClassVar[float]
+    symmetric: ClassVar[bool] = True
+
+    @property
+    def reach(self) -> Reach:
+        return "row" if self.group_size == -1 else "block"
+
+    @property
+    def whole_rows(self) -> bool:
+        """Also where rows have zero points: what ranks exchange are largest magnitudes, not extremes."""
+        return self.reach == "row" and (self.observer != "amax" or not self.symmetric)
+
+    def amax(self, weight: Tensor) -> Tensor:
+        """As the base has it; with zero points float32 ``[rows, 2]``, how far rows go below and above zero."""
+        if self.symmetric or self.reach == "block":
+            return super().amax(weight)
+        self._check_weight(weight, "weight")
+        return kernels.row_extremes(weight)
+
+    def _check_amax(self, amax: Tensor, rows: int, name: str) -> None:
+        if self.symmetric or self.reach == "block":
+            super()._check_amax(amax, rows, name)
+        elif tuple(amax.shape) != (rows, 2) or amax.dtype != torch.float32:
+            raise ValueError(f"{name}: amax is {amax.dtype} {tuple(amax.shape)}, not torch.float32 {(rows, 2)}")
+
+    def _fill(self, weight: Tensor, amax: Tensor | None, out: Mapping[str, Tensor]) -> int:
+        q, scale, bits = out["weight_packed"], out["weight_scale"], self.weight_bits
+        group = self._group(weight.shape[1])
+        given = None if amax is None else amax.unsqueeze(1)
+        if self.observer == "mse" and weight.numel():
+            given = searching.search(
+                weight,
+                group,
+                torch.int8,
+                scale.dtype,
+                self.limit,
+                bits=bits,
+                affine=not self.symmetric,
+                amax=given,
+            )
+        if self.symmetric:
+            return kernels.quantise_groups(weight, group, q, scale, self.limit, bits=bits, amax=given)
+        zero = torch.empty(scale.shape, dtype=torch.int8, device=scale.device)
+        bad = kernels.quantise_groups(weight, group, q, scale, self.limit, bits=bits, zero=zero, amax=given)
+        if bad < 0:
+            out["weight_zero_point"].copy_(reference.pack(zero.t(), bits).t())
+        return bad
+
+    def _group(self, cols: int) -> int:
+        """Columns that share a scale."""
+        assert self.group_size is not None
+        return max(1, cols) if self.group_size == -1 else self.group_size
+
+    def _zero(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
+        if self.symmetric:
+            return None
+        packed, rows = tensors["weight_zero_point"], tensors["weight_packed"].shape[0]
+        return reference.unpack(packed.t(), self.weight_bits, rows).t().to(torch.int8).contiguous()
+
+    def _dequantise(self, tensors: Mapping[str, Tensor], out: Tensor) -> None:
+        stored, group = (tensors["weight_packed"], tensors["weight_scale"]), self._group(out.shape[1])
+        kernels.dequantise(*stored, out, group=group, bits=self.weight_bits, zero=self._zero(tensors))
+
+    def _squared_error(self, weight: Tensor, tensors: Mapping[str, Tensor], out: Tensor) -> None:
+        stored, group = (tensors["weight_packed"], tensors["weight_scale"]), self._group(weight.shape[1])
+        kernels.squared_error(weight, *stored, out, group=group, bits=self.weight_bits, zero=self._zero(tensors))
+
+    def squared_error(self, weight: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+        """As the base has it; how many columns of a last word count is taken from ``weight``."""
+        if weight.dim() == 2 and self._words(weight.shape[1]) == tensors["weight_packed"].shape[1]:
+            tensors = {**tensors, "weight_shape": torch.tensor(weight.shape)}
+        return super().squared_error(weight, tensors)
+
+    def stored_shape(self, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+        """The shape that is stored where all columns are, else as many columns as the words hold."""
+        rows, words = tensors["weight_packed"].shape
+        cols = int(tensors["weight_shape"][1])
+        return (rows, cols if self._words(cols) == words else words * 32 // self.weight_bits)
+
+    def _words(self, cols: int) -> int:
+        return -(-cols * self.weight_bits // 32)
+
+    def weight_arguments(self) -> dict[str, Any]:
+        whole = self.group_size == -1
+        return {
+            "num_bits": self.weight_bits,
+            "type": "int",
+            "symmetric": self.symmetric,
+            "strategy": "channel" if whole else "group",
+            "group_size": None if whole else self.group_size,
+            "dynamic": False,
+        }

@@ -1,0 +1,139 @@
+"""Loops that read stored weights back, compiled by numba; see :mod:`.compiled`."""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+from __future__ import annotations
+
+import numpy as np
+from numba import types
+
+from modelexport.quantization.kernels.compiled import (
+    _BLOCK,
+    _F32,
+    _I8,
+    _I32,
+    _U8,
+    _U16,
+    _U32,
+    _U64,
+    _ZERO,
+    FP8,
+    INT4,
+    INT8,
+    LANES,
+    PLAIN,
+    _add_squares,
+    _bytes,
+    _doubles,
+    _fold,
+    _inline,
+    _int,
+    _jit,
+    _views,
+    _widen,
+)
+
+
+@_inline
+def _decode(codes, begin, count, group, scales, offsets, first, out, to, code):
+    """Bytes times the scales from ``first`` on, as float32; of integers the offsets are subtracted before."""
+    flip = _U8(0x80) if code == INT8 else _U8(0)
+    for g in range((count + group - 1) // group):
+        scale, offset = scales[first + g], offsets[first + g]
+        source, at = begin + g * group, to + g * group
+        length = min(group, count - g * group)
+        if code == FP8:
+            for j in range(length):
+                byte = _U32(codes[_U64(source + j)])
+                size = _U32(byte & _U32(0x7F))
+                normal = _U32(_U32(size << _U32(20)) + _U32(120 << 23))
+                small = _F32(_F32(_I32(size)) * _F32(2.0**-9)).view(np.uint32)
+                bits = normal if size >= _U32(8) else small
+                bits = _U32(0x7FC00000) if size == _U32(0x7F) else bits
+                sign = _U32(_U32(byte & _U32(0x80)) << _U32(24))
+                out[_U64(at + j)] = _F32(_U32(bits | sign).view(np.float32) * scale)
+        else:
+            for j in range(length):
+                value = _I32(_I32(_U8(codes[_U64(source + j)] ^ flip)) - offset)
+                out[_U64(at + j)] = _F32(_F32(value) * scale)
+
+
+@_inline
+def _decode_block(q, begin, start, count, group, code, steps, offsets, nibbles, pairs, out, to):
+    """float32 values of ``count`` columns from ``start`` on, of the row stored from byte ``begin`` on."""
+    if code == INT4:
+        for j in range((count + 1) // 2):  # a byte 0xBA becomes a little-endian pair of bytes, 0x0B0A
+            byte = _U16(q[_U64(begin + start // 2 + j)])
+            pairs[j] = _U16(_U16(byte & _U16(15)) | _U16(_U16(byte & _U16(0xF0)) << _U16(4)))
+        _decode(nibbles, 0, count, min(group, _BLOCK), steps, offsets, start // group, out, to, code)
+    else:
+        _decode(q, begin + start, count, min(group, _BLOCK), steps, offsets, start // group, out, to, code)
+
+
+@_inline
+def _offsets(zeros, begin, code, offsets):
+    """What is to be subtracted from each group's codes: the zero point, and what is added to store them."""
+    bias = _I32(8) if code == INT4 else _I32(128)
+    for g in range(offsets.size):
+        offsets[g] = bias
+    if zeros.size:
+        for g in range(offsets.size):
+            offsets[g] += _I32(_I8(zeros[begin + g]))
+
+
+@_jit(types.void(_bytes, *[_int] * 6, _bytes, _int, _bytes, _int, _int, _bytes, _int, _doubles))
+def squared_error(
+    src, stride, kind, rows, cols, group, code, q, q_stride, scales, scale_stride, scale_kind, zeros, zero_stride, out
+):
+    """Per row sum((w - decoded)^2) and sum(w^2); ``q_stride`` is in values where ``code`` is PLAIN."""
+    shorts, _, floats = _views(src)
+    stored_shorts, _, stored_floats = _views(q)
+    scale_shorts, _, scale_floats = _views(scales)
+    wide = np.empty(_BLOCK, np.float32)
+    decoded = np.empty(_BLOCK, np.float32)
+    wide_lanes = wide.reshape(_BLOCK // LANES, LANES)
+    decoded_lanes = decoded.reshape(_BLOCK // LANES, LANES)
+    nibbles = np.empty(_BLOCK, np.uint8)
+    pairs = nibbles.view(np.uint16)
+    steps = np.empty(0 if code == PLAIN else (cols + group - 1) // group, np.float32)
+    offsets = np.empty(steps.size, np.int32)
+    errors = np.empty(LANES, np.float64)
+    squares = np.empty(LANES, np.float64)
+    for i in range(rows):
+        for lane in range(LANES):
+            errors[lane] = squares[lane] = 0.0
+        if code != PLAIN:
+            _widen(scale_shorts, scale_floats, scale_kind, i * scale_stride, steps.size, steps)
+            _offsets(zeros, i * zero_stride, code, offsets)
+        for start in range(0, cols, _BLOCK):
+            count = min(cols - start, _BLOCK)
+            _widen(shorts, floats, kind, i * stride + start, count, wide)
+            if code == PLAIN:
+                _widen(stored_shorts, stored_floats, kind, i * q_stride + start, count, decoded)
+            else:
+                _decode_block(q, i * q_stride, start, count, group, code, steps, offsets, nibbles, pairs, decoded, 0)
+            blocks = (count + LANES - 1) // LANES
+            for j in range(count, blocks * LANES):
+                wide[j] = _ZERO
+                decoded[j] = _ZERO
+            _add_squares(wide_lanes, decoded_lanes, blocks, errors, squares)
+        out[2 * i] = _fold(errors)
+        out[2 * i + 1] = _fold(squares)
+
+
+@_jit(types.void(_bytes, *[_int] * 5, _bytes, _int, _int, _bytes, _int, _bytes, _int))
+def dequantise(
+    q, q_stride, rows, cols, group, code, scales, scale_stride, scale_kind, zeros, zero_stride, out, out_stride
+):
+    """Stored rows, less their zero points, times their scales, as float32, into the bytes of ``out``."""
+    scale_shorts, _, scale_floats = _views(scales)
+    _, _, floats = _views(out)
+    nibbles = np.empty(_BLOCK, np.uint8)
+    pairs = nibbles.view(np.uint16)
+    steps = np.empty((cols + group - 1) // group, np.float32)
+    offsets = np.empty(steps.size, np.int32)
+    for i in range(rows):
+        _widen(scale_shorts, scale_floats, scale_kind, i * scale_stride, steps.size, steps)
+        _offsets(zeros, i * zero_stride, code, offsets)
+        for start in range(0, cols, _BLOCK):
+            count, to = min(cols - start, _BLOCK), i * out_stride + start
+            _decode_block(q, i * q_stride, start, count, group, code, steps, offsets, nibbles, pairs, floats, to)

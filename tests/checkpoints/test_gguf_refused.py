@@ -1,0 +1,114 @@
+"""What GGUF cannot hold is refused before anything is written, and files that are not whole when they are opened."""
+
+from __future__ import annotations
+
+import random
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelexport.checkpoints import gguf
+from modelexport.checkpoints.gguf_file import encode_header, read_gguf
+from modelexport.errors import CheckpointError, PlanError
+from tests.checkpoints._shards import make_model, reopen, write
+
+
+@pytest.mark.parametrize(
+    ("shape", "config", "why"),
+    [
+        (
+            {"dtype": "float16"},
+            {},
+            r"5 norms.*are float16, the first model.layers.0.input_layernorm.weight.*bfloat16 first",
+        ),
+        ({"model_type": "deepseek_v3"}, {}, "no names are known for 'deepseek_v3'; they are for llama, mistral"),
+        ({}, {"hidden_act": "gelu"}, "hidden_act is 'gelu', and llama.cpp computes silu"),
+        (
+            {"scheme": "int8"},
+            {},
+            "28 tensors are of no type that GGUF has.*must have been quantised with --format gguf",
+        ),
+    ],
+)
+def test_what_llama_cpp_cannot_hold_is_refused(shape: dict[str, Any], config: dict[str, Any], why: str) -> None:
+    model = make_model(**shape)
+    with pytest.raises(PlanError, match=why):
+        gguf.lay_out(model.plan(), {**model.config, **config})
+
+
+def test_a_cut_file_is_refused() -> None:
+    model = make_model()
+    with pytest.raises(PlanError, match=r"tp 2, pp 1, ep 1 was asked for.*leave --target-tp"):
+        gguf.lay_out(model.plan(2), model.config)
+
+
+def test_files_that_are_not_read(tmp_path: Path) -> None:
+    model = make_model()
+    write(gguf, tmp_path, model, model.plan())
+    path = tmp_path / "model.gguf"
+    good = path.read_bytes()
+
+    def spoilt(old: bytes, new: bytes, why: str) -> None:
+        assert good.count(old) == 1
+        path.write_bytes(good.replace(old, new))
+        with pytest.raises(CheckpointError, match=why):
+            reopen(gguf, tmp_path)
+
+    dims = struct.pack("<I2Q", 2, 128, 128)
+    of_output = b"blk.1.attn_output.weight" + dims
+    spoilt(
+        of_output + struct.pack("<I", 30),
+        of_output + struct.pack("<I", 12),
+        r"\(Q4_K: 1 tensors, the first blk\.1\.attn_o",
+    )
+    spoilt(of_output + struct.pack("<I", 30), of_output + struct.pack("<I", 99), "number 99: 1 tensors")
+    spoilt(b"blk.1.attn_output.weight", b"blk.9.attn_output.weight", "blk.1.attn_output.weight.*missing")
+    embedding = b"token_embd.weight" + struct.pack("<I2QI", 2, 128, 211, 30)
+    spoilt(embedding, embedding[:-4] + struct.pack("<I", 8), "token_embd.weight is Q8_0, and quantised embeddings")
+    spoilt(b"GGUF" + struct.pack("<I", 3), b"GGUF" + struct.pack("<I", 1), "version 1 is not read")
+    spoilt(b"GGUF" + struct.pack("<I", 3), b"GGUF" + struct.pack(">I", 3), "big-endian")
+    architecture = b"general.architecture" + struct.pack("<IQ", 8, 5)
+    spoilt(architecture + b"llama", architecture + b"bloom", "holds a 'bloom', config.json is of a 'llama'")
+    path.write_bytes(good)
+    (tmp_path / "other.gguf").write_bytes(good)
+    with pytest.raises(CheckpointError, match=r"has 2 GGUF files \(model.gguf, other.gguf\)"):
+        reopen(gguf, tmp_path)
+    (tmp_path / "other.gguf").unlink()
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"a GGUF file without a config\.json; give --config DIR"):
+        reopen(gguf, tmp_path)
+
+
+def test_one_of_several_parts_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").write_bytes(encode_header({"split.count": 3}, [])[0])
+    with pytest.raises(CheckpointError, match=r"is one of 3 parts; join them first \(llama-gguf-split --merge\)"):
+        read_gguf(tmp_path / "a.gguf")
+
+
+def test_a_damaged_header_is_an_error_and_nothing_else(tmp_path: Path) -> None:
+    """Cut off anywhere, or with any byte changed: a CheckpointError, or a file that says something else."""
+    model = make_model()
+    layout = write(gguf, tmp_path, model, model.plan())
+    path = tmp_path / "model.gguf"
+    good = path.read_bytes()
+    header = len(layout.files[0].header)
+    chance = random.Random(0)
+    for length in chance.sample(range(header), 40):
+        path.write_bytes(good[:length])
+        with pytest.raises(CheckpointError):
+            read_gguf(path)
+    path.write_bytes(good[:-64])
+    with pytest.raises(CheckpointError, match="cut short"):
+        read_gguf(path)
+    refused = 0
+    for _ in range(300):
+        text = bytearray(good)
+        text[chance.randrange(header)] ^= 1 << chance.randrange(8)
+        path.write_bytes(text)
+        try:
+            reopen(gguf, tmp_path)
+        except CheckpointError:
+            refused += 1
+    assert refused > 150

@@ -1,0 +1,100 @@
+"""Run inside an environment that holds llama-cpp-python: what llama.cpp makes of GGUF files, as one line of JSON.
+
+usage: python llama_cpp_answers.py WHAT FILE [FILE ...] < JSON
+
+WHAT is "logprobs" (stdin: the token ids of a prompt; prints for each file the log-probability of each token after the
+first), "tokens" (stdin: texts; prints each text's token ids), "tensors" (prints for each file its values and, for each
+tensor, its type and a digest of its float32 numbers, all by the gguf package), or "requantise" (stdin: block types ->
+files to write; prints nothing).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from typing import Any
+
+import numpy as np
+
+
+def log_probabilities(path: str, prompt: list[int]) -> list[float]:
+    from llama_cpp import Llama
+
+    model = Llama(path, n_ctx=max(64, len(prompt)), logits_all=True, verbose=False, n_threads=2, seed=0)
+    model.eval(prompt)
+    scores = np.asarray(model.scores[: len(prompt)], dtype=np.float64)
+    scores -= scores.max(axis=-1, keepdims=True)
+    scores -= np.log(np.exp(scores).sum(axis=-1, keepdims=True))
+    found = [float(scores[at, token]) for at, token in enumerate(prompt[1:])]
+    model.close()
+    return found
+
+
+def token_ids(path: str, texts: list[str]) -> list[list[int]]:
+    from llama_cpp import Llama
+
+    model = Llama(path, vocab_only=True, verbose=False)
+    found = [model.tokenize(text.encode(), add_bos=False, special=False) for text in texts]
+    model.close()
+    return found
+
+
+def digest(numbers: Any) -> str:
+    """Of float32 numbers, those of zero without a sign."""
+    wide = np.ascontiguousarray(numbers, dtype=np.float32) + np.float32(0)
+    return hashlib.sha256(wide.tobytes()).hexdigest()
+
+
+def tensors(path: str) -> dict[str, Any]:
+    from gguf import GGUFReader
+    from gguf.quants import dequantize
+
+    reader = GGUFReader(path)
+    found = {}
+    for tensor in reader.tensors:
+        numbers = dequantize(tensor.data, tensor.tensor_type)
+        found[tensor.name] = [tensor.tensor_type.name, [int(n) for n in numbers.shape], digest(numbers)]
+    return {"values": {name: field.contents() for name, field in reader.fields.items()}, "tensors": found}
+
+
+def requantise(path: str, target: str, kind: str) -> None:
+    """Write the file again with the gguf package, its linears in blocks that the package makes."""
+    from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
+    from gguf.quants import dequantize, quantize
+
+    reader = GGUFReader(path)
+    values = {name: field for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    writer = GGUFWriter(target, values.pop("general.architecture").contents())
+    for name, field in values.items():
+        inner = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
+        writer.add_key_value(name, field.contents(), field.types[0], inner)
+    for tensor in reader.tensors:
+        of = tensor.tensor_type
+        data = tensor.data
+        if tensor.name.startswith("blk.") and "norm" not in tensor.name:
+            of = GGMLQuantizationType[kind]
+            data = quantize(dequantize(tensor.data, tensor.tensor_type), of)
+        writer.add_tensor(tensor.name, data, raw_dtype=of)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def main() -> None:
+    what, *paths = sys.argv[1:]
+    given = json.loads(sys.stdin.read() or "null")
+    if what == "logprobs":
+        answer: Any = [log_probabilities(path, given) for path in paths]
+    elif what == "tokens":
+        answer = [token_ids(path, given) for path in paths]
+    elif what == "requantise":
+        answer = [requantise(paths[0], target, kind) for kind, target in given.items()]
+    else:
+        answer = [tensors(path) for path in paths]
+    print("ANSWER " + json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

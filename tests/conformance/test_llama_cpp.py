@@ -1,0 +1,242 @@
+"""llama.cpp loads the GGUF files that we write, and computes what our dequantised weights do; and we read the others'.
+
+llama-cpp-python brings llama.cpp and the gguf package; they live in an environment of their own, named by the variable
+MODELEXPORT_LLAMA_PYTHON (its interpreter). For Q8_0 and Q4_0 llama.cpp rounds activations to 8 bits in blocks of 32
+(for MXFP4 too), for BF16 to bfloat16: so much it differs from float32.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from modelexport.assets import demo_documents, demo_model_path
+from modelexport.checkpoints.safetensors_file import Reader
+from modelexport.contents.opening import open_model
+from modelexport.exporter import export
+from modelexport.inspection.models import load_dequantised
+from modelexport.quantization.formats import of_scheme
+from modelexport.quantization.methods import Part, gguf, read_quantization_config
+from tests._models import copy_checkpoint, make_llama
+
+LLAMA = os.environ.get("MODELEXPORT_LLAMA_PYTHON")
+QUANTS = {"none": "BF16", "int8-wo": "Q8_0", "int4": "Q4_0", "mxfp4-wo": "MXFP4"}
+LINEARS = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+BOUND = 0.03  # of a log-probability, on average
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(LLAMA is None, reason="MODELEXPORT_LLAMA_PYTHON names no interpreter with llama-cpp-python"),
+    pytest.mark.filterwarnings("ignore"),  # transformers' own
+]
+
+
+def ask(what: str, *files: Path, given: Any = None) -> Any:
+    """What llama.cpp says of each file."""
+    script = Path(__file__).with_name("llama_cpp_answers.py")
+    done = subprocess.run(
+        [str(LLAMA), str(script), what, *map(str, files)],
+        input=json.dumps(given),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "PYTHON"))},
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
+    assert lines, done.stdout[-1000:] + done.stderr[-3000:]
+    return json.loads(lines[0].removeprefix("ANSWER "))
+
+
+def size_of(quant: str) -> int | None:
+    return 32 if quant.startswith("int") else None
+
+
+def exported(out: Path, quant: str, model: str | None = None, tp: int = 2) -> Path:
+    export(
+        model=model,
+        out=str(out),
+        quant=quant,
+        group_size=size_of(quant),
+        format="gguf",
+        tp=tp,
+        quiet=True,
+        evaluate=False,
+    )
+    return out
+
+
+@pytest.fixture(scope="module")
+def demos(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The demo model in every type."""
+    root = tmp_path_factory.mktemp("demos")
+    return {quant: exported(root / quant, quant) for quant in QUANTS}
+
+
+def prompt() -> list[int]:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(demo_model_path() / "tokenizer.json"))
+    found: list[int] = tokenizer.encode(demo_documents("heldout")[0]).ids
+    return [0, *found[:95]]
+
+
+def scores_of(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
+    """The log-probability of each token after the first."""
+    tokens = torch.tensor([ids])
+    with torch.inference_mode():
+        scores = torch.log_softmax(model(input_ids=tokens).logits[0].double(), dim=-1)
+    return scores[:-1].gather(-1, tokens[0, 1:, None])[:, 0]
+
+
+def compare(name: str, got: list[float], expected: torch.Tensor, *, routed: bool = False) -> None:
+    """``routed``: a token may go to other experts, since random routers decide by next to nothing."""
+    difference = (torch.tensor(got, dtype=torch.float64) - expected).abs()
+    spread = expected.std()
+    print(
+        f"{name}: log-probabilities differ by {difference.mean():.5f} on average, {difference.max():.5f} at most "
+        f"(they vary by {spread:.2f})"
+    )
+    assert difference.mean() <= BOUND
+    assert routed or difference.max() <= 10 * BOUND
+
+
+def test_llama_cpp_computes_what_our_dequantised_weights_do(demos: dict[str, Path]) -> None:
+    ids = prompt()
+    answers = ask("logprobs", *(demos[quant] / "model.gguf" for quant in QUANTS), given=ids)
+    assert len(answers) == len(QUANTS)
+    for (quant, kind), got in zip(QUANTS.items(), answers, strict=True):
+        compare(f"{quant} ({kind})", got, scores_of(load_dequantised(demos[quant]), ids))
+
+
+def digest(weight: torch.Tensor) -> str:
+    return hashlib.sha256((weight.float() + 0.0).contiguous().numpy().tobytes()).hexdigest()
+
+
+def in_their_order(name: str, weight: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
+    if name not in ("attn_q", "attn_k"):
+        return weight
+    heads = config["num_attention_heads" if name == "attn_q" else "num_key_value_heads"]
+    return weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+
+
+def assert_same_floats(directory: Path, answer: dict[str, Any], kind: str) -> None:
+    """The gguf package dequantises every linear to what we do."""
+    found = open_model(directory)
+    assert found.config is not None
+    state = load_dequantised(directory).state_dict()
+    seen = 0
+    for layer in range(found.config["num_hidden_layers"]):
+        for ours, theirs in LINEARS.items():
+            weight = in_their_order(theirs, state[f"model.layers.{layer}.{ours}.weight"], found.config)
+            of = answer["tensors"][f"blk.{layer}.{theirs}.weight"]
+            assert of == [kind, list(weight.shape), digest(weight)], (layer, ours)
+            seen += 1
+    assert seen == 28
+    norm = state["model.norm.weight"]
+    assert answer["tensors"]["output_norm.weight"] == ["F32", list(norm.shape), digest(norm)]
+
+
+def test_the_gguf_package_reads_the_same_numbers(demos: dict[str, Path]) -> None:
+    answers = ask("tensors", *(demos[quant] / "model.gguf" for quant in QUANTS))
+    for (quant, kind), answer in zip(QUANTS.items(), answers, strict=True):
+        assert_same_floats(demos[quant], answer, kind)
+        values = answer["values"]
+        assert values["general.architecture"] == "llama"
+        assert len(values["tokenizer.ggml.tokens"]) == values["llama.vocab_size"] == 2048
+
+
+def test_llama_cpp_tokenises_as_the_model_does(demos: dict[str, Path]) -> None:
+    from tokenizers import Tokenizer
+
+    texts = [*demo_documents("heldout")[:20], "  It's 12345\n\n\tcaf\u00e9 \u4e16\u754c!! "]
+    tokenizer = Tokenizer.from_file(str(demo_model_path() / "tokenizer.json"))
+    (got,) = ask("tokens", demos["int4"] / "model.gguf", given=texts)
+    assert got == [tokenizer.encode(text).ids for text in texts]
+
+
+def test_a_file_of_the_gguf_package_is_read(demos: dict[str, Path], tmp_path: Path) -> None:
+    """Blocks that the package made, without a word in config.json; then quantised blocks moved, bytes and all."""
+    targets = {kind: tmp_path / kind / "model.gguf" for kind in ("Q8_0", "Q4_0", "MXFP4", "F16", "F32")}
+    for path in targets.values():
+        path.parent.mkdir()
+        shutil.copyfile(demo_model_path() / "config.json", path.parent / "config.json")
+    ask("requantise", demos["none"] / "model.gguf", given={kind: str(path) for kind, path in targets.items()})
+    answers = ask("tensors", *targets.values())
+    for (kind, path), answer in zip(targets.items(), answers, strict=True):
+        assert_same_floats(path.parent, answer, kind)
+        quantization = read_quantization_config(open_model(path.parent).config)
+        assert (quantization is None) == (kind in ("F16", "F32"))
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "biased": {"attention_bias": True, "mlp_bias": True, "heads": 8, "kv_heads": 2, "head_dim": 32},
+    "mistral": {"model_type": "mistral", "tied": True},
+    "qwen2": {"model_type": "qwen2"},
+    "mixtral": {"model_type": "mixtral"},
+    "phi3": {"model_type": "phi3"},
+    "float32": {"dtype": "float32"},
+    "llama3": {"heads": 2, "rope": {**LLAMA3, "original_max_position_embeddings": 64}},
+    "yarn": {"model_type": "qwen2", "heads": 2, "rope": {"rope_type": "yarn", "factor": 4.0}},
+}
+
+
+def reference(directory: Path) -> Any:
+    """The model that a file holds, dequantised, as transformers loads it (which stacks Mixtral's experts itself)."""
+    found = open_model(directory)
+    quantization = read_quantization_config(found.config)
+    tensors = {}
+    with Reader(found) as reader:
+        for name, info in found.infos.items():
+            value = reader.read(info)
+            if info.dtype == "U8":
+                assert quantization is not None
+                scheme = quantization.scheme_of(name.removesuffix(".weight"))
+                assert scheme is not None
+                form, part = of_scheme(scheme), Part.whole((value.shape[0], value.shape[1] * 32))
+                value = form.dequantise(gguf.decode(form, {"weight": value}, part))
+            tensors[name] = value.float()
+    plain = directory / "plain"
+    plain.mkdir()
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    config = {key: value for key, value in (found.config or {}).items() if key != "quantization_config"}
+    (plain / "config.json").write_text(json.dumps(config))
+    return AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("quant", ["none", "int4"])
+def test_other_families(tmp_path: Path, quant: str) -> None:
+    ids = torch.randint(3, 200, (48,), generator=torch.Generator().manual_seed(1)).tolist()
+    files, expected = [], []
+    for name, shape in FAMILIES.items():
+        shape = dict(shape)
+        rope = shape.pop("rope", None)
+        source = make_llama(**shape)
+        if rope is not None:
+            rope = {"rope_theta": 1e4, "original_max_position_embeddings": 64, **rope}
+            changes = {"rope_parameters": rope, "max_position_embeddings": 256}
+            source = copy_checkpoint(source, tmp_path / f"source-{name}", config=changes)
+        files.append(exported(tmp_path / name, quant, str(source), tp=1) / "model.gguf")
+        expected.append(scores_of(reference(tmp_path / name), ids))
+    for name, got, scores in zip(FAMILIES, ask("logprobs", *files, given=ids), expected, strict=True):
+        compare(f"{name} {quant}", got, scores, routed=name == "mixtral")

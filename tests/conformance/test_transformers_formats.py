@@ -1,0 +1,137 @@
+"""transformers with compressed-tensors loads every number format that we write, and computes what we say it stands for.
+
+Weights first: what compressed-tensors decodes is what we decode, to the bit where it decodes into float32. Then, on the
+same weights, the logits: they differ only where inputs are rounded differently, and by how much is bounded and printed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from modelexport.exporter import export
+from modelexport.inspection.models import load_dequantised
+from modelexport.quantization import formats
+from tests._models import make_llama
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' and compressed-tensors' own, many and changing
+
+IDS = torch.randint(1003, (1, 96), generator=torch.Generator().manual_seed(1))
+ALL = [*formats.names(), "int8-wo:32", "int8-wo:-1", "int4:32", "int4:-1", "int4-asym:32"]
+
+# compressed-tensors decodes these into bfloat16, whatever dtype is asked for.
+IN_BFLOAT16 = ("nvfp4", "mxfp4", "mxfp8")
+# It makes room for zero points as they are before packing, and then refuses the packed ones. They load where all
+# weights are decoded on the way in (CompressedTensorsConfig(dequantize=True)), again into bfloat16.
+ON_LOADING = ("int4-asym", "int8-wo-asym")
+
+
+def source() -> str:
+    return str(make_llama(kv_heads=2, vocab=1003, hidden=256, attention_bias=True, mlp_bias=True))
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What calibrates a model that has no tokenizer."""
+    path = tmp_path_factory.mktemp("tokens") / "tokens.jsonl"
+    path.write_text(json.dumps({"input_ids": IDS[0].tolist()}), encoding="utf-8")
+    return {"calib": str(path), "calib_samples": 2, "calib_length": 48}
+
+
+def exported(out: Path, quant: str, tokens: dict[str, Any], **settings: Any) -> Path:
+    export(model=source(), out=str(out), quant=quant, quiet=True, evaluate=False, **tokens, **settings)
+    return out
+
+
+def loaded(directory: Path, dtype: torch.dtype, **settings: Any) -> Any:
+    """transformers' model; every tensor of the checkpoint has found its place, and every place its tensor."""
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, output_loading_info=True, **settings)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), info
+    return model.eval()
+
+
+def logits_of(model: nn.Module) -> Tensor:
+    with torch.no_grad():  # inference_mode would freeze the weights that compressed-tensors decodes in the first run
+        return model(input_ids=IDS).logits.float()
+
+
+def linears(model: nn.Module) -> dict[str, nn.Linear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+
+
+def described(difference: Tensor, of: Tensor) -> str:
+    return f"{difference.mean():.6f} on average, {difference.max():.6f} at most, of logits that vary by {of.std():.2f}"
+
+
+@pytest.mark.parametrize("quant", ALL)
+def test_it_decodes_and_computes_what_we_do(tmp_path: Path, tokens: dict[str, Any], quant: str) -> None:
+    from transformers import CompressedTensorsConfig
+
+    name = quant.partition(":")[0]
+    directory = exported(tmp_path / "out", quant, tokens)
+    exactly = not name.startswith((*IN_BFLOAT16, *ON_LOADING))
+    settings = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if name in ON_LOADING else {}
+    theirs = loaded(directory, torch.float32 if exactly else torch.bfloat16, **settings)
+    assert torch.isfinite(logits_of(theirs)).all()  # the first run decodes the weights
+    ours = load_dequantised(directory)
+
+    for path, module in linears(theirs).items():
+        weight = linears(ours)[path].weight.data
+        close = 0.0 if exactly else 2.0**-7  # a scale, rounded to eight bits, times a value, rounded again
+        torch.testing.assert_close(module.weight.data.float(), weight, rtol=close, atol=0.0)
+        module.weight.data = weight
+
+    expected, got = logits_of(ours), logits_of(nn.Module.float(theirs))
+    difference = (got - expected).abs()
+    print(f"{quant}: logits differ by {described(difference, expected)}")
+    inputs = formats.get(name).input_arguments() if name != "none" else None
+    if inputs is None or name in ON_LOADING:  # decoded on loading, theirs no longer rounds anything
+        assert difference.max() <= 1e-4
+    else:
+        assert difference.mean() <= 1e-4
+
+
+def test_mixed_formats_in_one_checkpoint(tmp_path: Path, tokens: dict[str, Any]) -> None:
+    quant = "*.0.*down_proj=none,*.down_proj=fp8-static,*self_attn*=int8,*gate_proj=int4:32,*up_proj=int4:32"
+    directory = exported(tmp_path / "out", quant, tokens)
+    theirs, ours = loaded(directory, torch.float32), load_dequantised(directory)
+    expected, got = logits_of(ours), logits_of(theirs)
+    for path, module in linears(theirs).items():
+        assert torch.equal(module.weight.data, linears(ours)[path].weight.data), path
+    print(f"mixed: logits differ by {described((got - expected).abs(), expected)}")
+    assert (got - expected).abs().mean() <= 0.05 * expected.std()  # int8 activations, see above
+
+
+@pytest.mark.parametrize("quant", ["none", "int4"])
+def test_kv_cache_scales(tmp_path: Path, tokens: dict[str, Any], monkeypatch: pytest.MonkeyPatch, quant: str) -> None:
+    """Keys after the rotary embedding, and values, rounded to FP8 by the scales that we have written."""
+    from transformers.models.llama import modeling_llama
+
+    directory = exported(tmp_path / "out", quant, tokens, kv_cache="fp8")
+    theirs, ours = loaded(directory, torch.float32), load_dequantised(directory)
+    scales = {name: value.float() for name, value in load_file(directory / "model.safetensors").items()}
+    plain = modeling_llama.eager_attention_forward
+
+    def rounded(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        attention = f"model.layers.{module.layer_idx}.self_attn"
+        parts = []
+        for x, part in ((key, "k"), (value, "v")):
+            scale = scales[f"{attention}.{part}_scale"]
+            assert 0 < scale < 1
+            parts.append((x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale)
+        return plain(module, query, *parts, *args, **kwargs)
+
+    without = logits_of(ours)
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", rounded)  # theirs calls sdpa
+    expected, got = logits_of(ours), logits_of(theirs)
+    print(f"{quant}, KV cache in fp8: logits differ by {described((got - expected).abs(), expected)}")
+    assert (expected - without).abs().mean() >= 1e-3, "rounding changes nothing: is it done at all?"
+    assert (got - expected).abs().mean() <= 1e-4

@@ -1,0 +1,192 @@
+"""GGUF's blocks, read byte by byte as ggml's description has them, against the number formats' own values."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import pytest
+import torch
+
+from modelexport.errors import CheckpointError
+from modelexport.quantization import formats
+from modelexport.quantization.formats.base import NumberFormat
+from modelexport.quantization.methods import gguf, read_quantization_config
+from modelexport.quantization.methods.base import Announced, Part
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+QUANTS = {"Q8_0": "int8-wo", "Q4_0": "int4", "Q4_1": "int4-asym", "MXFP4": "mxfp4-wo"}
+BITS = {"Q8_0": 8, "Q4_0": 4, "Q4_1": 4, "MXFP4": 4}
+
+
+def number_format(kind: str) -> NumberFormat:
+    size = None if kind == "MXFP4" else 32
+    return formats.get(QUANTS[kind], group_size=size, scale_dtype=torch.float16)
+
+
+def native(kind: str, rows: int, cols: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Any codes at all, and scales of every size (of Q4_1: such as go exactly)."""
+    generator = torch.Generator().manual_seed(seed)
+    octets = torch.randint(0, 256, (rows, cols * BITS[kind] // 8), generator=generator, dtype=torch.uint8)
+    if kind == "MXFP4":
+        exponents = torch.randint(0, 255, (rows, cols // 32), generator=generator, dtype=torch.uint8)
+        return {"weight_packed": octets, "weight_scale": exponents}
+    scales = torch.randn(rows, cols // 32, generator=generator).mul(0.01).to(torch.float16)
+    if kind == "Q4_1":
+        scales = torch.exp2(torch.randint(-9, 0, scales.shape, generator=generator).float()).to(torch.float16)
+    tensors = {
+        "weight_packed": octets.view(torch.int32),
+        "weight_scale": scales,
+        "weight_shape": torch.tensor([rows, cols]),
+    }
+    if kind == "Q4_1":
+        words = torch.randint(-(2**31), 2**31, (-(-rows // 8), cols // 32), generator=generator).to(torch.int32)
+        if rows % 8:
+            words[-1] &= (1 << 4 * (rows % 8)) - 1  # what fills the last word up
+        tensors["weight_zero_point"] = words
+    return tensors
+
+
+def values(kind: str, block: bytes) -> list[float]:
+    """The 32 numbers of a block."""
+    if kind == "Q8_0":
+        (d,) = struct.unpack_from("<e", block)
+        return [d * q for q in struct.unpack_from("<32b", block, 2)]
+    codes = block[-16:]
+    numbers = [byte & 15 for byte in codes] + [byte >> 4 for byte in codes]
+    if kind == "MXFP4":
+        return [(-1 if code & 8 else 1) * E2M1[code & 7] * 2.0 ** (block[0] - 127) for code in numbers]
+    d, m = struct.unpack_from("<ee", block)
+    return [(code - 8) * d for code in numbers] if kind == "Q4_0" else [code * d + m for code in numbers]
+
+
+@pytest.mark.parametrize("kind", QUANTS)
+def test_a_block_says_what_the_number_format_does(kind: str) -> None:
+    rows, cols = 5, 96
+    form, tensors = number_format(kind), native(kind, 5, 96)
+    weight = gguf.encode(form, tensors, Part.whole((rows, cols)))["weight"]
+    assert weight.dtype == torch.uint8
+    assert weight.shape == (rows, cols // 32, gguf.BLOCK_BYTES[kind])
+    blocks = [values(kind, bytes(block.tolist())) for block in weight.view(-1, weight.shape[-1])]
+    expected = torch.tensor(blocks, dtype=torch.float64).view(rows, cols)
+    assert torch.equal(form.dequantise(tensors), expected.float())
+
+
+@pytest.mark.parametrize("kind", QUANTS)
+@pytest.mark.parametrize(("rows", "cols"), [(1, 32), (16, 160), (11, 64)])
+def test_there_and_back(kind: str, rows: int, cols: int) -> None:
+    form, tensors, part = number_format(kind), native(kind, rows, cols, seed=1), Part.whole((rows, cols))
+    back = gguf.decode(form, gguf.encode(form, tensors, part), part)
+    assert back.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert back[name].dtype == tensor.dtype, name
+        assert torch.equal(back[name], tensor), name
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "MXFP4"])
+def test_parts_make_up_the_whole(kind: str) -> None:
+    """A rank that has columns 64 to 127 of rows 3 to 9 writes just these blocks."""
+    form, tensors = number_format(kind), native(kind, 12, 192, seed=2)
+    whole = gguf.encode(form, tensors, Part.whole((12, 192)))["weight"]
+    part = Part((12, 192), (3, 64), (7, 64))
+    packed, scales = tensors["weight_packed"], tensors["weight_scale"]
+    each = packed.shape[1] // 3
+    own = {**tensors, "weight_packed": packed[3:10, each : 2 * each], "weight_scale": scales[3:10, 2:4]}
+    written = gguf.encode(form, own, part)
+    assert torch.equal(written["weight"], whole[3:10, 2:4])
+    back = gguf.decode(form, {"weight": whole[3:10, 2:4]}, part)
+    assert torch.equal(back["weight_packed"], own["weight_packed"])
+    assert torch.equal(back["weight_scale"], own["weight_scale"])
+
+
+@pytest.mark.parametrize("quant", ["int8-wo", "int4", "mxfp4-wo"])
+def test_a_weight_quantised_for_it_goes_in(quant: str) -> None:
+    """Zeros, the largest and the smallest numbers among them: float16 holds every scale."""
+    weight = torch.randn(8, 128, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+    weight[0] = 0
+    weight[1, :32] = 1e-8
+    weight[2, 40] = 3000
+    form = formats.get(quant, group_size=None if quant == "mxfp4-wo" else 32, scale_dtype=torch.float16)
+    tensors, part = form.quantise(weight), Part.whole((8, 128))
+    stored = gguf.encode(form, tensors, part)
+    assert {name: (str(t.dtype), tuple(t.shape)) for name, t in stored.items()} == {
+        name: ("torch.uint8", promise.shapes[0])
+        for name, promise in gguf.promised(form.scheme("gguf"), (8, 128)).items()
+    }
+    assert torch.equal(form.dequantise(gguf.decode(form, stored, part)), form.dequantise(tensors))
+
+
+def test_negative_scales_are_read() -> None:
+    """llama.cpp lays the largest magnitude on -8: its scales have either sign."""
+    block = bytes(struct.pack("<e", -0.25)) + bytes(range(16, 32))
+    form = number_format("Q4_0")
+    tensors = gguf.decode(form, {"weight": torch.tensor([[list(block)]], dtype=torch.uint8)}, Part.whole((1, 32)))
+    assert form.dequantise(tensors)[0].tolist() == values("Q4_0", block)
+
+
+def test_what_float16_does_not_hold_is_refused() -> None:
+    part = Part.whole((1, 64))
+    tensors = native("Q4_0", 1, 64)
+    tensors["weight_scale"] = torch.tensor([[1.0, 2.0**-30]], dtype=torch.bfloat16)
+    with pytest.raises(CheckpointError, match=r"1 of 2 blocks have a scale that is no float16 number.*9\.3"):
+        gguf.encode(number_format("Q4_0"), tensors, part)
+    tensors = native("Q4_1", 1, 64)
+    tensors["weight_scale"] = torch.tensor([[1.0, 2047 / 2048]], dtype=torch.float16)
+    tensors["weight_zero_point"] = torch.tensor([[3, 3]], dtype=torch.int32)
+    with pytest.raises(CheckpointError, match=r"1 of 2 blocks have a minimum"):
+        gguf.encode(number_format("Q4_1"), tensors, part)
+    tensors = native("MXFP4", 1, 64)
+    tensors["weight_scale"][0, 1] = 255
+    with pytest.raises(CheckpointError, match="exponent is 255"):
+        gguf.encode(number_format("MXFP4"), tensors, part)
+
+
+def test_a_q4_1_that_no_zero_point_says_is_refused() -> None:
+    block = list(struct.pack("<ee", 0.5, -0.75)) + [0] * 16
+    with pytest.raises(CheckpointError, match="1 of 1 blocks of Q4_1"):
+        gguf.decode(number_format("Q4_1"), {"weight": torch.tensor([[block]], dtype=torch.uint8)}, Part.whole((1, 32)))
+
+
+@pytest.mark.parametrize(
+    ("quant", "group", "why"),
+    [
+        ("int4", 128, "no blocks for int4 weights per group of 128; choose --quant int4 --group-size 32, "),
+        ("int4-asym", 32, "Q4_1 keeps -zero point"),
+        ("fp8", None, "no blocks for fp8 weights per channel"),
+        ("mxfp4", None, "no blocks for fp4 weights per group of 32, fp4 activations"),
+        ("nvfp4-wo", None, "no blocks for fp4 weights per group of 16"),
+        ("mxfp8", None, "no blocks for fp8 weights"),
+    ],
+)
+def test_what_has_no_blocks_is_refused_before(quant: str, group: int | None, why: str) -> None:
+    refused = gguf.refusal(formats.get(quant, group_size=group), (64, 128))
+    assert refused is not None
+    assert why in refused
+    assert "--quant int8-wo --group-size 32" in refused
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "MXFP4"])
+def test_what_has_blocks_is_not_refused(kind: str) -> None:
+    assert gguf.refusal(number_format(kind), (64, 128)) is None
+    assert "72 input features" in str(gguf.refusal(number_format(kind), (64, 72)))
+    (promise,) = gguf.promised(number_format(kind).scheme("gguf"), (64, 128)).values()
+    assert (promise.shapes, promise.axes) == (((64, 4, gguf.BLOCK_BYTES[kind]),), ((0, 1), (1, 32), None))
+
+
+def announced(quants: dict[str, str]) -> dict[str, Any]:
+    forms = {module: number_format(kind) for module, kind in quants.items()}
+    return gguf.announce(Announced(forms, ["lm_head"])).config
+
+
+def test_config_json_says_the_types() -> None:
+    one = announced({"a.q": "Q4_0", "a.k": "Q4_0"})
+    assert one == {"quant_method": "gguf", "types": {"Q4_0": ["Linear"]}, "ignore": ["lm_head"]}
+    mixed = announced({"a.q": "Q4_0", "a.k": "Q8_0", "a.v": "MXFP4", "a.o": "Q4_0"})
+    assert mixed["types"] == {"Q4_0": ["a.q", "a.o"], "Q8_0": ["a.k"], "MXFP4": ["a.v"]}
+    read = read_quantization_config({"quantization_config": mixed})
+    assert read is not None
+    found = {module: read.scheme_of(module) for module in ("a.q", "a.k", "a.v", "lm_head", "a.other")}
+    names = {module: scheme and formats.of_scheme(scheme).name for module, scheme in found.items()}
+    assert names == {"a.q": "int4", "a.k": "int8-wo", "a.v": "mxfp4-wo", "lm_head": None, "a.other": None}
+    with pytest.raises(CheckpointError, match="no block type 'Q4_K' here"):
+        gguf.read({"types": {"Q4_K": ["Linear"]}})
