@@ -10,14 +10,14 @@ from modelexport.checkpoints.safetensors_file import Checkpoint, TensorInfo, ten
 from modelexport.errors import CheckpointError, PlanError
 from modelexport.export_steps import OutputTensor, StoredLinear, TensorTask
 from modelexport.families import Dimensions, Family, Module
-from modelexport.quantization.methods import Method, of_method, extras, promised, read_quantization_config
+from modelexport.quantization.methods import Method, extras, of_method, promised, read_quantization_config
 from modelexport.sharding.plan import replicated
 
 if TYPE_CHECKING:
     from modelexport.quantization.formats.base import NumberFormat
 
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-_SCALE_LIKE = ("scale", "scales", "scale_inv")
+_SCALE_LIKE = ("scale", "scales", "scale_inv", "scaling_factor")
 UNCUT = replicated(0, 1)  # until the whole layer is known
 
 
@@ -76,16 +76,17 @@ class SourceLinears:
 
         scales = [info.dtype for suffix, info in tensors.items() if suffix.endswith(_SCALE_LIKE)]
         floating = [dtype for dtype in scales if dtype in _DTYPES.values()]
-        kept = torch_dtype(floating[0]) if floating else None
+        dtype = floating[0] if floating else of_method(scheme.method).SCALES
+        kept = None if dtype is None else torch_dtype(dtype)
         try:
             number_format, exact = of_scheme(scheme, scale_dtype=kept), True
         except CheckpointError:
-            if scheme.inputs is None:
-                raise
-            number_format, exact = of_scheme(replace(scheme, inputs=None), scale_dtype=kept), False
+            weights = {key: value for key, value in scheme.weights.items() if key != "actorder"}
+            alone = replace(scheme, inputs=None, weights=weights)
+            number_format, exact = of_scheme(alone, scale_dtype=kept), False
         dtype = self.dtype()
         weight = TensorInfo(f"{name}.weight", dtype, shape, Path(), 0, tensor_nbytes(dtype, shape))
-        return Found(StoredLinear(self.quantization.method, number_format, tensors, exact), weight)
+        return Found(StoredLinear(scheme.method, number_format, tensors, exact), weight)
 
     def kv_scale(self, attention: str, which: str) -> TensorInfo | None:
         """Takes the scale of a layer's cached keys ("k") or values ("v")."""

@@ -252,8 +252,8 @@ class _Planner:
             found = stored.number_format
             if not stored.exact:
                 self.format_problems.setdefault(
-                    f"rounds its inputs in the source in a way that no number format of ours has ({found.name} are its "
-                    "weights): --quant none writes it unquantised",
+                    f"rounds its inputs or orders its groups in the source in a way that no number format of ours has "
+                    f"({found.name} is what its weights are): --quant none writes it unquantised",
                     {},
                 )[f"*.{module.general_path}"] = None
         elif self.assignment is not None and module.kind == "linear":

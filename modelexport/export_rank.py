@@ -224,6 +224,7 @@ class RankExport:
                 tensors = self._cache_scale(step, task)
             elif i in shards.stored:
                 tensors = self._recoded(task, shards.stored[i])
+                kept_source = True  # what a method spells alike is passed on where it was read
             elif weight is None:
                 continue
             elif task.quantised:

@@ -273,7 +273,7 @@ def _box(shape: tuple[int, ...], dim: int | None, span: Range, rows: Range) -> B
 
 
 def _slab_bytes(task: TensorTask, shape: tuple[int, ...], nbytes: int) -> int:
-    whole = task.info.shape[0]
+    whole = task.info.shape[0] if task.info.shape else 1
     return nbytes * (task.rows[1] - task.rows[0]) // max(1, whole) if shape else nbytes
 
 

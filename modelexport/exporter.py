@@ -8,6 +8,7 @@ Importing this module is cheap; torch is imported once the rank processes are on
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -19,6 +20,8 @@ from modelexport.checkpoints.safetensors_file import Checkpoint, plan_layout
 from modelexport.checkpoints.source import Source, resolve_source
 from modelexport.checkpoints.staging import resolve_target
 from modelexport.contents import formats as checkpoint_formats
+from modelexport.contents.engines import Linear
+from modelexport.contents.engines import warnings as engine_warnings
 from modelexport.contents.opening import open_model
 from modelexport.contents.rules import tensor_rules
 from modelexport.contents.targets import TargetPlan, plan_target
@@ -26,10 +29,11 @@ from modelexport.distributed import launch
 from modelexport.distributed.launch import MultiprocessConfig
 from modelexport.errors import ModelExportError, PlanError, UsageError
 from modelexport.export_hosts import agree, external_config, is_spread, run_as_rank
-from modelexport.export_plan import ExportPlan, build_plan
+from modelexport.export_plan import ExportPlan, build_plan, full_name
 from modelexport.export_record import ExportResult
 from modelexport.export_target import Prepared, announcement, export_target
 from modelexport.jobs import Heard, heard, own_ranks, single, take_part
+from modelexport.quantization import kernels
 from modelexport.quantization.methods import QUANTIZATION_KEYS
 from modelexport.recipe import ExportRecipe
 from modelexport.sharding.plan import Parallelism
@@ -40,13 +44,7 @@ if TYPE_CHECKING:
     from modelexport.export_rank import RankJob
     from modelexport.quantization.assignment import Assignment
 
-PRELOAD = (
-    "torch",
-    "torch.distributed",
-    "safetensors",
-    "modelexport.export_rank",
-    "modelexport.quantization.kernels.fused",
-)
+PRELOAD = ("torch", "torch.distributed", "safetensors", "modelexport.export_rank")
 
 EVALUATED_WINDOWS = 32  # of 197; a few seconds, with a standard error that tells the formats apart
 
@@ -76,6 +74,7 @@ def export(recipe: ExportRecipe | None = None, **settings: Any) -> ExportResult:
         raise UsageError("no target given: add --out DIR")
     if recipe.dry_run:
         prepared = prepare(recipe)
+        _warn(prepared)
         return ExportResult.preview(prepared.plan, recipe, prepared.source.label, prepared.target, prepared.warnings)
     config = external_config(recipe)
     if config is None:
@@ -92,17 +91,23 @@ def export(recipe: ExportRecipe | None = None, **settings: Any) -> ExportResult:
 def _launch(recipe: ExportRecipe) -> tuple[Prepared, dict[str, Any]]:
     """Export in rank processes of our own; returns the record too."""
     if recipe.tp > 1:
-        launch.prestart(PRELOAD)
+        launch.prestart(_preloaded(recipe))
     prepared = prepare(recipe)
+    _warn(prepared)
     with export_target(prepared) as target:
         done = target.begin()
         job = _job(prepared, done)
         from modelexport.export_rank import run_rank
 
         with _heard(prepared, done) as (on_event, results):
-            config = own_ranks(recipe.tp, recipe.timeout, PRELOAD, on_event)
+            config = own_ranks(recipe.tp, recipe.timeout, _preloaded(recipe), on_event)
             launch.launch_subprocesses(run_rank, config, None, 0, job)
         return prepared, target.finish(single(results))
+
+
+def _preloaded(recipe: ExportRecipe) -> tuple[str, ...]:
+    """What the ranks share: kernels are compiled, or loaded, once for all of them."""
+    return (*PRELOAD, *kernels.modules(recipe.quant, recipe.observer))
 
 
 def _take_part(recipe: ExportRecipe, config: MultiprocessConfig) -> tuple[Prepared, dict[str, Any]]:
@@ -117,6 +122,8 @@ def _take_part(recipe: ExportRecipe, config: MultiprocessConfig) -> tuple[Prepar
             source = resolve_source(recipe.model, recipe.revision)
         launch.phase("planning the export")
         prepared = prepare(recipe, source)
+        if config.rank == 0:
+            _warn(prepared)
         agree(prepared.checkpoint, recipe)
         with export_target(prepared) as target:
             record = take_part(
@@ -195,8 +202,37 @@ def _target(recipe: ExportRecipe, checkpoint: Checkpoint, plan: ExportPlan) -> T
 
 
 def _warnings(prepared: Prepared) -> tuple[str, ...]:
-    """What engines are known to refuse of what will be written."""
-    return ()
+    """What engines are known to refuse of what will be written, and what its format has to say of the source."""
+    recipe, plan = prepared.recipe, prepared.plan
+    linears: dict[tuple[object, ...], Linear] = {}
+    for step in plan.steps:
+        for task in step.tasks:
+            if task.number_format is not None:
+                kind = (task.module.general_path, task.number_format, task.info.shape)
+                linears.setdefault(
+                    kind,
+                    Linear(
+                        full_name(step.layer, task.path),
+                        task.number_format.name,
+                        task.full_shape,
+                        task.number_format.group_size,
+                        task.module.role,
+                        task.module.partition,
+                        task.module.is_expert,
+                    ),
+                )
+    found = engine_warnings(recipe.format, linears.values(), tp=recipe.target_tp)
+    notes = getattr(checkpoint_formats.get(recipe.format), "notes", None)
+    if notes is not None:
+        found += notes(prepared.target.plan, prepared.checkpoint.config or {}, prepared.checkpoint.directory)
+    return tuple(found)
+
+
+def _warn(prepared: Prepared) -> None:
+    """Say it before the work starts."""
+    if not prepared.recipe.quiet and not prepared.recipe.json:
+        for warning in prepared.warnings:
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
 
 
 def _assignment(recipe: ExportRecipe) -> Assignment | None:

@@ -42,7 +42,6 @@ def summary(result: ExportResult) -> str:
         lines += _notes("scale of its siblings", dict.fromkeys(seen["unseen_experts"], "no token came to this expert"))
     sizes = ", ".join(map(str, result.tensor_parallel_sizes))
     lines.append(f"loads at tensor-parallel sizes: {sizes}")
-    lines += [f"warning: {warning}" for warning in result.warnings]
     if result.kernels != "fused":
         lines.append(f"kernels: {result.kernels}, which are many times slower")
     if result.out is None:

@@ -59,7 +59,7 @@ def open_arrays(
         parts = stored_parts(everything, found)
         usual = _usual(parts.values())
         model = [
-            replace(rule, dtype=dtype_of(rule, parts[rule.name]) if rule.name in parts else usual)
+            replace(rule, dtype=dtype_of(rule, parts[rule.name])) if rule.name in parts else rule
             for rule in rules(config, usual, has=parts.__contains__)
         ]
         wanted = _arrays(model, parallelism, arrays, config)

@@ -7,6 +7,7 @@ experts, and its tp / ep ranks cut them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -46,6 +47,8 @@ class Engine:
         whole_embedding: whether every rank holds the embedding whole.
         tied: what is stored of an embedding that is the head as well: the array of each, or only the head's.
         float32: roles whose weights the engine wants in float32.
+        parameters: arrays of their own for parameters that a module's slot is not the place of, by their name.
+        one_of_experts: parameters of one number of which all experts that a rank holds have one.
     """
 
     slots: Mapping[str, Slot]
@@ -54,6 +57,13 @@ class Engine:
     whole_embedding: bool = False
     tied: Literal["both", "head"] = "both"
     float32: frozenset[str] = frozenset()
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    one_of_experts: frozenset[str] = frozenset()
+
+    def slot(self, role: str, parameter: str) -> Slot:
+        """Where a parameter of a module with that role goes."""
+        own = self.parameters.get(parameter)
+        return self.slots[role] if own is None else Slot(own)
 
 
 @dataclass
@@ -64,8 +74,8 @@ class _Joined:
     parts: list[tuple[int, int, TensorRule, Box]] = field(default_factory=list)
 
 
-def check_plain(rules: Collection[TensorRule], format_name: str, slots: Mapping[str, Slot], what_to_do: str) -> None:
-    """Refuse tensors that the engine has no place for, whatever is in them, and quantised ones.
+def check_roles(rules: Collection[TensorRule], format_name: str, slots: Mapping[str, Slot]) -> None:
+    """Refuse tensors that the engine has no place for, whatever is in them.
 
     Raises:
         PlanError: there are any; says how many, names the first and what to do instead.
@@ -77,6 +87,15 @@ def check_plain(rules: Collection[TensorRule], format_name: str, slots: Mapping[
             f"--format {format_name}: {len(unknown)} tensors have no place in what the engine reads ({roles}), "
             f"the first {unknown[0].name}; --format hf and --format dcp hold them"
         )
+
+
+def check_plain(rules: Collection[TensorRule], format_name: str, slots: Mapping[str, Slot], what_to_do: str) -> None:
+    """Refuse tensors that the engine has no place for, and quantised ones.
+
+    Raises:
+        PlanError: there are any; says how many, names the first and what to do instead.
+    """
+    check_roles(rules, format_name, slots)
     quantised = [rule for rule in rules if rule.dtype not in PLAIN or rule.parameter not in ("weight", "bias")]
     if quantised:
         first = quantised[0]
@@ -144,7 +163,7 @@ def _unlike(rules: Sequence[TensorRule], engine: Engine) -> list[str]:
     joined: dict[str, list[TensorRule]] = {}
     for rule in rules:
         for role in {part.role for part in rule.parts} or {rule.role}:
-            name = engine.slots[role].array.format(layer=rule.layer, parameter=rule.parameter)
+            name = engine.slot(role, rule.parameter).array.format(layer=rule.layer, parameter=rule.parameter)
             joined.setdefault(name, []).append(rule)
     for name, parts in joined.items():
         first = parts[0]
@@ -167,7 +186,7 @@ def _add(joined: dict[str, _Joined], plan: ShardPlan, engine: Engine, rule: Tens
 
 
 def _name(plan: ShardPlan, engine: Engine, rule: TensorRule, role: str) -> tuple[str, Slot]:
-    slot = engine.slots[role]
+    slot = engine.slot(role, rule.parameter)
     layer = rule.layer
     if layer is not None and engine.local_layers:
         layer -= plan.layers_of(plan.stage_of(layer)).start
@@ -196,21 +215,41 @@ def _add_vocabulary(
 
 
 def _array(file: str, name: str, joined: _Joined, engine: Engine) -> Array:
-    """Join the parts: along the output features in their order, experts stacked."""
+    """Join the parts: along the output features in their order, experts stacked; what is one number is there once."""
     parts = sorted(joined.parts, key=lambda part: part[:2])
     first = parts[0][2]
     if first.role in engine.float32 and first.dtype == "BF16":
         return widened(file, name, first.name, first.shape)
     numbers = list(dict.fromkeys(expert for expert, _, _, _ in parts))
+    if first.dim is None and math.prod(first.shape) == 1:
+        return _number(file, name, parts, numbers, engine)
+    # A scale may run along the output features by another dim than its first.
+    axis = first.dim or 0 if any(order != parts[0][1] for _, order, _, _ in parts) else 0
     heights: dict[int, int] = dict.fromkeys(numbers, 0)
     at = {expert: number for number, expert in enumerate(numbers)}
     shares = []
     for expert, _, rule, box in parts:
         outer = (at[expert],) if expert >= 0 else ()
-        if extent(box)[0]:
-            shares.append(Share(rule.name, box, (*outer, heights[expert], *(0 for _ in box[1:]))))
-        heights[expert] += extent(box)[0]
-    rows = joined.rows if joined.rows is not None else heights[numbers[0]]
-    assert joined.rows is not None or set(heights.values()) == {rows}, f"{name}: experts of different sizes"
+        if extent(box)[axis]:
+            inner = (heights[expert] if dim == axis else 0 for dim in range(len(box)))
+            shares.append(Share(rule.name, box, (*outer, *inner)))
+        heights[expert] += extent(box)[axis]
+    height = joined.rows if joined.rows is not None else heights[numbers[0]]
+    assert joined.rows is not None or set(heights.values()) == {height}, f"{name}: experts of different sizes"
     stack = (len(numbers),) if numbers[0] >= 0 else ()
-    return Array(file, name, first.dtype, (*stack, rows, *extent(parts[0][3])[1:]), tuple(shares))
+    whole = (height if dim == axis else size for dim, size in enumerate(extent(parts[0][3])))
+    return Array(file, name, first.dtype, (*stack, *whole), tuple(shares))
+
+
+def _number(
+    file: str, name: str, parts: Sequence[tuple[int, int, TensorRule, Box]], experts: Sequence[int], engine: Engine
+) -> Array:
+    """A parameter of one number: all parts that are joined share it, so that they must have the same."""
+    first = parts[0][2]
+    stacked = experts[0] >= 0 and first.parameter not in engine.one_of_experts
+    shape = (len(experts), *first.shape) if stacked else first.shape if experts[0] < 0 else (1,)
+    inner = (0,) * (len(shape) - stacked)
+    shares = [
+        Share(rule.name, box, (experts.index(expert), *inner) if stacked else inner) for expert, _, rule, box in parts
+    ]
+    return Array(file, name, first.dtype, shape, tuple(shares))

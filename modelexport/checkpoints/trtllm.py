@@ -12,8 +12,7 @@ Follows TensorRT-LLM's own conversion of Llama, Qwen2, Mixtral and Phi-3 (``mode
 - the head's rows, and with several ranks the embedding's, are filled up with zeros to a multiple of tp;
 - tied embeddings are stored as both.
 
-Quantised models are refused: what TensorRT-LLM expects of them (suffixes, int8 for FP8 bytes, scales of the joined q, k
-and v, the first and last layers left as they are) differs between its versions.
+Of quantised models see :mod:`modelexport.checkpoints.trtllm_quantized`.
 
 Beside config.json, ours is ``hf_config.json``: the model's config.json in Hugging Face's keys, of which TensorRT-LLM's
 lacks some (the tokens that end a text). Where it is missing, the reader derives what it needs.
@@ -28,9 +27,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from modelexport.checkpoints import trtllm_quantized as quantized
 from modelexport.checkpoints.arrays import Array
 from modelexport.checkpoints.engine_reading import Rules, open_arrays
-from modelexport.checkpoints.fused_arrays import Engine, Slot, check_plain, rank_arrays
+from modelexport.checkpoints.fused_arrays import Engine, Slot, check_roles, rank_arrays
 from modelexport.checkpoints.safetensors_header import Header, TensorInfo, read_header
 from modelexport.checkpoints.safetensors_layout import DEFAULT_MAX_SHARD_BYTES, Layout
 from modelexport.checkpoints.safetensors_reader import Checkpoint, read_json
@@ -38,6 +38,7 @@ from modelexport.checkpoints.sharded_safetensors import lay_out as lay_out_files
 from modelexport.checkpoints.sharded_safetensors import only_widened, raise_problems
 from modelexport.checkpoints.trtllm_config import engine_config, model_config, read_mapping
 from modelexport.errors import CheckpointError, PlanError
+from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.rules import TensorRule
 from modelexport.sharding.shard_plan import ShardPlan
 
@@ -51,6 +52,7 @@ _SLOTS = {
     "attention.q": Slot(_LAYER + "attention.qkv.{parameter}", 0),
     "attention.k": Slot(_LAYER + "attention.qkv.{parameter}", 1),
     "attention.v": Slot(_LAYER + "attention.qkv.{parameter}", 2),
+    "attention.qkv": Slot(_LAYER + "attention.qkv.{parameter}"),  # what q, k and v have one of
     "attention.o": Slot(_LAYER + "attention.dense.{parameter}"),
     "mlp.norm": Slot(_LAYER + "post_layernorm.{parameter}"),
     "mlp.gate": Slot(_LAYER + "mlp.fc.{parameter}"),
@@ -68,9 +70,15 @@ _ENGINE = Engine(
     padded_vocabulary=lambda size, tp: -(-size // tp) * tp,
     local_layers=True,
     float32=frozenset({"router"}),
+    parameters={ours: f"{_LAYER}attention.{theirs}" for ours, theirs in quantized.CACHE.items()},
+    one_of_experts=frozenset({"activation_scaling_factor"}),
 )
 # Phi-3's MLP is one of gate and up on disk, and one in the engine.
-_JOINED_MLP = {"mlp.up": Slot(_LAYER + "mlp.fc.{parameter}", 0), "mlp.gate": Slot(_LAYER + "mlp.fc.{parameter}", 1)}
+_JOINED_MLP = {
+    "mlp.up": Slot(_LAYER + "mlp.fc.{parameter}", 0),
+    "mlp.gate": Slot(_LAYER + "mlp.fc.{parameter}", 1),
+    "mlp.gate_up": Slot(_LAYER + "mlp.fc.{parameter}"),
+}
 
 
 def arrays(plan: ShardPlan, config: dict[str, Any], *, whole_embedding: bool = False) -> list[Array]:
@@ -83,20 +91,38 @@ def arrays(plan: ShardPlan, config: dict[str, Any], *, whole_embedding: bool = F
         PlanError: the format cannot hold the model, or not cut so; everything that stands in the way.
     """
     grid = plan.parallelism
-    check_plain(
-        plan.rules.values(),
-        NAME,
-        _SLOTS,
-        "how TensorRT-LLM spells quantised tensors is not written yet. --format hf and --format dcp hold them",
-    )
+    engine = replace(_engine(plan), whole_embedding=whole_embedding)
+    check_roles(plan.rules.values(), NAME, engine.slots)
+    quantized.check(plan.rules.values(), config)
     if grid.tp % grid.ep:
         raise PlanError(
             f"--format {NAME}: ep {grid.ep} does not divide tp {grid.tp}: TensorRT-LLM splits the tensor-parallel "
             "ranks into groups for the experts"
         )
+    found = rank_arrays(plan, engine, lambda tp, stage: f"rank{tp + stage * grid.tp}.safetensors")
+    dtype = next((rule.dtype for rule in plan.rules.values() if rule.role == "embedding"), "BF16")
+    return found + quantized.constants(found, config, dtype)
+
+
+def _engine(plan: ShardPlan) -> Engine:
     joined = any(rule.role == "mlp.gate_up" for rule in plan.rules.values())
-    engine = replace(_ENGINE, slots=_SLOTS | _JOINED_MLP if joined else _SLOTS, whole_embedding=whole_embedding)
-    return rank_arrays(plan, engine, lambda tp, stage: f"rank{tp + stage * grid.tp}.safetensors")
+    return replace(_ENGINE, slots=_SLOTS | _JOINED_MLP) if joined else _ENGINE
+
+
+def _names(plan: ShardPlan) -> quantized.Names:
+    """What TensorRT-LLM calls the modules of a plan: those of a mixture of experts are one."""
+    engine = _engine(plan)
+
+    def names(rule: TensorRule) -> set[str]:
+        layer = rule.layer or 0
+        if rule.layer is not None:
+            layer -= plan.layers_of(plan.stage_of(layer)).start
+        roles = {part.role for part in rule.parts} or {rule.role}
+        slots = (engine.slots[role].array.format(layer=layer, parameter="") for role in roles if role in engine.slots)
+        found = {slot.rstrip(".") for slot in slots}
+        return found if rule.expert is None else {name.rpartition(".")[0] for name in found}
+
+    return names
 
 
 def lay_out(plan: ShardPlan, config: dict[str, Any], *, max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES) -> Layout:
@@ -106,13 +132,17 @@ def lay_out(plan: ShardPlan, config: dict[str, Any], *, max_shard_bytes: int = D
         PlanError: as :func:`arrays`; or TensorRT-LLM's config.json has no place for what the model's says.
     """
     found = arrays(plan, config)
-    engine_config(plan, config)
+    _engine_config(plan, config)
     return lay_out_files(found, plan.rules.values())
 
 
 def side_files(plan: ShardPlan, config: dict[str, Any], layout: Layout) -> Mapping[str, bytes]:
     """config.json in TensorRT-LLM's keys, and the model's own as ``hf_config.json``."""
-    return {"config.json": _json(engine_config(plan, config)), MODEL_CONFIG: _json(config)}
+    return {"config.json": _json(_engine_config(plan, config)), MODEL_CONFIG: _json(config)}
+
+
+def _engine_config(plan: ShardPlan, config: dict[str, Any]) -> dict[str, Any]:
+    return engine_config(plan, config, quantized.quantization(plan, config, _names(plan)))
 
 
 def _json(value: object) -> bytes:
@@ -129,15 +159,16 @@ def recognises(directory: Path) -> bool:
 
 
 def open(directory: Path, config: dict[str, Any] | None, rules: Rules) -> Checkpoint:  # as in every format module
-    """Open what :func:`lay_out`, or TensorRT-LLM's own conversion of an unquantised model, wrote.
+    """Open what :func:`lay_out`, TensorRT-LLM's own conversion of an unquantised model, or modelopt's export wrote.
 
     Args:
         config: the model's config.json in Hugging Face's keys, where what lies in the directory is not to be taken.
         rules: as ``contents.rules.expected_rules``.
 
     Raises:
-        CheckpointError: a rank's file is missing or damaged, the model is quantised, the model's config.json cannot
-            be derived, or the files do not hold the model that it describes; everything that is wrong.
+        CheckpointError: a rank's file is missing or damaged, the model is quantised in a way that is not read, the
+            model's config.json cannot be derived, or the files do not hold the model that it describes; everything
+            that is wrong.
     """
     engine = read_json(directory / "config.json")
     parallelism = read_mapping(directory, engine)
@@ -145,6 +176,7 @@ def open(directory: Path, config: dict[str, Any] | None, rules: Rules) -> Checkp
         own = directory / MODEL_CONFIG
         config = read_json(own) if own.exists() else model_config(directory, engine)
     _check_configs(directory, engine, config)
+    config = _with_quantization(directory, engine, config, rules, parallelism)
     headers: dict[Path, Header] = {}
     found: dict[str, Mapping[str, TensorInfo]] = {}
     problems = []
@@ -158,17 +190,30 @@ def open(directory: Path, config: dict[str, Any] | None, rules: Rules) -> Checkp
             if len(problems) > 100:  # a number that a stranger wrote
                 break
     raise_problems(directory, problems)
+    quantized.check_smoothing(directory, found)
     return open_arrays(
         directory,
         config,
-        rules,
-        found,
+        quantized.with_cache(rules),
+        quantized.old_cache(found),
         parallelism=parallelism,
         arrays=partial(arrays, whole_embedding=not engine.get("use_parallel_embedding", False)),
         dtype_of=_dtype,
         format_name=NAME,
         headers=headers,
     )
+
+
+def _with_quantization(
+    directory: Path, engine: Mapping[str, Any], config: dict[str, Any], rules: Rules, parallelism: Parallelism
+) -> dict[str, Any]:
+    """The model's config.json with what TensorRT-LLM's says of quantisation."""
+    try:
+        said = quantized.quantization_config(engine, config, rules, parallelism, _names)
+    except (CheckpointError, PlanError) as error:
+        raise CheckpointError(f"{directory}: {error}") from error
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    return plain if said is None else {**plain, "quantization_config": said}
 
 
 def _check_configs(directory: Path, engine: Mapping[str, Any], config: Mapping[str, Any]) -> None:

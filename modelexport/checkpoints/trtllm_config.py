@@ -39,11 +39,14 @@ _SAME = {
 }
 
 
-def engine_config(plan: ShardPlan, config: Mapping[str, Any]) -> dict[str, Any]:
+def engine_config(
+    plan: ShardPlan, config: Mapping[str, Any], quantization: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """TensorRT-LLM's config.json for a model and a parallelism.
 
     Args:
         config: the model's config.json.
+        quantization: its ``quantization``; None: nothing is quantised.
 
     Raises:
         PlanError: TensorRT-LLM's has no place for the model's architecture, or for something in its config.json;
@@ -72,7 +75,7 @@ def engine_config(plan: ShardPlan, config: Mapping[str, Any]) -> dict[str, Any]:
         "use_parallel_embedding": plan.parallelism.tp > 1,
         "embedding_sharding_dim": 0,
         "mapping": _mapping(plan.parallelism),
-        "quantization": {"quant_algo": None, "kv_cache_quant_algo": None},
+        "quantization": dict(quantization or {"quant_algo": None, "kv_cache_quant_algo": None}),
     }
     return found | _of_family(model_type, config, plan, found)
 
@@ -147,7 +150,7 @@ def read_mapping(directory: Path, engine: Mapping[str, Any]) -> Parallelism:
 
     Raises:
         CheckpointError: its config.json contradicts itself, or tells of something that the reader cannot undo
-            (quantised weights, context parallelism); everything that is wrong.
+            (an embedding cut along its features); everything that is wrong.
     """
     mapping = engine.get("mapping")
     if not isinstance(mapping, dict):
@@ -169,13 +172,6 @@ def read_mapping(directory: Path, engine: Mapping[str, Any]) -> Parallelism:
     world = size("world_size", tp * pp)
     if world != tp * pp:
         problems.append(f"mapping: world_size {world} is not tp_size {tp} times pp_size {pp}")
-    quantization = engine.get("quantization")
-    quantised = quantization.get("quant_algo") if isinstance(quantization, dict) else quantization
-    if quantised:
-        problems.append(
-            f"its weights are quantised ({quantised}), which TensorRT-LLM stores in a form of its own; give the "
-            "checkpoint that it was made from"
-        )
     if engine.get("use_parallel_embedding") and engine.get("embedding_sharding_dim", 0) != 0:
         problems.append(
             f"embedding_sharding_dim is {engine['embedding_sharding_dim']}: an embedding that is cut along its "

@@ -111,9 +111,9 @@ def read_modules(
         stack, index, path = layer_path(name)
         scheme = quantization.scheme_of(name) if quantization is not None else None
         stored = recognise(tensors, scheme, quantization.method if quantization is not None else "")
-        if scheme is not None:
-            stored = _as_announced(stored, scheme)
         kind = architecture.kinds.get(path) or _guess_kind(name, stored)
+        if scheme is not None and kind in ("linear", "head"):
+            stored = _as_announced(stored, scheme)
         modules.append(StoredModule(name, stack, index, path, kind, stored, tensors))
     return modules
 
@@ -133,7 +133,7 @@ def recognise(tensors: Mapping[str, TensorInfo], scheme: Scheme | None, method: 
     if "weight_packed" in tensors:
         return _packed(tensors, scheme)
     if "qweight" in tensors:
-        return _transposed_words(tensors, method)
+        return _transposed_words(tensors, method, scheme)
     if "blocks" in tensors and "scales" in tensors:  # gpt-oss: [experts, rows, groups, 16 bytes of two]
         *outer, groups, _ = tensors["blocks"].shape
         return Stored("mxfp4", (*outer, groups * 32), "scales", (1, 32), True)
@@ -188,14 +188,16 @@ def _packed(tensors: Mapping[str, TensorInfo], scheme: Scheme | None) -> Stored:
     return Stored(name, shape, scale, _joined(_unit(shape, scales), 32 // bits), True)
 
 
-def _transposed_words(tensors: Mapping[str, TensorInfo], method: str) -> Stored:
+def _transposed_words(tensors: Mapping[str, TensorInfo], method: str, scheme: Scheme | None) -> Stored:
     """AutoAWQ's and GPTQ's int32 words; both store ``[in, out]``, packed along out and in respectively."""
     rows, cols = (*tensors["qweight"].shape, 1, 1)[:2]
     scales = tensors.get("scales")
     if method == "awq" or "g_idx" not in tensors:
         shape, name = (cols * 8, rows), "int4-awq"
     else:
-        shape, name = (cols, rows * 8), "int4-gptq"
+        bits = scheme.weights.get("num_bits") if scheme is not None else None
+        bits = bits if isinstance(bits, int) and 1 <= bits <= 16 else 4
+        shape, name = (cols, rows * 32 // bits), f"int{bits}-gptq"
     groups = scales.shape[0] if scales is not None and scales.shape else 1
     return Stored(name, shape, "scales" if scales is not None else "", (8, max(1, shape[1] // max(1, groups))), True)
 

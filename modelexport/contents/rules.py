@@ -20,8 +20,8 @@ from modelexport.quantization.methods import (
     Promise,
     QuantizationConfig,
     Scheme,
-    methods,
     extras,
+    methods,
     promised,
     read_quantization_config,
 )

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from modelexport.checkpoints.safetensors_file import Checkpoint, TensorInfo
 from modelexport.contents.modules import Architecture, StoredModule
+from modelexport.contents.rules import KV_SCALES
 from modelexport.errors import CheckpointError
-from modelexport.quantization.methods import FLOATS, QuantizationConfig, promised
+from modelexport.quantization.methods import FLOATS, QuantizationConfig, promised, read_quantization_config
 
 if TYPE_CHECKING:
     from modelexport.inspection.audit import Item
@@ -46,6 +47,8 @@ def compare_headers(
         return result
     result.problems += _clipped(list(_config_differences(checkpoint.config or {}, source.config or {})), "keys differ")
     left = dict(source.infos)
+    quantization = read_quantization_config(checkpoint.config)
+    cached = quantization is not None and quantization.kv_cache_scheme is not None
     unequal = []
     for module in modules:
         if module.stored.quantised:
@@ -61,7 +64,9 @@ def compare_headers(
                 result.sources[module.name] = weight
         else:
             names = dict(module.tensors)
-        for info in names.values():
+        for suffix, info in names.items():
+            if suffix in KV_SCALES and cached:
+                continue
             other = left.pop(info.name, None)
             if other is None:
                 unequal.append(f"{info.name} is not in {source.directory}")

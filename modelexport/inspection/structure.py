@@ -13,7 +13,7 @@ from modelexport.contents.modules import Architecture, StoredModule
 from modelexport.contents.rules import KV_SCALES, places
 from modelexport.errors import CheckpointError
 from modelexport.families import Dimensions, Family
-from modelexport.quantization.methods import FLOATS, QuantizationConfig, Scheme, methods, extras, promised
+from modelexport.quantization.methods import FLOATS, QuantizationConfig, Scheme, extras, methods, promised
 
 _PLAIN = ("weight", "bias")
 _OF_QUANTISATION = ("scale", "zero", "packed", "qweight", "g_idx", "weight_shape", "absmax")

@@ -1,11 +1,13 @@
-"""How fast the kernels are, beside plain torch and a memcpy of the same bytes, in one run and on one core.
+"""How fast every number format's kernels are, beside the plain torch reference, compressed-tensors and a memcpy.
 
-    python tests/benchmarks/bench_kernels.py [--cols 2048 8192] [--megabytes 64] [--threads 2] [--dtype bfloat16]
+    python tests/benchmarks/bench_kernels.py [--threads 2] [--rows 4096] [--cols 4096] [--only int8 fp8] [--repeat 7]
 
-GB/s of source bytes (2 per bfloat16 weight), the best of several runs. One core's figures are by the thread's CPU
-time, so that a busy machine disturbs them little; with ``--threads`` they are by the wall clock. "plain torch" is
-what one writes first: whole-tensor operations without blocks or fusing. Last, what importing the kernels costs
-when they are compiled and when they come from numba's cache.
+GB/s of source bytes (2 per bfloat16 weight) by the wall clock, the best of several runs, everything in one run and with
+the same number of threads: ours, torch's own in the reference (the same arithmetic in plain torch, a block of rows at a
+time) and in compressed-tensors' compressor (given its scales: it does not look for them), and memcpy. "/ memcpy" and
+"/ theirs" are ours divided by those. "mse" searches the scales. Peaks are of memory that quantising takes besides the
+weight and the result. Last, what importing the kernels costs when they are compiled and when they come from numba's
+cache.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,112 +33,165 @@ from torch import Tensor
 from modelexport.quantization import formats, kernels
 from modelexport.quantization.formats.base import NumberFormat
 
-GOALS = {"int8": 6.0, "int4": 4.0, "fp8": 3.0}
-ERROR_GOAL = 4.0
+COLUMNS = (
+    "quantise",
+    "/memcpy",
+    "torch",
+    "theirs",
+    "/theirs",
+    "mse",
+    "torch",
+    "dequant.",
+    "error",
+    "peak MiB",
+    "theirs",
+)
 
 
-def best(work: Callable[[], object], clock: Callable[[], float], repeat: int) -> float:
+def best(work: Callable[[], object], repeat: int) -> float:
     """The shortest of ``repeat`` runs, in seconds; one more comes first, for the caches."""
     work()
     shortest = float("inf")
     for _ in range(repeat):
-        began = clock()
+        began = time.perf_counter()
         work()
-        shortest = min(shortest, clock() - began)
+        shortest = min(shortest, time.perf_counter() - began)
     return shortest
 
 
-def plain_quantise(number_format: NumberFormat, weight: Tensor) -> list[Tensor]:
-    """The format in whole-tensor torch operations."""
-    if number_format.name == "none":
-        return [weight.clone(), torch.isfinite(weight).all()]
-    width = number_format.group_size or weight.shape[1]
-    groups = weight.float().unflatten(1, (-1, width))
-    limit = {"int8": 127.0, "fp8": 448.0, "int4": 7.5}[number_format.name]
-    scale = (groups.abs().amax(-1, keepdim=True) / limit).to(weight.dtype)
-    ratio = (groups / scale.float()).flatten(1)
-    if number_format.name == "fp8":
-        return [ratio.clamp(-448.0, 448.0).to(torch.float8_e4m3fn), scale]
-    if number_format.name == "int8":
-        return [ratio.round().clamp(-128.0, 127.0).to(torch.int8), scale]
-    codes = ratio.round().clamp(-8.0, 7.0).to(torch.int32).add(8).unflatten(1, (-1, 8))
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
-    return [(codes << shifts).sum(-1).to(torch.int32), scale]
+def memcpy(weight: Tensor, threads: int) -> Callable[[], object]:
+    """Copies a tensor's bytes, a part per thread."""
+    source, target = (memoryview(t.view(torch.uint8).numpy().reshape(-1)) for t in (weight, torch.empty_like(weight)))
+    pool, cuts = ThreadPoolExecutor(threads), [len(source) * part // threads for part in range(threads + 1)]
+    views = [
+        (target[start:stop], source[start:stop]) for start, stop in zip(cuts[:-1], cuts[1:], strict=True)
+    ]  # ctypes releases the interpreter's lock, slices of a memoryview do not
+    return lambda: list(pool.map(lambda pair: _copy(*pair), views))
 
 
-def plain_error(number_format: NumberFormat, weight: Tensor, stored: dict[str, Tensor]) -> Tensor:
-    """sum((w - dequantised)^2) and sum(w^2) per row, in whole-tensor torch operations."""
-    wide = weight.double()
-    error = wide - number_format.dequantise(stored).double()
-    return torch.stack([error.square().sum(1), wide.square().sum(1)], dim=1)
+def _copy(target: memoryview, source: memoryview) -> None:
+    torch.frombuffer(target, dtype=torch.uint8).copy_(torch.frombuffer(source, dtype=torch.uint8))
 
 
-def bench_shape(cols: int, arguments: argparse.Namespace) -> None:
-    """One table: every format on a weight of so many columns."""
-    dtype = getattr(torch, arguments.dtype)
-    rows = max(1, arguments.megabytes * 2**20 // (cols * dtype.itemsize))
-    weight = torch.randn(rows, cols, generator=torch.Generator().manual_seed(0)).to(dtype)
-    size = weight.numel() * weight.element_size()
-    clock = time.thread_time if arguments.threads == 1 else time.perf_counter
+def peak(work: Callable[[], object]) -> float:
+    """By how many MiB this process's memory grows at most while ``work`` runs, as Linux counts it."""
+    work()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    kept = work()
+    grown = _status("VmHWM") - before
+    del kept
+    return grown / 1024
 
-    def rate(work: Callable[[], object], repeat: int = arguments.repeat) -> float:
-        return size / best(work, clock, repeat) / 1e9
 
-    target = torch.empty_like(weight)
-    source, copy = (memoryview(tensor.view(torch.uint8).numpy().reshape(-1)) for tensor in (weight, target))
-    amax, memcpy = rate(lambda: kernels.row_amax(weight)), rate(lambda: copy.__setitem__(slice(None), source))
-    print(f"\n[{rows}, {cols}] {arguments.dtype}, {size / 2**20:.0f} MiB: memcpy {memcpy:.1f} GB/s, ", end="")
-    print(f"row_amax {amax:.1f} GB/s")
-    print(f"{'format':8}{'quantise':>10}{'torch':>8}{'goal':>6}{'error':>10}{'torch':>8}{'goal':>6}{'dequantise':>12}")
-    for name in formats.names():
-        number_format = formats.get(name)
-        stored = number_format.quantise(weight)
-        figures = (
-            rate(lambda f=number_format, out=stored: f.quantise(weight, out=out)),
-            rate(lambda f=number_format: plain_quantise(f, weight), 2),
-            rate(lambda f=number_format, out=stored: f.squared_error(weight, out)),
-            rate(lambda f=number_format, out=stored: plain_error(f, weight, out), 2),
-            rate(lambda f=number_format, out=stored: f.dequantise(out, dtype=dtype), 2),
-        )
-        quantise, torch_quantise, error, torch_error, dequantise = (f"{figure:.2f}" for figure in figures)
-        goal = f"{GOALS[name]:.0f}" if name in GOALS else "-"
-        print(
-            f"{name:8}{quantise:>10}{torch_quantise:>8}{goal:>6}{error:>10}{torch_error:>8}{ERROR_GOAL:>6.0f}"
-            f"{dequantise:>12}"
-        )
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(key))
+
+
+def their_compressor(number_format: NumberFormat, weight: Tensor, stored: dict[str, Tensor]) -> Callable[[], object]:
+    """compressed-tensors quantising and packing the weight, with scales that it takes from ours."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    scheme = QuantizationScheme.model_validate(number_format.config_group())
+    compressor = BaseCompressor.get_value_from_registry(number_format.checkpoint_format)
+    state = {**compressor.decompress(dict(stored), scheme), "weight": weight}
+    return lambda: compressor.compress(dict(state), scheme)
+
+
+class Bench:
+    """One weight, measured in every format."""
+
+    def __init__(self, weight: Tensor, repeat: int) -> None:
+        self.weight, self.repeat = weight, repeat
+        self.size = weight.numel() * weight.element_size()
+
+    def rate(self, work: Callable[[], object], repeat: int | None = None) -> float:
+        """GB/s of the weight's bytes."""
+        return self.size / best(work, repeat or self.repeat) / 1e9
+
+    def reference(self, work: Callable[[], object]) -> float:
+        """The same with the plain torch kernels, once."""
+        os.environ["MODELEXPORT_KERNELS"] = "reference"
+        try:
+            return self.rate(work, 1)
+        finally:
+            del os.environ["MODELEXPORT_KERNELS"]
+
+    def row(self, name: str, copied: float) -> str:
+        """A format's line of the table."""
+        plain, searching = formats.get(name), formats.get(name, observer="mse")
+        inputs = 3.0 if plain.has_static_inputs else None
+        stored = plain.quantise(self.weight, inputs=inputs)
+
+        def quantise(number_format: NumberFormat = plain) -> object:
+            return number_format.quantise(self.weight, inputs=inputs, out=stored)
+
+        ours = self.rate(quantise)
+        figures = [f"{ours:.2f}", f"{ours / copied:.2f}", f"{self.reference(quantise):.2f}"]
+        theirs = their_peak = None
+        if plain.quantised:
+            compress = their_compressor(plain, self.weight, stored)
+            theirs, their_peak = self.rate(compress, 1), peak(compress)
+        figures += [f"{theirs:.2f}", f"{ours / theirs:.0f}"] if theirs else ["-", "-"]
+        if plain.quantised:
+            figures.append(f"{self.rate(lambda: quantise(searching), 2):.2f}")
+            figures.append(f"{self.reference(lambda: quantise(searching)):.3f}")
+        else:
+            figures += ["-", "-"]
+        quantise()
+        figures.append(f"{self.rate(lambda: plain.dequantise(stored, dtype=self.weight.dtype), 3):.2f}")
+        figures.append(f"{self.rate(lambda: plain.squared_error(self.weight, stored)):.2f}")
+        figures += [f"{peak(quantise):.0f}", "-" if their_peak is None else f"{their_peak:.0f}"]
+        return f"{name:13}" + "".join(f"{figure:>10}" for figure in figures)
 
 
 def bench_import() -> None:
-    """Seconds to import the fused kernels in a fresh process (torch and numba already imported)."""
+    """Seconds to import the kernels in a fresh process (torch and numba already imported)."""
     code = (
-        "import time, torch, numba; w = time.perf_counter(); c = time.process_time()\n"
-        "import modelexport.quantization.kernels.fused\n"
-        "print(f'{time.perf_counter() - w:.2f} s wall, {time.process_time() - c:.2f} s CPU')"
+        "import importlib, time, torch, numba\n"
+        "from modelexport.quantization import kernels\n"
+        "for name, observer in (('int8', 'amax'), ('int4-asym', 'amax'), ('fp8-block', 'amax'), ('int8', 'mse'),"
+        " ('nvfp4', 'amax')):\n"
+        "    w = time.perf_counter(); c = time.process_time()\n"
+        "    kernels.warm(name, observer)\n"
+        "    print(f'{name} {observer}: {time.perf_counter() - w:.2f} s ({time.process_time() - c:.2f} s CPU)', end='; ')"
     )
-    print()
+    print("\nImporting what each needs further:")
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, "NUMBA_CACHE_DIR": cache, "PYTHONPATH": str(ROOT)}
         for what in ("compiled", "from the cache"):
             done = subprocess.run(
                 [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
             )
-            print(f"import of the fused kernels, {what}: {done.stdout.strip()}")
+            print(f"  {what}: {done.stdout.strip().rstrip(';')}")
 
 
 def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cols", type=int, nargs="+", default=[512, 2048, 8192, 14336])
-    parser.add_argument("--megabytes", type=int, default=64, help="size of the weight (default: 64)")
-    parser.add_argument("--threads", type=int, default=1, help="kernel threads (default: 1)")
-    parser.add_argument("--repeat", type=int, default=10, help="runs of which the best counts (default: 10)")
+    parser.add_argument("--rows", type=int, default=4096)
+    parser.add_argument("--cols", type=int, default=4096)
+    parser.add_argument("--threads", type=int, default=1, help="threads of kernels, torch and memcpy (default: 1)")
+    parser.add_argument("--repeat", type=int, default=7, help="runs of which the best counts (default: 7)")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--only", nargs="+", choices=formats.names(), default=formats.names(), metavar="FORMAT")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     kernels.set_threads(arguments.threads)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(arguments.rows, arguments.cols, generator=generator).to(getattr(torch, arguments.dtype))
+    bench = Bench(weight, arguments.repeat)
     print(f"{kernels.backend()}, torch {torch.__version__}, {arguments.threads} thread(s); GB/s of source bytes")
-    for cols in arguments.cols:
-        bench_shape(cols, arguments)
+    copied = bench.rate(memcpy(weight, arguments.threads), 3 * arguments.repeat)
+    amax = bench.rate(lambda: kernels.row_amax(weight))
+    print(
+        f"{list(weight.shape)} {arguments.dtype}, {bench.size / 2**20:.0f} MiB: memcpy {copied:.1f}, row_amax {amax:.1f}"
+    )
+    print(" " * 13 + "".join(f"{column:>10}" for column in COLUMNS))
+    for name in arguments.only:
+        print(bench.row(name, copied), flush=True)
     bench_import()
 
 

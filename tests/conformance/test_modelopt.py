@@ -180,7 +180,7 @@ def test_we_read_what_modelopt_exports(exchanged: Path, name: str, found: str | 
             assert tensors["weight"].dtype == torch.bfloat16
             continue
         shape = (weight.shape[0], weight.shape[1])
-        promises, extra = modelopt.promised(scheme, shape), modelopt.optional(scheme, shape)
+        promises, extra = modelopt.promised(scheme, shape), modelopt.extras(scheme, shape)
         assert set(promises) <= set(tensors) <= {*promises, *extra}
         for suffix in tensors:
             info, promise = infos[f"{module}.{suffix}"], promises.get(suffix) or extra[suffix]

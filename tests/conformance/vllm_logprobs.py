@@ -4,7 +4,8 @@ usage: python vllm_logprobs.py CHECKPOINT TP TOKEN [TOKEN ...]
 
 A second line, KERNELS, lists the reference kernels that stood in for those that this build lacks.
 
-MODELEXPORT_VLLM_LOAD_FORMAT is vLLM's load_format, MODELEXPORT_VLLM_KV its kv_cache_dtype, "auto" unless set.
+MODELEXPORT_VLLM_LOAD_FORMAT is vLLM's load_format, MODELEXPORT_VLLM_KV its kv_cache_dtype, "auto" unless set,
+MODELEXPORT_VLLM_DTYPE its dtype, "bfloat16" unless set.
 MODELEXPORT_VLLM_KERNELS: "reference" offers vLLM the kernels of vllm_reference_kernels.py, "weights" the same, but
 they round no inputs; unset: only its own.
 """
@@ -41,7 +42,7 @@ def main() -> None:
     engine = LLM(
         model=checkpoint,
         tensor_parallel_size=int(tp),
-        dtype="bfloat16",
+        dtype=os.environ.get("MODELEXPORT_VLLM_DTYPE", "bfloat16"),
         enforce_eager=True,
         max_model_len=128,
         max_num_seqs=1,

@@ -264,4 +264,4 @@ def install(*, round_inputs: bool = True) -> None:
     # Weight-only NVFP4 asks for this one by name.
     registry.MarlinNvFp4LinearKernel = ReferenceNvFp4
     # 4-bit weights with FP8 inputs are recognised on one kind of GPU only.
-    CompressedTensorsConfig._is_fp8_w4a8_sm90 = CompressedTensorsConfig._is_fp8_w4a8
+    CompressedTensorsConfig._is_fp8_w4a8_sm90 = staticmethod(CompressedTensorsConfig._is_fp8_w4a8)

@@ -15,7 +15,8 @@ import torch
 import modelexport
 from modelexport.errors import UsageError
 from modelexport.quantization import formats, kernels
-from tests.quantization._weights import FORMATS, random_weight, same_bytes
+from modelexport.quantization.kernels import compiled
+from tests.quantization._weights import FORMATS, quantise, random_weight, same_bytes
 
 PACKAGE = Path(modelexport.__file__).parent
 
@@ -59,7 +60,7 @@ def test_forced_kernels_give_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> 
         stored = []
         for forced in ("fused", "reference"):
             monkeypatch.setenv("MODELEXPORT_KERNELS", forced)
-            stored.append(number_format.quantise(weight))
+            stored.append(quantise(number_format, weight))
         assert same_bytes(*stored)
 
 
@@ -98,13 +99,40 @@ def test_importing_the_fused_kernels_starts_no_thread() -> None:
     assert _run(code) == "0"
 
 
+def test_what_is_preloaded_is_all_that_a_format_needs() -> None:
+    """In one process for each: importing what ``modules`` names leaves nothing for a format's first use to import."""
+    code = """
+        import os, sys
+        import torch
+        import modelexport.quantization.kernels.fused
+        from modelexport.quantization import formats, kernels
+        cases = [("fp8", "amax"), ("int8", "mse"), ("int4-asym", "mse"), ("fp8-block", "amax"), ("nvfp4", "mse")]
+        for name, observer in cases:
+            child = os.fork()
+            if child == 0:
+                number_format = formats.get(name, observer=observer)
+                kernels.warm(name, observer)
+                before = set(sys.modules)
+                weight = torch.ones(2, 128)
+                stored = number_format.quantise(weight, inputs=1.0 if number_format.has_static_inputs else None)
+                number_format.dequantise(stored), number_format.squared_error(weight, stored)
+                new = [module for module in set(sys.modules) - before if "quantization.kernels" in module]
+                further = {kernels.__name__ + ".compiled_" + part for part in ("affine", "blocks", "search")}
+                extra = further & set(sys.modules) - set(kernels.modules(name, observer))
+                os.write(2, f"{name}: missing {new}, not needed {extra}".encode() if new or extra else b"")
+                os._exit(bool(new or extra))
+            assert os.waitpid(child, 0)[1] == 0, name
+    """
+    _run(code)
+
+
 def test_names_of_formats_need_neither_torch_nor_numba() -> None:
     code = """
         import sys
         from modelexport.quantization import formats
         print(formats.names(), sorted({"torch", "numba", "numpy"} & set(sys.modules)))
     """
-    assert _run(code) == "['fp8', 'int4', 'int8', 'none'] []"
+    assert _run(code) == f"{formats.names()} []"
 
 
 _KERNEL = """
@@ -124,12 +152,12 @@ _COMPILED_OR_LOADED = """
 """
 
 
-def _compiled_or_loaded(directory: Path, **environment: str) -> str:
+def _compiled_or_loaded(directory: Path, before: str = "", **environment: str) -> str:
     """A kernel like ours in a package that is as good as unwritable (also for root, whom no mode stops)."""
     directory.mkdir(exist_ok=True)
     (directory / "kernel_of_a_test.py").write_text(_KERNEL)
     (directory / "__pycache__").write_text("a file where numba would make its directory")
-    code = _COMPILED_OR_LOADED.replace("DIRECTORY", str(directory))
+    code = before + _COMPILED_OR_LOADED.replace("DIRECTORY", str(directory)).replace("\n    ", "\n")
     return _run(code, PYTHONDONTWRITEBYTECODE="1", **environment)
 
 
@@ -138,31 +166,36 @@ def test_the_cache_goes_to_the_user_where_the_package_cannot_be_written(tmp_path
     assert _compiled_or_loaded(package, XDG_CACHE_HOME=cache).startswith(f"42 0 1 {cache}")
     assert _compiled_or_loaded(package, XDG_CACHE_HOME=cache).startswith(f"42 1 0 {cache}")
 
-    (torn,) = Path(cache).rglob("kernel_of_a_test.doubled-*.nbi")
+    (torn,) = Path(cache).rglob("kernel_of_a_test.doubled_*.nbi")
     torn.write_bytes(torn.read_bytes()[:-20])
     assert _compiled_or_loaded(package, XDG_CACHE_HOME=cache) == "42 0 1 None"  # compiled anew, kept nowhere
+
+
+def test_a_change_of_any_file_of_kernels_invalidates_the_cache(tmp_path: Path) -> None:
+    """numba sees only the file of the kernel itself; helpers are in others, whose content is in the kernel's name."""
+    assert compiled.stamp_of(PACKAGE / "quantization" / "kernels") == compiled.STAMP
+    source = tmp_path / "kernels"
+    source.mkdir()
+    for name in ("compiled.py", "compiled_search.py"):
+        (source / name).write_text("one")
+    stamps = [compiled.stamp_of(source)]
+    (source / "compiled_search.py").write_text("two")
+    stamps.append(compiled.stamp_of(source))
+    (source / "compiled_search.py").rename(source / "compiled_blocks.py")
+    stamps.append(compiled.stamp_of(source))
+    assert len(set(stamps)) == 3
+
+    package, cache = tmp_path / "site", str(tmp_path / "cache")
+    assert _compiled_or_loaded(package, XDG_CACHE_HOME=cache).startswith("42 0 1 ")
+    changed = "from modelexport.quantization.kernels import compiled; compiled.STAMP = 'other'"
+    assert _compiled_or_loaded(package, before=changed, XDG_CACHE_HOME=cache).startswith("42 0 1 ")
+    assert _compiled_or_loaded(package, XDG_CACHE_HOME=cache).startswith("42 1 0 ")
 
 
 def test_kernels_compile_where_no_cache_can_be_had(tmp_path: Path) -> None:
     blocked = tmp_path / "blocked"
     blocked.write_text("")
     assert _compiled_or_loaded(tmp_path / "site", XDG_CACHE_HOME=str(blocked)) == "42 0 1 None"
-
-
-@pytest.mark.parametrize("threads", [2, 3, 7])
-def test_threads_change_no_byte(threads: int, restored_threads: None) -> None:
-    weight = random_weight(1030, 1024, torch.bfloat16)
-    for name, group in FORMATS:
-        number_format = formats.get(name, group_size=group)
-        kernels.set_threads(1)
-        alone = number_format.quantise(weight)
-        errors = number_format.squared_error(weight, alone)
-        values = number_format.dequantise(alone)
-        kernels.set_threads(threads)
-        assert same_bytes(number_format.quantise(weight), alone)
-        assert torch.equal(number_format.squared_error(weight, alone), errors)
-        assert torch.equal(number_format.dequantise(alone), values)
-        assert torch.equal(number_format.row_amax(weight), weight.float().abs().amax(dim=1))
 
 
 def test_threads_find_the_first_bad_row(restored_threads: None) -> None:
@@ -172,6 +205,8 @@ def test_threads_find_the_first_bad_row(restored_threads: None) -> None:
     out = torch.empty_like(weight)
     kernels.set_threads(4)
     assert kernels.copy_finite(weight, out) == 700
+    blocks, scale = torch.empty(1030, 1024, dtype=torch.float8_e4m3fn), torch.empty(9, 8, dtype=torch.bfloat16)
+    assert kernels.quantise_blocks(weight, 128, None, blocks, scale, 448.0) == 700
 
 
 def test_callers_in_many_threads_share_the_pool(restored_threads: None) -> None:

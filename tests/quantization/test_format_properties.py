@@ -59,7 +59,8 @@ def _weight(data: st.DataObject, number_format: NumberFormat, dtype: torch.dtype
 def test_errors_are_within_the_bound(data: st.DataObject) -> None:
     """|dequantise(quantise(w)) - w| is at most half the distance of two numbers, or to the range's end, everywhere.
 
-    And with observer "amax" the range covers the weight up to a rounding of its scale: integers by a step.
+    And with observer "amax" the range covers the weight up to a rounding of its scale, which in bf16 may be 2^-8 of
+    it: integers by a step, with zero points (255 of such a scale, and the zero point is rounded) by one and a half.
     """
     number_format = _format(data)
     weight = _weight(data, number_format, data.draw(st.sampled_from(DTYPES)))
@@ -68,7 +69,8 @@ def test_errors_are_within_the_bound(data: st.DataObject) -> None:
     assert bool((error <= bound(number_format, stored, weight)).all())
     if number_format.quantised and number_format.observer == "amax":
         if number_format.weight_arguments()["type"] == "int":
-            assert bool((error <= 1.01 * steps(number_format, stored)).all())
+            most = 1.51 if "weight_zero_point" in stored else 1.01
+            assert bool((error <= most * steps(number_format, stored)).all())
         else:
             reach = {8: 448.0, 4: 6.0}[number_format.weight_bits] * steps(number_format, stored)
             assert bool((weight.double().abs() <= reach * 1.34).all())  # MX scales are powers of two: up to 8 / 6
@@ -161,8 +163,9 @@ def test_the_search_never_does_worse(data: st.DataObject) -> None:
     assert errors[0] <= errors[1] * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("name", [name for name in formats.names() if name != "none"])
+@pytest.mark.parametrize("name", [name for name in formats.names() if name not in ("none", "mxfp8")])
 def test_the_search_does_better(name: str) -> None:
+    """For MXFP8 there is mostly nothing better: values below the largest lie in the same binades at half the scale."""
     weight = torch.randn(256, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
     errors = []
     for observer in OBSERVERS:

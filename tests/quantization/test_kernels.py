@@ -1,4 +1,7 @@
-"""The fused kernels against the reference, bit for bit, and both against torch's own conversions."""
+"""The fused kernels against the reference, bit for bit, and both against torch's own conversions.
+
+Formats with shared exponents have kernels of their own, and tests of them in test_microscaling.py.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from modelexport.quantization.kernels import fused, reference
-from tests.quantization._weights import DTYPES, as_view, random_weight, raw
+from modelexport.quantization import formats
+from modelexport.quantization.kernels import fused, reference, scales, searching
+from tests.quantization._weights import DTYPES, PLAIN, as_view, quantise, random_weight, raw, same_bytes
 
 E4M3 = torch.float8_e4m3fn
 LIMITS = {torch.int8: 127.0, E4M3: 448.0}
@@ -78,6 +82,26 @@ def test_group_formats_agree(shape: tuple[int, int], group: int, dtype: torch.dt
         _assert_same(_after(fused, source, *expected), _after(reference, weight, *expected))
 
 
+@pytest.mark.parametrize("observer", ["amax", "mse"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("name", "group"), PLAIN)
+def test_formats_agree(
+    name: str, group: int | None, dtype: torch.dtype, observer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a format computes, for shapes with and without short ends, scales in the weight's dtype and others."""
+    shapes = [(1, 128), (9, 384)] if group and group > 0 else [(1, 1), (9, 100), (130, 259)]
+    for shape, scale_dtype in itertools.product(shapes, (None, torch.float32 if dtype != torch.float32 else DTYPES[1])):
+        number_format = formats.get(name, group_size=group, observer=observer, scale_dtype=scale_dtype)
+        weight, results = random_weight(*shape, dtype), []
+        for kernels_name in ("reference", "fused"):
+            monkeypatch.setenv("MODELEXPORT_KERNELS", kernels_name)
+            source = as_view(weight) if kernels_name == "fused" else weight
+            stored = quantise(number_format, source)
+            values = {str(wide): number_format.dequantise(stored, dtype=wide) for wide in DTYPES}
+            results.append({**stored, **values, "errors": number_format.squared_error(source, stored)})
+        assert same_bytes(*results)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_plain_copies_agree(shape: tuple[int, int], dtype: torch.dtype) -> None:
@@ -112,6 +136,77 @@ def test_any_float_agrees(data: st.DataObject) -> None:
         stored = _groups(reference, weight, 32)
         _assert_same(list(_groups(fused, weight, 32)), list(stored))
         _assert_same(_after(fused, weight, *stored), _after(reference, weight, *stored))
+    extremes = None if amax is None else torch.stack([amax, amax.flip(0)], dim=1)
+    bits, scale_dtype = data.draw(st.sampled_from([4, 8])), data.draw(st.sampled_from(DTYPES))
+    _assert_same(*(_affine(module, weight, bits, scale_dtype, extremes) for module in (reference, fused)))
+    for storage, given_amax in ((torch.int8, amax), (E4M3, amax), (torch.int8, extremes)):
+        limit = 7.5 if bits == 4 and storage == torch.int8 else LIMITS[storage]
+        used = torch.ones(rows) if given_amax is None else given_amax
+        width = bits if storage == torch.int8 else 8
+        _assert_same(
+            *([_searched(module, weight, used, storage, scale_dtype, limit, width)] for module in (reference, fused))
+        )
+
+
+def _affine(module, weight: Tensor, bits: int, scale_dtype: torch.dtype, extremes: Tensor | None) -> list[Tensor]:
+    """A scale and a zero point per row; what is stored, how far rows go, and what is read back."""
+    rows, cols = weight.shape
+    q = torch.empty(rows, -(-cols * bits // 32), dtype=torch.int32)
+    scale, zero = torch.empty(rows, 1, dtype=scale_dtype), torch.empty(rows, 1, dtype=torch.int8)
+    given_amax = None if extremes is None else extremes.unsqueeze(1)
+    assert module.quantise_groups(weight, cols, q, scale, 0.0, bits=bits, zero=zero, amax=given_amax) == -1
+    errors, values = torch.empty(rows, 2, dtype=torch.float64), torch.empty(weight.shape)
+    module.squared_error(weight, q, scale, errors, group=cols, bits=bits, zero=zero)
+    module.dequantise(q, scale, values, group=cols, bits=bits, zero=zero)
+    return [q, scale, zero, module.row_extremes(weight), errors, values]
+
+
+def _searched(
+    module,
+    weight: Tensor,
+    amax: Tensor,
+    storage: torch.dtype,
+    scale_dtype: torch.dtype,
+    limit: float,
+    bits: int,
+) -> Tensor:
+    out = torch.empty(len(weight), scales.TRIED, dtype=torch.float64)
+    module.search_errors(weight, amax, storage, scale_dtype, limit, scales.shrinks(bits), out, bits=bits)
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_search_takes_the_least_of_what_its_scales_would_cost(dtype: torch.dtype) -> None:
+    """Each tried scale by hand: quantise with it, add up the squares in plain float64."""
+    weight = random_weight(8, 64, dtype)
+    weight[3] = torch.arange(64).to(dtype)  # exact for several scales: of equal errors the larger wins
+    for bits, storage, limit in ((4, torch.int32, 7.5), (8, torch.int8, 127.0), (8, E4M3, 448.0)):
+        amax = fused.row_amax(weight)
+        costs = []
+        for shrink in scales.shrinks(bits):
+            q = torch.empty(8, 8 if bits == 4 else 64, dtype=storage)
+            scale, values = torch.empty(8, 1, dtype=dtype), torch.empty(8, 64)
+            given_amax = (amax * shrink).unsqueeze(1)
+            assert reference.quantise_groups(weight, 64, q, scale, limit, bits=bits, amax=given_amax) == -1
+            reference.dequantise(q, scale, values, bits=bits)
+            costs.append((weight.float() - values).double().square().sum(1))
+        table = torch.stack(costs, dim=1)
+        numbers = torch.int8 if bits == 4 else storage
+        errors = _searched(fused, weight, amax, numbers, dtype, limit, bits)
+        assert torch.allclose(errors, table, rtol=1e-12, atol=0.0)
+        chosen = searching.search(weight, 64, numbers, dtype, limit, bits=bits).squeeze(1)
+        for row in range(8):
+            least = min(range(scales.TRIED), key=lambda number: (float(errors[row, number]), number))
+            assert float(chosen[row]) == float(amax[row] * scales.shrinks(bits)[least])
+        assert bits == 8 or not torch.equal(chosen, amax)
+
+
+def test_errors_of_rows_are_added_in_halves() -> None:
+    errors = torch.tensor([[1.0], [1e16], [-1e16], [1.0], [3.0]], dtype=torch.float64)
+    # filled up to eight: (1 + 3), 1e16, -1e16, 1; then (4 - 1e16), (1e16 + 1); then their sum
+    assert searching.sum_in_halves(errors).tolist() == [(4.0 - 1e16) + (1e16 + 1.0)]
+    assert searching.sum_in_halves(errors[:1]).tolist() == [1.0]
+    assert searching.sum_in_halves(errors[:0]).tolist() == [0.0]
 
 
 def _all_bfloat16() -> Tensor:
@@ -220,8 +315,19 @@ def test_the_first_bad_row_is_found(dtype: torch.dtype, bad: float) -> None:
             given = torch.ones(8)
             given[3] = bad
             assert module.quantise_rows(weight, given.abs(), q, scale, 127.0) == 3
-        packed, scales = torch.empty(8, 32, dtype=torch.int32), torch.empty(8, 2, dtype=dtype)
-        assert module.quantise_groups(weight, 128, packed, scales, 7.5) == 5
+        packed, steps = torch.empty(8, 32, dtype=torch.int32), torch.empty(8, 2, dtype=dtype)
+        assert module.quantise_groups(weight, 128, packed, steps, 7.5) == 5
+        zero = torch.empty(8, 2, dtype=torch.int8)
+        assert module.quantise_groups(weight, 128, packed, steps, 7.5, zero=zero) == 5
+        wide = torch.empty(8, 64, dtype=torch.int32)
+        assert module.quantise_groups(weight, 128, wide, steps, 7.5, bits=8, zero=zero, amax=torch.ones(8, 2, 2)) == 5
+        assert not bool(torch.isfinite(module.row_extremes(weight)[5]).all())
+        q, blocks = torch.empty(8, 256, dtype=E4M3), torch.empty(1, 2, dtype=dtype)
+        assert module.quantise_blocks(weight, 128, None, q, blocks, 448.0) == 5
+        assert module.quantise_blocks(weight, 128, torch.ones(1, 2), q, blocks, 448.0) == 5
+        assert module.quantise_blocks(weight[:4], 128, torch.tensor([[1.0, abs(bad)]]), q[:4], blocks, 448.0) == 0
+        errors = _searched(module, weight, module.row_amax(weight), torch.int8, dtype, 127.0, 8)
+        assert bool((errors[5] == 0.0).all())
         assert module.copy_finite(weight, torch.empty_like(weight)) == 5
 
 

@@ -17,11 +17,11 @@ from torch import Tensor
 from modelexport.errors import CheckpointError, PlanError
 from modelexport.quantization import formats, kernels
 from modelexport.quantization.formats.base import NumberFormat
-from modelexport.quantization.kernels import microscaling
 from modelexport.quantization.kernels import microscaling_reference as reference
 from tests.quantization._weights import DTYPES, as_view, random_weight, raw, same_bytes
 
 pytest.importorskip("numba")
+from modelexport.quantization.kernels import microscaling_fused
 
 NAMES = ("nvfp4", "nvfp4-wo", "mxfp4", "mxfp4-wo", "mxfp8")
 KINDS = ("nvfp4-wo", "mxfp4-wo", "mxfp8")  # one of each kind of weights
@@ -83,14 +83,14 @@ def test_fused_is_the_reference_for_any_bits(data: st.DataObject) -> None:
     most = reference.LARGEST_LOCAL if factor is not None else reference.largest_exponent(storage, dtype)
     for search in (False, True):
         found = []
-        for function in (reference.quantise, microscaling._quantise):
+        for function in (reference.quantise, microscaling_fused.quantise):
             q = torch.zeros(rows, cols // (2 if storage == torch.uint8 else 1), dtype=torch.uint8).view(storage)
             scale = torch.zeros(rows, groups, dtype=torch.uint8)
             scale = scale if factor is None else scale.view(torch.float8_e4m3fn)
             assert function(weight, q, scale, factor, most, search) == -1
             found.append({"q": q, "scale": scale})
         assert same_bytes(*found)
-    for reader in (reference.dequantise, microscaling._dequantise):
+    for reader in (reference.dequantise, microscaling_fused.dequantise):
         out = torch.empty(weight.shape, dtype=dtype)
         reader(found[0]["q"], found[0]["scale"], factor, out)
         found.append({"out": out})
@@ -107,7 +107,7 @@ def test_every_ratio_rounds_as_the_reference_rounds_it() -> None:
             continue
         group = 32 if factor is None else 16
         found = []
-        for function in (reference.quantise, microscaling._quantise):
+        for function in (reference.quantise, microscaling_fused.quantise):
             q = torch.zeros(len(weight), 64 if storage == torch.uint8 else 128, dtype=torch.uint8).view(storage)
             scale = torch.zeros(len(weight), 128 // group, dtype=torch.uint8)
             scale = scale if factor is None else scale.view(torch.float8_e4m3fn)

@@ -92,6 +92,8 @@ def meaning(arguments: Mapping[str, Any] | None) -> dict[str, Any] | None:
         found["group_size"] = arguments.get("group_size")
     if found["strategy"] == "block":
         found["block_structure"] = list(arguments.get("block_structure") or [])
+    if arguments.get("actorder") in ("group", "dynamic", True):  # columns in another order than their groups
+        found["indexed"] = True
     if found["strategy"] == "group":
         found["exponents"] = arguments.get("scale_dtype") in ("torch.uint8", "uint8")  # MX formats
     return found

@@ -87,7 +87,7 @@ def _load(forced: str) -> tuple[Backend, Any]:
 _FURTHER = {
     "compiled_affine": ("asym",),
     "compiled_blocks": ("fp8-block",),
-    "microscaling_compiled": ("nvfp4", "mxfp4", "mxfp8"),
+    "microscaling_fused": ("nvfp4", "mxfp4", "mxfp8"),
 }
 """Modules that only the number formats need that have one of these in their names."""
 
@@ -95,7 +95,7 @@ _FURTHER = {
 def modules(number_format: str, observer: str = "amax") -> tuple[str, ...]:
     """What a process that will fork imports beforehand, to have the compiled kernels of a number format."""
     names = [name for name, marks in _FURTHER.items() if any(mark in number_format for mark in marks)]
-    if observer != "amax" and "microscaling_compiled" not in names:
+    if observer != "amax" and "microscaling_fused" not in names:
         names.append("compiled_search")
     return tuple(f"{__name__}.{name}" for name in ("fused", *names))
 

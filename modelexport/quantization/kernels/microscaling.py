@@ -10,10 +10,8 @@ a launcher that forks its ranks calls :func:`warm` beforehand, so that they inhe
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from modelexport.quantization import kernels
@@ -23,20 +21,26 @@ __all__ = ["dequantise", "fake_quantise", "quantise", "squared_error", "warm"]
 
 fake_quantise = reference.fake_quantise
 
-_SCRATCH_ELEMENTS = 1 << 16
-
 
 def warm() -> None:
-    """Compiles the fused kernels, or loads them from numba's cache, if this process would use them.
+    """Compiles the fused kernels, or loads them from numba's cache, where CPU tensors take them.
 
     It starts no thread and runs no torch operation.
     """
     if kernels.backend().name == "fused":
-        importlib.import_module(f"{__name__}_compiled")
+        _fused()
 
 
-def _fused(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.numel() > 0 and kernels.backend().name == "fused"
+def _fused() -> Any:
+    from modelexport.quantization.kernels import microscaling_fused
+
+    return microscaling_fused
+
+
+def _of(tensor: Tensor) -> Any:
+    """The module of kernels that such a tensor takes."""
+    on_cpu = tensor.device.type == "cpu" and tensor.numel() > 0
+    return _fused() if on_cpu and kernels.backend().name == "fused" else reference
 
 
 def quantise(weight: Tensor, q: Tensor, scale: Tensor, factor: Tensor | None = None, *, search: bool = False) -> int:
@@ -47,26 +51,17 @@ def quantise(weight: Tensor, q: Tensor, scale: Tensor, factor: Tensor | None = N
         search: take, of the scales near the one that a group's largest magnitude asks for, that with the smallest
             squared error; of equal ones the largest.
     """
-    fused = _fused(weight)
+    module = _of(weight)
     most = reference.LARGEST_LOCAL if factor is not None else reference.largest_exponent(q.dtype, weight.dtype)
-
-    def work(part: slice) -> int:
-        if not fused:
-            return reference.quantise(weight[part], q[part], scale[part], factor, most, search)
-        return _quantise(weight[part], q[part], scale[part], factor, most, search)
-
-    return kernels.split_rows(weight, work)
+    return kernels.split_rows(
+        weight, lambda part: module.quantise(weight[part], q[part], scale[part], factor, most, search)
+    )
 
 
 def dequantise(q: Tensor, scale: Tensor, out: Tensor, factor: Tensor | None = None) -> None:
     """Fills ``out`` (``[rows, cols]``, bf16, fp16 or float32) with value * step computed in float32."""
-    fused = _fused(out)
-
-    def work(part: slice) -> None:
-        function = _dequantise if fused else reference.dequantise
-        function(q[part], scale[part], factor, out[part])
-
-    kernels.split_rows(out, work)
+    module = _of(out)
+    kernels.split_rows(out, lambda part: module.dequantise(q[part], scale[part], factor, out[part]))
 
 
 def squared_error(weight: Tensor, q: Tensor, scale: Tensor, out: Tensor, factor: Tensor | None = None) -> None:
@@ -74,78 +69,5 @@ def squared_error(weight: Tensor, q: Tensor, scale: Tensor, out: Tensor, factor:
 
     The order of the sums is that of :func:`.reference.squared_error`.
     """
-    fused = _fused(weight)
-
-    def work(part: slice) -> None:
-        function = _squared_error if fused else reference.squared_error
-        function(weight[part], q[part], scale[part], factor, out[part])
-
-    kernels.split_rows(weight, work)
-
-
-def _kind(dtype: torch.dtype) -> int:
-    from modelexport.quantization.kernels import microscaling_compiled as compiled
-
-    return {torch.bfloat16: compiled.BF16, torch.float16: compiled.FP16, torch.float32: compiled.FP32}[dtype]
-
-
-def _code(q: Tensor, factor: Tensor | None) -> int:
-    from modelexport.quantization.kernels import microscaling_compiled as compiled
-
-    if q.dtype != torch.uint8:
-        return compiled.MXFP8
-    return compiled.MXFP4 if factor is None else compiled.NVFP4
-
-
-def _number(factor: Tensor | None) -> float:
-    return 0.0 if factor is None else float(factor)
-
-
-def _stored(q: Tensor, scale: Tensor) -> tuple[Any, ...]:
-    """Two tensors of one byte an element, as their bytes and the distances of their rows."""
-    from modelexport.quantization.kernels import fused
-
-    return (*fused._span(fused._dense_rows(q), 1), *fused._span(fused._dense_rows(scale), 1))
-
-
-def _quantise(weight: Tensor, q: Tensor, scale: Tensor, factor: Tensor | None, most: int, search: bool) -> int:
-    from modelexport.quantization.kernels import fused
-    from modelexport.quantization.kernels import microscaling_compiled as compiled
-
-    dense_q, dense_scale = fused._dense_rows(q), fused._dense_rows(scale)
-    source = (*fused._span(fused._dense_rows(weight)), _kind(weight.dtype), *weight.shape, _code(q, factor))
-    bad = compiled.quantise(*source, _number(factor), most, int(search), *_stored(dense_q, dense_scale))
-    if dense_q is not q:
-        q.copy_(dense_q)
-    if dense_scale is not scale:
-        scale.copy_(dense_scale)
-    return int(bad)
-
-
-def _dequantise(q: Tensor, scale: Tensor, factor: Tensor | None, out: Tensor) -> None:
-    from modelexport.quantization.kernels import fused
-    from modelexport.quantization.kernels import microscaling_compiled as compiled
-
-    rows, cols = out.shape
-    code, number = _code(q, factor), _number(factor)
-    direct = out.dtype != torch.float16 and fused._dense_rows(out) is out
-    step = rows if direct else max(1, _SCRATCH_ELEMENTS // cols)
-    for start in range(0, rows, step):
-        part = slice(start, start + step)
-        target = out[part] if direct else torch.empty(out[part].shape, dtype=torch.float32)
-        values, stride, *scales = _stored(q[part], scale[part])
-        rest = (*scales, *fused._span(target), _kind(target.dtype))
-        compiled.dequantise(values, stride, *target.shape, code, number, *rest)
-        if not direct:
-            out[part] = target
-
-
-def _squared_error(weight: Tensor, q: Tensor, scale: Tensor, factor: Tensor | None, out: Tensor) -> None:
-    from modelexport.quantization.kernels import fused
-    from modelexport.quantization.kernels import microscaling_compiled as compiled
-
-    dense = out.contiguous()
-    source = (*fused._span(fused._dense_rows(weight)), _kind(weight.dtype), *weight.shape, _code(q, factor))
-    compiled.squared_error(*source, _number(factor), *_stored(q, scale), dense.view(-1).numpy())
-    if dense is not out:
-        out.copy_(dense)
+    module = _of(weight)
+    kernels.split_rows(weight, lambda part: module.squared_error(weight[part], q[part], scale[part], factor, out[part]))

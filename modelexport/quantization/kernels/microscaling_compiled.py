@@ -1,4 +1,4 @@
-"""Loops over bytes for NVFP4, MXFP4 and MXFP8, compiled by numba: what :mod:`.microscaling` calls for CPU tensors.
+"""Loops over bytes for NVFP4, MXFP4 and MXFP8, compiled by numba: what :mod:`.microscaling_fused` calls.
 
 Each gives the same bits as its twin in :mod:`.microscaling_reference`. A row is taken in blocks that stay in the
 first-level cache: widened to float32, then a pass each for the groups' maxima, their scales, the values, the packing.

@@ -30,10 +30,10 @@ __all__ = [
     "Promise",
     "QuantizationConfig",
     "Scheme",
+    "extras",
     "methods",
     "of_format",
     "of_method",
-    "extras",
     "promised",
     "read_quantization_config",
 ]
@@ -84,6 +84,7 @@ def read_quantization_config(config: Mapping[str, Any] | None) -> QuantizationCo
         return None
     value = mapping(value, "quantization_config")
     name = str(value.get("quant_method", "compressed-tensors" if "config_groups" in value else "unknown"))
+    name = next((m.METHOD for m in methods().values() if name in getattr(m, "ALIASES", ())), name)
     if name in methods():
         return methods()[name].read(value)
     ignored = value.get("ignore") or value.get("exclude_modules") or value.get("modules_to_not_convert")

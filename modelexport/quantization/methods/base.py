@@ -276,6 +276,9 @@ class Method(Protocol):
     METHOD: str
     """``quant_method`` in config.json."""
 
+    ALIASES: tuple[str, ...]
+    """Other names of it in config.json; methods without any need not offer this."""
+
     FORMAT: str | None
     """As ``--format`` spells it; None where it can only be read."""
 

@@ -233,5 +233,27 @@ def decode(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Par
     return dict(tensors)
 
 
+def dequantise(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Part) -> Tensor:
+    """The weight, float32 ``[out, in]``; column c is of the group that ``weight_g_idx[c]`` says, where there is one."""
+    if "weight_g_idx" not in tensors:
+        return number_format.dequantise(tensors)
+    import torch
+
+    rows, cols = part.extent
+    bits = number_format.weight_bits
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+
+    def unpacked(words: Tensor) -> Tensor:
+        """Words along the last dim as what they hold, from 0 up."""
+        return ((words.unsqueeze(-1) >> shifts) & (2**bits - 1)).flatten(-2)
+
+    groups = tensors["weight_g_idx"].long()
+    codes = unpacked(tensors["weight_packed"])[:, :cols]
+    zeros = torch.full_like(tensors["weight_scale"], 2 ** (bits - 1), dtype=torch.int32)
+    if "weight_zero_point" in tensors:
+        zeros = unpacked(tensors["weight_zero_point"].t().contiguous()).t()[:rows]
+    return (codes - zeros[:, groups]).float() * tensors["weight_scale"].float()[:, groups]
+
+
 def _ceil(a: int, b: int) -> int:
     return -(-a // b)

@@ -188,3 +188,12 @@ def decode(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Par
     if inputs is not None and number_format.has_static_inputs:
         native["input_scale"] = inputs.reshape(1)
     return native
+
+
+def dequantise(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Part) -> Tensor:
+    """The weight, float32 ``[out, in]``, that tensors of any spelling stand for.
+
+    Raises:
+        CheckpointError: a scale is missing.
+    """
+    return number_format.dequantise(decode(number_format, tensors, part))

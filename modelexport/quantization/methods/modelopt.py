@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from modelexport.quantization.formats.base import NumberFormat
 
 METHOD = "modelopt"
+ALIASES = ("modelopt_fp4", "modelopt_mixed", "modelopt_mxfp8")
 FORMAT = "modelopt"
 SCALES = "F32"
 SIDE_FILES: tuple[str, ...] = ("hf_quant_config.json",)

@@ -54,7 +54,7 @@ METHOD = "trtllm"
 FORMAT = "trtllm"
 SCALES = "F32"
 SIDE_FILES: tuple[str, ...] = ()
-KV_SCALES = {"k": "k_cache_scaling_factor", "v": "v_cache_scaling_factor"}
+KV_SCALES = {"k": "k_scale", "v": "v_scale"}
 KV_SHAPE: tuple[int, ...] = (1,)
 GROUP_SIZES = (64, 128)
 
@@ -190,7 +190,7 @@ def refusal(number_format: NumberFormat, shape: tuple[int, int]) -> str | None:
         why = _WHY_NOT.get(number_format.name, "choose ")
         size = "" if group is None else " of whole rows" if group == -1 else f" in groups of {group}"
         return (
-            f"a TensorRT-LLM checkpoint has no word for {number_format.name}{size}; {why}--format modelopt or hf, or "
+            f"a TensorRT-LLM checkpoint has no word for {number_format.name}{size}; {why}--format hf, or "
             f"one of: {_KNOWN}"
         )
     if algo == "W4A16_AWQ" and (rows % 2 or cols % (group or 1)):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from modelexport.errors import CheckpointError, PlanError
-from modelexport.quantization import formats
+from modelexport.exporter import export
+from modelexport.inspection.models import load_dequantised
+from modelexport.quantization import decoding, formats
 from modelexport.quantization.methods import compressed_tensors, fp8
 from modelexport.quantization.methods.base import Announced, Part, Scheme
+from tests._models import make_llama
 from tests.quantization.methods._native import ALL, DTYPES, cut, native_tensors, same
 
 DEEPSEEK = {
@@ -90,6 +95,11 @@ def test_both_spellings_of_one_scale_are_read() -> None:
         "activation_scale": stored["input_scale"],
     }
     assert same(fp8.decode(number_format, renamed, part), fp8.decode(number_format, stored, part))
+    values = formats.get("fp8-static").dequantise(fp8.decode(number_format, stored, part))
+    for spelt in (stored, renamed):
+        assert torch.equal(
+            decoding.dequantise("fp8", formats.get("fp8-static"), spelt, (4, 8)).nan_to_num(), values.nan_to_num()
+        )
     dynamic = scheme({"activation_scheme": "dynamic"})
     assert list(fp8.promised(dynamic, (4, 8))) == ["weight", "weight_scale"]
     assert "per token (dynamic)" in dynamic.describe()
@@ -162,3 +172,28 @@ def test_transformers_reads_what_is_announced() -> None:
     assert list(read.weight_block_size) == [128, 128]
     assert read.activation_scheme == "dynamic"
     assert read.modules_to_not_convert == ["lm_head"]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.filterwarnings("ignore")  # transformers' own: without a GPU it dequantises
+def test_transformers_dequantises_to_our_values(tmp_path: Path) -> None:
+    """Its own reading of a checkpoint on CPU gives the weights that ours gives, to the bit."""
+    from transformers import AutoModelForCausalLM
+
+    export(
+        model=str(make_llama()),
+        out=str(tmp_path / "out"),
+        quant="fp8-block",
+        format="fp8-block",
+        tp=2,
+        quiet=True,
+        evaluate=False,
+    )
+    theirs, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.bfloat16, output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    ours = load_dequantised(tmp_path / "out", dtype=torch.bfloat16).state_dict()
+    for name, weight in theirs.state_dict().items():
+        assert torch.equal(weight, ours[name]), name

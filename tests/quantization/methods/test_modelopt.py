@@ -298,11 +298,13 @@ def test_algorithms_that_are_only_read() -> None:
     ):
         (scheme,) = modelopt.read({"quant_algo": algo}).schemes
         assert list(modelopt.promised(scheme, shape)) == suffixes
-        assert list(modelopt.optional(scheme, shape)) == extra
+        assert list(modelopt.extras(scheme, shape)) == extra
     (scheme,) = modelopt.read({"quant_algo": "W4A8_AWQ", "group_size": 64}).schemes
     promises = modelopt.promised(scheme, shape)
     assert (promises["weight"].shapes[0], promises["weight_scale"].shapes[0]) == ((128, 384), (256, 6))
-    assert modelopt.optional(scheme, shape)["pre_quant_scale"].shapes == ((384,),)
+    assert modelopt.extras(scheme, shape)["pre_quant_scale"].shapes == ((384,),)
+    (of_32,) = modelopt.read({"quant_algo": "W4A8_NVFP4_FP8"}).schemes  # its config.json does not say so
+    assert modelopt.promised(of_32, shape)["weight_scale"].shapes == ((256, 12),)
     with pytest.raises(CheckpointError, match="3 rows of 384"):
         modelopt.promised(scheme, (3, 384))
 

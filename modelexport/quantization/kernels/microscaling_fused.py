@@ -1,0 +1,69 @@
+"""The fused kernels of NVFP4, MXFP4 and MXFP8 for CPU tensors: tensors in, :mod:`.microscaling_compiled` loops.
+
+Importing this module compiles every loop, see there; it starts no thread and runs no torch operation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelexport.quantization.kernels import fused, reference
+from modelexport.quantization.kernels import microscaling_compiled as compiled
+
+assert compiled.LANES == reference.LANES
+
+_KIND = {torch.bfloat16: compiled.BF16, torch.float16: compiled.FP16, torch.float32: compiled.FP32}
+_SCRATCH_ELEMENTS = 1 << 16
+
+
+def _how(q: Tensor, factor: Tensor | None) -> tuple[int, float]:
+    """The kind of stored numbers, and what their scales are divided by."""
+    if q.dtype != torch.uint8:
+        return compiled.MXFP8, 0.0
+    return (compiled.MXFP4, 0.0) if factor is None else (compiled.NVFP4, float(factor))
+
+
+def _weight(weight: Tensor) -> tuple[Any, ...]:
+    return (*fused._span(fused._dense_rows(weight)), _KIND[weight.dtype], *weight.shape)
+
+
+def _stored(q: Tensor, scale: Tensor) -> tuple[Any, ...]:
+    """Two tensors of one byte an element, as their bytes and the distances of their rows."""
+    return (*fused._span(fused._dense_rows(q)), *fused._span(fused._dense_rows(scale)))
+
+
+def quantise(weight: Tensor, q: Tensor, scale: Tensor, factor: Tensor | None, most: int, search: bool) -> int:
+    """See :func:`.microscaling_reference.quantise`."""
+    dense_q, dense_scale = fused._dense_rows(q), fused._dense_rows(scale)
+    bad = compiled.quantise(*_weight(weight), *_how(q, factor), most, int(search), *_stored(dense_q, dense_scale))
+    if dense_q is not q:
+        q.copy_(dense_q)
+    if dense_scale is not scale:
+        scale.copy_(dense_scale)
+    return int(bad)
+
+
+def dequantise(q: Tensor, scale: Tensor, factor: Tensor | None, out: Tensor) -> None:
+    """See :func:`.microscaling_reference.dequantise`."""
+    rows, cols = out.shape
+    how = _how(q, factor)
+    direct = out.dtype != torch.float16 and fused._dense_rows(out) is out
+    step = rows if direct else max(1, _SCRATCH_ELEMENTS // cols)
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        target = out[part] if direct else torch.empty(out[part].shape, dtype=torch.float32)
+        values, stride, *scales = _stored(q[part], scale[part])
+        compiled.dequantise(values, stride, *target.shape, *how, *scales, *fused._span(target), _KIND[target.dtype])
+        if not direct:
+            out[part] = target
+
+
+def squared_error(weight: Tensor, q: Tensor, scale: Tensor, factor: Tensor | None, out: Tensor) -> None:
+    """See :func:`.microscaling_reference.squared_error`."""
+    dense = out.contiguous()
+    compiled.squared_error(*_weight(weight), *_how(q, factor), *_stored(q, scale), dense.view(-1).numpy())
+    if dense is not out:
+        out.copy_(dense)

@@ -1,0 +1,426 @@
+"""TensorRT-LLM's checkpoints of quantised models: arrays put together by numpy from the format's description."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from modelexport.checkpoints import trtllm
+from modelexport.checkpoints.safetensors_file import torch_dtype
+from modelexport.checkpoints.trtllm_quantized import with_cache
+from modelexport.contents.rules import expected_rules, tensor_rules
+from modelexport.errors import CheckpointError, ModelExportError, PlanError
+from modelexport.exporter import export
+from modelexport.resharder import reshard
+from tests._models import headers_only, make_llama
+from tests.checkpoints._shards import Model, assert_same, make_model, reopen, round_trip, write
+
+Matrix = npt.NDArray[Any]
+ENTRIES: dict[str, dict[str, Any]] = {
+    "FP8": {},
+    "FP8_PER_CHANNEL_PER_TOKEN": {},
+    "W8A8_SQ_PER_CHANNEL": {},
+    "W8A8_SQ_PER_CHANNEL_PER_TOKEN_PLUGIN": {},
+    "W4A16_AWQ": {"group_size": 64, "has_zero_point": False, "pre_quant_scale": False},
+    "NVFP4": {"group_size": 16},
+}
+SHAPE = {"hidden": 256, "intermediate": 512, "heads": 8, "kv_heads": 2, "layers": 4}
+NAMES = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj"}
+
+
+def quantised(algo: str, *, cache: bool = False, keep: tuple[str, ...] = (), **shape: Any) -> Model:
+    """A model of random bytes; what the engine joins has one number where it has numbers."""
+    config = dict(headers_only(**{**SHAPE, **shape}).config or {})
+    routers = [f"model.layers.{i}.block_sparse_moe.gate" for i in range(config["num_hidden_layers"])]
+    config["quantization_config"] = {
+        "quant_method": "trtllm",
+        "quant_algo": algo,
+        "kv_cache_quant_algo": "FP8" if cache else None,
+        **ENTRIES[algo],
+        "ignore": ["lm_head", *keep, *(routers if config["model_type"] == "mixtral" else [])],
+    }
+    rules = with_cache(expected_rules)(config, "BF16")
+    generator = torch.Generator().manual_seed(len(rules))
+    values: dict[str, torch.Tensor] = {}
+    for rule in rules:
+        dtype, count = torch_dtype(rule.dtype), math.prod(rule.shape)
+        if count == 1:
+            group = f"{rule.layer} {rule.role.split('.')[0]} {rule.role[-1] in 'onw'} {rule.parameter}"
+            if rule.expert is not None and rule.parameter.startswith("weights"):
+                group += str(rule.expert)
+            number = (sum(map(ord, group)) % 1009 + 1) / 1024 if rule.parameter not in ("k_scale", "v_scale") else None
+            made = torch.rand(1, generator=generator) if number is None else torch.tensor([number])
+            values[rule.name] = made.reshape(rule.shape)
+        elif dtype in (torch.bfloat16, torch.float32):
+            values[rule.name] = torch.rand(count, generator=generator).to(dtype).view(rule.shape)
+        else:
+            noise = torch.randint(1, 120, (count,), generator=generator, dtype=torch.uint8)
+            values[rule.name] = noise.view(dtype).view(rule.shape)
+    return Model(config, rules, values)
+
+
+def raw(tensor: torch.Tensor) -> Matrix:
+    """The same numbers as integers, which numpy has for every dtype."""
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize]
+    return tensor.reshape(-1).view(words).numpy().reshape(tuple(tensor.shape))
+
+
+def along(name: str, value: Matrix, column: bool) -> int | None:
+    """By which dim a linear's array goes with the output features, or else with the inputs."""
+    if value.size == 1:
+        return None
+    if name == "per_channel_scale" or (name == "weights_scaling_factor" and value.ndim == 1):
+        return value.ndim - 1 if column else None
+    return 0 if column else 1
+
+
+def piece(name: str, value: Matrix, column: bool, tp: int, at: int, heads: int = 0) -> Matrix:
+    """A rank's part of a linear's array; heads are repeated where there are fewer of them than ranks."""
+    axis = along(name, value, column)
+    if axis is None:
+        return value
+    if heads and heads < tp:
+        blocks = np.split(value, heads, axis=axis)
+        return blocks[at * heads // tp]
+    return np.split(value, tp, axis=axis)[at]
+
+
+def joined(name: str, pieces: list[Matrix]) -> Matrix:
+    axis = along(name, pieces[0], True)
+    if axis is None:
+        assert all(np.array_equal(each, pieces[0]) for each in pieces)
+        return pieces[0]
+    return np.concatenate(pieces, axis=axis)
+
+
+def of_module(model: Model, module: str) -> dict[str, Matrix]:
+    """A module's arrays by suffix."""
+    start = f"{module}."
+    return {
+        n.removeprefix(start): raw(v)
+        for n, v in model.values.items()
+        if n.startswith(start) and "." not in n[len(start) :]
+    }
+
+
+def rank_arrays(model: Model, rank: int, tp: int, pp: int, ep: int = 1) -> dict[str, Matrix]:
+    """The linears of a rank's file."""
+    at, stage = rank % tp, rank // tp
+    config, found = model.config, {}
+    counts = {
+        "q": config["num_attention_heads"],
+        "k": config["num_key_value_heads"],
+        "v": config["num_key_value_heads"],
+    }
+    for local, layer in enumerate(np.array_split(np.arange(config["num_hidden_layers"]), pp)[stage].tolist()):
+        ours, theirs = f"model.layers.{layer}", f"transformer.layers.{local}"
+        qkv = {n: of_module(model, f"{ours}.{NAMES[n]}") for n in "qkv"}
+        for suffix in qkv["q"]:
+            parts = [piece(suffix, qkv[n][suffix], True, tp, at, counts[n]) for n in "qkv"]
+            found[f"{theirs}.attention.qkv.{suffix}"] = joined(suffix, parts)
+        rest = [("attention.dense", f"{ours}.{NAMES['o']}", False)]
+        if config["model_type"] == "mixtral":
+            found.update(experts(model, layer, theirs, (at, tp, ep)))
+        else:
+            for own, name, column in (
+                ("fc", "gate_proj", True),
+                ("gate", "up_proj", True),
+                ("proj", "down_proj", False),
+            ):
+                rest.append((f"mlp.{own}", f"{ours}.mlp.{name}", column))
+        for own, module, column in rest:
+            for suffix, value in of_module(model, module).items():
+                found[f"{theirs}.{own}.{suffix}"] = piece(suffix, value, column, tp, at)
+        for kind in "kv":
+            scale = model.values.get(f"{ours}.self_attn.{kind}_scale")
+            if scale is not None:
+                found[f"{theirs}.attention.{kind}_cache_scaling_factor"] = raw(scale)
+    return found
+
+
+def experts(model: Model, layer: int, theirs: str, rank: tuple[int, int, int]) -> dict[str, Matrix]:
+    """Up and gate below each other, one expert behind the other; the scale of the inputs is that of all of them."""
+    at, tp, ep = rank
+    count = model.config["num_local_experts"]
+    mine = range(at % ep * count // ep, (at % ep + 1) * count // ep)
+    found: dict[str, Matrix] = {}
+    for own, parts, column in (("fc", ("w3", "w1"), True), ("proj", ("w2",), False)):
+        stacks: dict[str, list[Matrix]] = {}
+        for expert in mine:
+            tensors = [of_module(model, f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{w}") for w in parts]
+            for suffix in tensors[0]:
+                cut = [piece(suffix, each[suffix], column, tp // ep, at // ep) for each in tensors]
+                stacks.setdefault(suffix, []).append(joined(suffix, cut) if column else cut[0])
+        for suffix, stack in stacks.items():
+            whole = stack[0].reshape(1) if suffix == "activation_scaling_factor" else np.stack(stack)
+            found[f"{theirs}.mlp.{own}.{suffix}"] = whole
+    return found
+
+
+CASES = [
+    *((algo, {}, (4, 2, 1)) for algo in ENTRIES),
+    *((algo, {}, (2, 1, 1)) for algo in ("FP8", "NVFP4", "W8A8_SQ_PER_CHANNEL_PER_TOKEN_PLUGIN")),
+    ("W4A16_AWQ", {}, (1, 1, 1)),
+    *((algo, {"model_type": "mixtral"}, (4, 2, 2)) for algo in ("FP8", "W4A16_AWQ", "NVFP4")),
+    ("FP8", {"cache": True}, (2, 2, 1)),
+]
+
+
+@pytest.mark.parametrize(("algo", "shape", "grid"), CASES)
+def test_files_are_what_numpy_makes_of_the_whole_tensors(
+    tmp_path: Path, algo: str, shape: dict[str, Any], grid: tuple[int, int, int]
+) -> None:
+    tp, pp, ep = grid
+    model = quantised(algo, **shape)
+    found = round_trip(trtllm, tmp_path, model, tp, pp, ep)
+    assert found.config == model.config
+    assert [rule.name for rule in tensor_rules(found)] == [rule.name for rule in model.rules]
+    for rank in range(tp * pp):
+        got = load_file(tmp_path / f"rank{rank}.safetensors")
+        want = rank_arrays(model, rank, tp, pp, ep)
+        for name, value in want.items():
+            own = raw(got.pop(name))
+            assert own.shape == value.shape, name
+            assert np.array_equal(own, value), name
+        ones = {
+            name: value
+            for name, value in got.items()
+            if name.endswith(("smoother", "to_int", "prequant_scaling_factor"))
+        }
+        assert all(bool((value == 1).all()) for value in ones.values())
+        assert bool(ones) == algo.startswith("W8A8")
+        left = {name.rpartition(".")[0].rpartition(".")[2] for name in got.keys() - ones.keys()}
+        assert left <= {"input_layernorm", "post_layernorm", "vocab_embedding", "lm_head", "ln_f", "router"}
+
+
+def test_what_the_engine_wants_besides(tmp_path: Path) -> None:
+    """Smoothing by 1, of the shapes and dtypes of TensorRT-LLM's parameters."""
+    model = quantised("W8A8_SQ_PER_CHANNEL")
+    write(trtllm, tmp_path / "static", model, model.plan(2))
+    arrays = load_file(tmp_path / "static" / "rank1.safetensors")
+    found = {n: tuple(t.shape) for n, t in arrays.items() if n.startswith("transformer.layers.3") and "prequant" in n}
+    assert found == {
+        "transformer.layers.3.attention.qkv.prequant_scaling_factor": (256,),
+        "transformer.layers.3.attention.dense.prequant_scaling_factor": (128,),
+        "transformer.layers.3.mlp.fc.prequant_scaling_factor": (256,),
+        "transformer.layers.3.mlp.gate.prequant_scaling_factor": (256,),
+        "transformer.layers.3.mlp.proj.prequant_scaling_factor": (256,),
+    }
+    assert arrays["transformer.layers.3.mlp.fc.prequant_scaling_factor"].dtype == torch.bfloat16
+    model = quantised("W8A8_SQ_PER_CHANNEL_PER_TOKEN_PLUGIN")
+    write(trtllm, tmp_path / "token", model, model.plan(2))
+    arrays = load_file(tmp_path / "token" / "rank0.safetensors")
+    own = {
+        n.removeprefix("transformer.layers.0."): t for n, t in arrays.items() if n.startswith("transformer.layers.0.")
+    }
+    smoothing = {n: (t.dtype, tuple(t.shape)) for n, t in own.items() if n.endswith(("smoother", "scale_to_int"))}
+    assert smoothing == {
+        "attention.dense.smoother": (torch.float32, (1, 128)),
+        "mlp.proj.smoother": (torch.float32, (1, 256)),
+        "input_layernorm.scale_to_int": (torch.float32, (1,)),
+        "post_layernorm.scale_to_int": (torch.float32, (1,)),
+    }
+
+
+def config_of(directory: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    return found
+
+
+def test_config_json_says_how_and_what_is_kept(tmp_path: Path) -> None:
+    kept = tuple(f"model.layers.{i}.self_attn.o_proj" for i in (0, 2))
+    model = quantised("W4A16_AWQ", keep=kept, cache=True)
+    round_trip(trtllm, tmp_path / "a", model, 2, 2)
+    assert config_of(tmp_path / "a")["quantization"] == {
+        "quant_algo": "W4A16_AWQ",
+        "kv_cache_quant_algo": "FP8",
+        "group_size": 64,
+        "has_zero_point": False,
+        "pre_quant_scale": False,
+        "exclude_modules": ["lm_head", "transformer.vocab_embedding", "transformer.layers.0.attention.dense"],
+    }
+    other = quantised("W4A16_AWQ", keep=kept[1:])
+    trtllm.lay_out(other.plan(2), other.config)
+    with pytest.raises(
+        PlanError, match=r"layers.2.self_attn.o_proj is not quantised and .*layers.3.self_attn.o_proj is"
+    ):
+        trtllm.lay_out(other.plan(1, 4), other.config)
+
+
+def test_the_models_config_is_derived_where_it_is_not_there(tmp_path: Path) -> None:
+    """As of modelopt's checkpoints: what is kept is read from exclude_modules, by the engine's names."""
+    kept = tuple(f"model.layers.{i}.mlp.{name}_proj" for i in (0, 2) for name in ("gate", "down"))
+    model = quantised("FP8", keep=kept, cache=True)
+    write(trtllm, tmp_path, model, model.plan(2, 2))
+    (tmp_path / "hf_config.json").unlink()
+    found = reopen(trtllm, tmp_path)
+    assert_same(found, model)
+    assert (found.config or {})["quantization_config"]["ignore"] == ["lm_head", *kept]
+    config = config_of(tmp_path)
+    patterns = ["lm_head", "transformer.layers.0.mlp.[fp]*"]
+    config["quantization"]["exclude_modules"] = patterns
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert_same(reopen(trtllm, tmp_path), model)
+    experts = quantised("FP8", model_type="mixtral", layers=2)
+    write(trtllm, tmp_path / "experts", experts, experts.plan(2))
+    (tmp_path / "experts" / "hf_config.json").unlink()
+    config = config_of(tmp_path / "experts")
+    del config["quantization"]["exclude_modules"]  # TensorRT-LLM's own habit
+    (tmp_path / "experts" / "config.json").write_text(json.dumps(config))
+    assert_same(reopen(trtllm, tmp_path / "experts"), experts)
+
+
+def changed(directory: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    for path in sorted(directory.glob("rank*.safetensors")):
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, path)
+
+
+def test_the_one_cache_scale_of_earlier_versions_is_read_as_both(tmp_path: Path) -> None:
+    model = quantised("FP8", cache=True, layers=2)
+    write(trtllm, tmp_path, model, model.plan(2))
+
+    def all_three(tensors: dict[str, torch.Tensor]) -> None:
+        for layer in range(2):
+            name = f"transformer.layers.{layer}.attention."
+            both = [tensors[f"{name}{kind}_cache_scaling_factor"] for kind in "kv"]
+            tensors[f"{name}kv_cache_scaling_factor"] = torch.maximum(*both)
+
+    def one(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            if name.endswith((".k_cache_scaling_factor", ".v_cache_scaling_factor")):
+                del tensors[name]
+
+    changed(tmp_path, all_three)  # as modelopt writes them
+    assert_same(reopen(trtllm, tmp_path), model)
+    changed(tmp_path, one)
+    for layer in range(2):
+        names = [f"model.layers.{layer}.self_attn.{kind}_scale" for kind in "kv"]
+        largest = torch.maximum(*(model.values[name] for name in names))
+        model.values.update(dict.fromkeys(names, largest))
+    assert_same(reopen(trtllm, tmp_path), model)
+
+
+def test_bytes_of_fp8_may_be_called_int8(tmp_path: Path) -> None:
+    model = quantised("FP8", layers=2)
+    write(trtllm, tmp_path, model, model.plan(2))
+
+    def as_int8(tensors: dict[str, torch.Tensor]) -> None:
+        for name, value in tensors.items():
+            if value.dtype == torch.float8_e4m3fn:
+                tensors[name] = value.view(torch.int8)
+
+    changed(tmp_path, as_int8)
+    found = reopen(trtllm, tmp_path)
+    assert found.infos["model.layers.0.mlp.up_proj.weight"].dtype == "I8"
+    assert len(tensor_rules(found)) == len(model.rules)
+
+
+def test_smoothed_inputs_are_refused(tmp_path: Path) -> None:
+    model = quantised("W8A8_SQ_PER_CHANNEL", layers=2)
+    write(trtllm, tmp_path, model, model.plan(2))
+
+    def smooth(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["transformer.layers.1.mlp.fc.prequant_scaling_factor"][7] = 0.5
+
+    changed(tmp_path, smooth)
+    with pytest.raises(CheckpointError, match=r"rank0.*layers.1.mlp.fc.prequant_scaling_factor is not 1: .*smoothed"):
+        reopen(trtllm, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"quant_algo": "NVFP4"}, "quant_algo is 'NVFP4' in config.json, 'FP8' in the model's"),
+        ({"quant_algo": None}, "quant_algo is None in config.json, 'FP8' in the model's"),
+    ],
+)
+def test_contradictions_are_said(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    model = quantised("FP8", layers=2)
+    write(trtllm, tmp_path, model, model.plan(2))
+    config = config_of(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization": {**config["quantization"], **change}}))
+    with pytest.raises(CheckpointError, match=message):
+        reopen(trtllm, tmp_path)
+
+
+def test_what_the_format_cannot_hold() -> None:
+    other = make_model("int8")
+    with pytest.raises(PlanError, match=r"quant_method 'compressed-tensors' has them; modelexport convert CKPT"):
+        trtllm.arrays(other.plan(2), other.config)
+    with pytest.raises(PlanError, match=r"28 tensors are quantised in a way .*q_proj.weight, I8; --format hf"):
+        trtllm.arrays(other.plan(2), {**other.config, "quantization_config": None})
+    mixtral = quantised("W8A8_SQ_PER_CHANNEL", model_type="mixtral")
+    with pytest.raises(PlanError, match=r"mixtures of experts know no W8A8_SQ_PER_CHANNEL, of which .*experts.0.w1 is"):
+        trtllm.arrays(mixtral.plan(2), mixtral.config)
+    kept = quantised("FP8_PER_CHANNEL_PER_TOKEN", keep=("model.layers.1.mlp.down_proj",))
+    with pytest.raises(PlanError, match=r"layers.1.mlp.down_proj is not quantised, .*leaves out no single module"):
+        trtllm.lay_out(kept.plan(2), kept.config)
+    model = quantised("FP8")
+    model.config["quantization_config"]["ignore"] = []
+    rules = expected_rules(model.config, "BF16")
+    with pytest.raises(PlanError, match=r"lm_head is quantised, and is written as it is only"):
+        trtllm.arrays(Model(model.config, rules, {}).plan(2), model.config)
+    apart = quantised("FP8", keep=("model.layers.0.self_attn.k_proj",))
+    with pytest.raises(PlanError, match=r"the engine joins .*layers.0.self_attn.q_proj.weight, F8_E4M3, and .*BF16"):
+        trtllm.lay_out(apart.plan(2), apart.config)
+
+
+EXPORTS = [("fp8", "llama"), ("nvfp4", "mixtral"), ("int4", "phi3")]
+
+
+@pytest.mark.parametrize(("quant", "model_type"), EXPORTS)
+def test_exported_resharded_and_converted_back(tmp_path: Path, quant: str, model_type: str) -> None:
+    """tp 2, pp 2 -> tp 4 -> hf -> tp 2, pp 2: the same files; and through compressed-tensors' spelling."""
+    source = make_llama(model_type=model_type, **SHAPE)
+    samples = tmp_path / "samples.jsonl"
+    samples.write_text("".join(json.dumps({"input_ids": list(range(i, i + 40))}) + "\n" for i in range(6)))
+    settings: dict[str, Any] = {"quiet": True, "evaluate": False}
+    cut: dict[str, Any] = {"format": "trtllm", "target_tp": 2, "target_pp": 2}
+    calib = {
+        "calib": str(samples),
+        "calib_samples": 4,
+        "calib_length": 32,
+        "group_size": 64 if quant == "int4" else None,
+    }
+    export(model=str(source), quant=quant, out=str(tmp_path / "a"), **cut, **calib, **settings)
+    steps = [("a", "b", {"tp": 4, "format": "trtllm"}), ("b", "c", {"format": "hf"})]
+    steps.append(("c", "d", {"tp": 2, "pp": 2, "format": "trtllm"}))
+    for old, new, grid in steps:
+        reshard(checkpoint=str(tmp_path / old), out=str(tmp_path / new), quiet=True, **grid)
+    same_files(tmp_path / "a", tmp_path / "d")
+    export(model=str(tmp_path / "b"), quant="keep", out=str(tmp_path / "e"), format="hf", **settings)
+    assert config_of(tmp_path / "e")["quantization_config"]["quant_method"] == "compressed-tensors"
+    export(model=str(tmp_path / "e"), quant="keep", out=str(tmp_path / "f"), **cut, **settings)
+    same_files(tmp_path / "a", tmp_path / "f")
+
+
+def same_files(left: Path, right: Path) -> None:
+    names = sorted(path.name for path in left.glob("rank*.safetensors"))
+    assert len(names) == 4
+    for name in names:
+        assert (left / name).read_bytes() == (right / name).read_bytes(), name
+    assert config_of(left) == config_of(right)
+
+
+def test_numbers_that_differ_where_the_engine_has_one_are_refused(tmp_path: Path) -> None:
+    model = quantised("FP8", layers=2)
+    write(trtllm, tmp_path / "a", model, model.plan(2))
+    reshard(checkpoint=str(tmp_path / "a"), out=str(tmp_path / "b"), format="hf", quiet=True)
+    tensors = load_file(tmp_path / "b" / "model.safetensors")
+    tensors["model.layers.1.self_attn.k_proj.weights_scaling_factor"] *= 2
+    save_file(tensors, tmp_path / "b" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelExportError, match=r"weights_scaling_factor") as caught:
+        reshard(checkpoint=str(tmp_path / "b"), out=str(tmp_path / "c"), format="trtllm", tp=2, quiet=True)
+    print(caught.value)
+    assert not (tmp_path / "c").exists()
