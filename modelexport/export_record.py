@@ -269,7 +269,7 @@ def _rows(plan: ExportPlan, sqnr: dict[str, float]) -> list[TypeRow]:
             )
             full = full_name(step.layer, task.path)
             row["modules"].add(full)
-            share = (task.rows[1] - task.rows[0]) / max(1, task.info.shape[0])
+            share = (task.rows[1] - task.rows[0]) / max(1, task.info.shape[0] if task.info.shape else 1)
             row["nbytes"] += round(share * sum(out.nbytes for out in task.outputs))
             if task.parameter == "weight":
                 row["weights"] += round(share * math.prod(task.info.shape))

@@ -24,7 +24,7 @@ from modelexport.contents.engines import Linear
 from modelexport.contents.engines import warnings as engine_warnings
 from modelexport.contents.opening import open_model
 from modelexport.contents.rules import tensor_rules
-from modelexport.contents.targets import TargetPlan, plan_target
+from modelexport.contents.targets import TargetPlan, check_source, plan_target
 from modelexport.distributed import launch
 from modelexport.distributed.launch import MultiprocessConfig
 from modelexport.errors import ModelExportError, PlanError, UsageError
@@ -34,6 +34,7 @@ from modelexport.export_record import ExportResult
 from modelexport.export_target import Prepared, announcement, export_target
 from modelexport.jobs import Heard, heard, own_ranks, single, take_part
 from modelexport.quantization import kernels
+from modelexport.quantization.assignment import KEEP, Assignment
 from modelexport.quantization.methods import QUANTIZATION_KEYS
 from modelexport.recipe import ExportRecipe
 from modelexport.sharding.plan import Parallelism
@@ -42,7 +43,6 @@ from modelexport.startup import without_collector
 if TYPE_CHECKING:
     from modelexport.export_calibration import Samples
     from modelexport.export_rank import RankJob
-    from modelexport.quantization.assignment import Assignment
 
 PRELOAD = ("torch", "torch.distributed", "safetensors", "modelexport.export_rank")
 
@@ -171,6 +171,8 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> Prepared:
         )
         _check_calibration(plan, checkpoint)
         prepared = Prepared(recipe, source, checkpoint, plan, _target(recipe, checkpoint, plan))
+        if recipe.quant == KEEP:
+            check_source(prepared.target, checkpoint)
         return replace(prepared, warnings=_warnings(prepared))
 
 
@@ -237,8 +239,6 @@ def _warn(prepared: Prepared) -> None:
 
 def _assignment(recipe: ExportRecipe) -> Assignment | None:
     """What ``--quant`` says; None where every linear keeps what it has."""
-    from modelexport.quantization.assignment import KEEP, Assignment
-
     method = checkpoint_formats.method_of(recipe.format)
     if recipe.quant == KEEP:
         return None

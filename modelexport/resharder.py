@@ -22,7 +22,7 @@ from modelexport.checkpoints.staging import resolve_target
 from modelexport.contents import formats
 from modelexport.contents.opening import open_model
 from modelexport.contents.rules import left_out, tensor_rules
-from modelexport.contents.targets import TargetPlan, plan_target
+from modelexport.contents.targets import TargetPlan, check_source, plan_target
 from modelexport.contents.ties import check_ties
 from modelexport.distributed import launch
 from modelexport.distributed.launch import MultiprocessConfig
@@ -143,6 +143,7 @@ def _prepare(recipe: ReshardRecipe) -> Prepared:
         max_shard_bytes=recipe.max_shard_bytes,
         source=checkpoint.directory,
     )
+    check_source(target, checkpoint)
     record = read_record(checkpoint.directory)
     return Prepared(recipe, checkpoint, target, plan_steps(rules, checkpoint.infos), record)
 

@@ -21,7 +21,7 @@ lacks some (the tokens that end a text). Where it is missing, the reader derives
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -134,6 +134,28 @@ def lay_out(plan: ShardPlan, config: dict[str, Any], *, max_shard_bytes: int = D
     found = arrays(plan, config)
     _engine_config(plan, config)
     return lay_out_files(found, plan.rules.values())
+
+
+def check_source(rules: Iterable[TensorRule], source: Checkpoint) -> None:
+    """Refuse a source whose numbers differ where TensorRT-LLM has one: those of q, k and v, and of a layer's experts.
+
+    Reads them. What is written would be the last of them, which reading back would find.
+
+    Args:
+        rules: of the tensors to be written.
+        source: in whatever spelling.
+
+    Raises:
+        CheckpointError: some differ; says how many groups of them, and names the first two with their values.
+    """
+    groups: dict[tuple[str, int | None], dict[str, None]] = {}
+    for rule in rules:
+        if rule.dim is None and rule.parameter in quantized.NUMBERS and rule.role in _SLOTS:
+            array = _SLOTS[rule.role].array.format(layer=rule.layer, parameter=rule.parameter)
+            expert = None if rule.parameter in _ENGINE.one_of_experts else rule.expert
+            groups.setdefault((array, expert), {})[rule.module] = None
+    modules = [(array.rpartition(".")[2], tuple(group)) for (array, _), group in groups.items()]
+    quantized.check_numbers(modules, source)
 
 
 def side_files(plan: ShardPlan, config: dict[str, Any], layout: Layout) -> Mapping[str, bytes]:

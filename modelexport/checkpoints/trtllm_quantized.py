@@ -19,16 +19,21 @@ and ``smooth_quantize`` (``quantization/quantize.py``), and the parameters of ``
 from __future__ import annotations
 
 import fnmatch
+import math
 import struct
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from modelexport.checkpoints import raw_io
 from modelexport.checkpoints.arrays import Array
 from modelexport.checkpoints.engine_reading import Rules
+from modelexport.checkpoints.placement import itemsize
 from modelexport.checkpoints.safetensors_header import TensorInfo
+from modelexport.checkpoints.safetensors_reader import Checkpoint, Reader
 from modelexport.checkpoints.sharded_safetensors import Constant, Found, Widened, raise_problems
 from modelexport.errors import CheckpointError, PlanError
+from modelexport.sharding.boxes import whole
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.rules import TensorRule
 from modelexport.sharding.shard_plan import ShardPlan, build_shard_plan
@@ -45,6 +50,7 @@ PARAMETERS = (
     "per_channel_scale",
     *CACHE,
 )
+NUMBERS = ("weights_scaling_factor", "weights_scaling_factor_2", "activation_scaling_factor")
 # quantize_layers takes these; the others replace whole attentions and MLPs, and know neither experts nor exceptions.
 _BY_LINEAR = ("FP8", "W8A8_SQ_PER_CHANNEL", "W4A16_AWQ", "NVFP4")
 _OF_EXPERTS = ("FP8", "W4A16_AWQ", "NVFP4")
@@ -70,9 +76,8 @@ def entry(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     method = found.get("quant_method") if isinstance(found, dict) else None
     if method != METHOD:
         raise PlanError(
-            f"--format trtllm: the model's tensors are spelled as quant_method '{method}' has them; modelexport "
-            "convert CKPT --format trtllm writes the same numbers as TensorRT-LLM has them, --format hf and --format "
-            "dcp keep them"
+            f"--format trtllm: the model is quantised, in the spelling of quant_method '{method}'; modelexport convert "
+            "CKPT --format trtllm writes the same numbers in TensorRT-LLM's, --format hf and --format dcp keep them"
         )
     return found
 
@@ -288,3 +293,40 @@ def check_smoothing(directory: Path, found: Found) -> None:
                         "give the checkpoint that this one was made from"
                     )
     raise_problems(directory, problems)
+
+
+def check_numbers(groups: Iterable[tuple[str, Sequence[str]]], source: Checkpoint) -> None:
+    """Refuse a source whose modules have different numbers where the engine has one.
+
+    Args:
+        groups: the engine's parameter, and the modules that share it.
+        source: in whatever spelling: its numbers for the inputs or the weights are those whose names begin so.
+
+    Raises:
+        CheckpointError: some differ.
+    """
+    numbers: dict[str, list[TensorInfo]] = {}
+    for info in source.infos.values():
+        if math.prod(info.shape) == 1 and info.dtype in _PLAIN:
+            numbers.setdefault(info.name.rpartition(".")[0], []).append(info)
+    differing = []
+    with Reader(source) as reader:
+        for parameter, modules in groups:
+            kinds = ("activation", "input") if parameter.startswith("activation") else ("weight",)
+            seen: dict[str, tuple[str, bytes]] = {}
+            for info in (info for module in modules for info in numbers.get(module, ())):
+                suffix = info.name.rpartition(".")[2]
+                if suffix.startswith(kinds):
+                    value = raw_io.empty(info.shape, itemsize(info))
+                    reader.read_box(info, whole(info.shape), value)
+                    first = seen.setdefault(suffix, (info.name, bytes(value.tobytes())))
+                    if first[1] != bytes(value.tobytes()):
+                        differing.append((first[0], info.name))
+                        break
+    if differing:
+        one, other = differing[0]
+        raise CheckpointError(
+            f"{source.directory}: TensorRT-LLM has one number for modules that it joins, but {one} and {other} differ, "
+            f"and so do those of {len(differing) - 1} other modules: write --format modelopt or hf, or quantise the "
+            "unquantised model with --format trtllm"
+        )

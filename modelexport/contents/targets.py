@@ -63,6 +63,17 @@ def plan_target(
     return TargetPlan(format_name, plan, layout, module.side_files(plan, config, layout))
 
 
+def check_source(target: TargetPlan, source: Checkpoint) -> None:
+    """Let the format compare numbers of the source that it can store once only. Reads them.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    check = getattr(formats.get(target.format), "check_source", None)
+    if check is not None:
+        check(target.plan.rules.values(), source)
+
+
 def places(held: Layout | Checkpoint, info: TensorInfo) -> tuple[Placement, ...]:
     """Every place of a tensor in a layout or a checkpoint, also where it is a single one."""
     found = held.placements.get(info.name)

@@ -4,10 +4,10 @@
 
 GB/s of source bytes (2 per bfloat16 weight) by the wall clock, the best of several runs, everything in one run and with
 the same number of threads: ours, torch's own in the reference (the same arithmetic in plain torch, a block of rows at a
-time) and in compressed-tensors' compressor (given its scales: it does not look for them), and memcpy. "/ memcpy" and
-"/ theirs" are ours divided by those. "mse" searches the scales. Peaks are of memory that quantising takes besides the
-weight and the result. Last, what importing the kernels costs when they are compiled and when they come from numba's
-cache.
+time) and in compressed-tensors' compressor (given its scales: it does not look for them), and memcpy of the weight,
+in turns with ours. "/memcpy" and "/theirs" are ours divided by those. "mse" searches the scales. All write into memory
+that has been written before, but for theirs. Peaks are of memory that quantising takes besides the weight (and, of
+ours, the result). Last, what importing the kernels costs when they are compiled and when they come from numba's cache.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,50 +28,36 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from modelexport.quantization import formats, kernels
 from modelexport.quantization.formats.base import NumberFormat
 
-COLUMNS = (
-    "quantise",
-    "/memcpy",
-    "torch",
-    "theirs",
-    "/theirs",
-    "mse",
-    "torch",
-    "dequant.",
-    "error",
-    "peak MiB",
-    "theirs",
-)
+COLUMNS = ("memcpy", "quantise", "/memcpy", "torch", "theirs", "/theirs", "mse", "torch", "dequant.", "error")
+PEAKS = ("peak MiB", "theirs")
 
 
-def best(work: Callable[[], object], repeat: int) -> float:
-    """The shortest of ``repeat`` runs, in seconds; one more comes first, for the caches."""
-    work()
-    shortest = float("inf")
-    for _ in range(repeat):
-        began = time.perf_counter()
+def best(repeat: int, *works: Callable[[], object]) -> list[float]:
+    """Of each, the shortest of ``repeat`` runs, in seconds, taken in turns; one more comes first, for the caches."""
+    shortest = [float("inf")] * len(works)
+    for work in works:
         work()
-        shortest = min(shortest, time.perf_counter() - began)
+    for _ in range(repeat):
+        for number, work in enumerate(works):
+            began = time.perf_counter()
+            work()
+            shortest[number] = min(shortest[number], time.perf_counter() - began)
     return shortest
 
 
-def memcpy(weight: Tensor, threads: int) -> Callable[[], object]:
+def memcpy(weight: Tensor, copy: Tensor, threads: int) -> Callable[[], object]:
     """Copies a tensor's bytes, a part per thread."""
-    source, target = (memoryview(t.view(torch.uint8).numpy().reshape(-1)) for t in (weight, torch.empty_like(weight)))
+    source, target = (tensor.view(torch.uint8).view(-1).numpy() for tensor in (weight, copy))
     pool, cuts = ThreadPoolExecutor(threads), [len(source) * part // threads for part in range(threads + 1)]
-    views = [
-        (target[start:stop], source[start:stop]) for start, stop in zip(cuts[:-1], cuts[1:], strict=True)
-    ]  # ctypes releases the interpreter's lock, slices of a memoryview do not
-    return lambda: list(pool.map(lambda pair: _copy(*pair), views))
-
-
-def _copy(target: memoryview, source: memoryview) -> None:
-    torch.frombuffer(target, dtype=torch.uint8).copy_(torch.frombuffer(source, dtype=torch.uint8))
+    parts = [(target[start:stop], source[start:stop]) for start, stop in pairwise(cuts)]
+    return lambda: list(pool.map(lambda part: np.copyto(*part), parts))
 
 
 def peak(work: Callable[[], object]) -> float:
@@ -103,48 +90,54 @@ def their_compressor(number_format: NumberFormat, weight: Tensor, stored: dict[s
 class Bench:
     """One weight, measured in every format."""
 
-    def __init__(self, weight: Tensor, repeat: int) -> None:
+    def __init__(self, weight: Tensor, threads: int, repeat: int) -> None:
         self.weight, self.repeat = weight, repeat
-        self.size = weight.numel() * weight.element_size()
+        self.size, self.target = weight.numel() * weight.element_size(), torch.empty_like(weight)
+        self.copy = memcpy(weight, self.target, threads)
 
-    def rate(self, work: Callable[[], object], repeat: int | None = None) -> float:
+    def rates(self, repeat: int, *works: Callable[[], object]) -> list[float]:
         """GB/s of the weight's bytes."""
-        return self.size / best(work, repeat or self.repeat) / 1e9
+        return [self.size / seconds / 1e9 for seconds in best(repeat, *works)]
 
-    def reference(self, work: Callable[[], object]) -> float:
+    def reference(self, *works: Callable[[], object]) -> list[float]:
         """The same with the plain torch kernels, once."""
         os.environ["MODELEXPORT_KERNELS"] = "reference"
         try:
-            return self.rate(work, 1)
+            return self.rates(1, *works)
         finally:
             del os.environ["MODELEXPORT_KERNELS"]
 
-    def row(self, name: str, copied: float) -> str:
+    def row(self, name: str) -> str:
         """A format's line of the table."""
-        plain, searching = formats.get(name), formats.get(name, observer="mse")
+        plain, searching, weight = formats.get(name), formats.get(name, observer="mse"), self.weight
         inputs = 3.0 if plain.has_static_inputs else None
-        stored = plain.quantise(self.weight, inputs=inputs)
+        stored, searched = (number_format.quantise(weight, inputs=inputs) for number_format in (plain, searching))
 
-        def quantise(number_format: NumberFormat = plain) -> object:
-            return number_format.quantise(self.weight, inputs=inputs, out=stored)
+        def quantise() -> object:
+            return plain.quantise(weight, inputs=inputs, out=stored)
 
-        ours = self.rate(quantise)
-        figures = [f"{ours:.2f}", f"{ours / copied:.2f}", f"{self.reference(quantise):.2f}"]
-        theirs = their_peak = None
+        def search() -> object:
+            return searching.quantise(weight, inputs=inputs, out=searched)
+
+        copied, ours, error, dequantised = self.rates(
+            self.repeat,
+            self.copy,
+            quantise,
+            lambda: plain.squared_error(weight, stored),
+            lambda: plain._dequantise(stored, self.target),
+        )
+        figures = [f"{copied:.1f}", f"{ours:.1f}", f"{ours / copied:.2f}"]
         if plain.quantised:
-            compress = their_compressor(plain, self.weight, stored)
-            theirs, their_peak = self.rate(compress, 1), peak(compress)
-        figures += [f"{theirs:.2f}", f"{ours / theirs:.0f}"] if theirs else ["-", "-"]
-        if plain.quantised:
-            figures.append(f"{self.rate(lambda: quantise(searching), 2):.2f}")
-            figures.append(f"{self.reference(lambda: quantise(searching)):.3f}")
+            compress = their_compressor(plain, weight, stored)
+            torchs, torchs_search = self.reference(quantise, search)
+            theirs, mse = self.rates(2, compress, search)
+            figures += [f"{torchs:.2f}", f"{theirs:.2f}", f"{ours / theirs:.0f}", f"{mse:.2f}", f"{torchs_search:.3f}"]
+            peaks = [f"{peak(quantise):.0f}", f"{peak(compress):.0f}"]
         else:
-            figures += ["-", "-"]
-        quantise()
-        figures.append(f"{self.rate(lambda: plain.dequantise(stored, dtype=self.weight.dtype), 3):.2f}")
-        figures.append(f"{self.rate(lambda: plain.squared_error(self.weight, stored)):.2f}")
-        figures += [f"{peak(quantise):.0f}", "-" if their_peak is None else f"{their_peak:.0f}"]
-        return f"{name:13}" + "".join(f"{figure:>10}" for figure in figures)
+            figures += [f"{self.reference(quantise)[0]:.2f}", *"----"]
+            peaks = [f"{peak(quantise):.0f}", "-"]
+        figures += [f"{dequantised:.1f}", f"{error:.1f}", *peaks]
+        return f"{name:13}" + "".join(f"{figure:>9}" for figure in figures)
 
 
 def bench_import() -> None:
@@ -156,7 +149,8 @@ def bench_import() -> None:
         " ('nvfp4', 'amax')):\n"
         "    w = time.perf_counter(); c = time.process_time()\n"
         "    kernels.warm(name, observer)\n"
-        "    print(f'{name} {observer}: {time.perf_counter() - w:.2f} s ({time.process_time() - c:.2f} s CPU)', end='; ')"
+        "    w, c = time.perf_counter() - w, time.process_time() - c\n"
+        "    print(f'{name} {observer}: {w:.2f} s ({c:.2f} s CPU)', end='; ')"
     )
     print("\nImporting what each needs further:")
     with tempfile.TemporaryDirectory() as cache:
@@ -182,16 +176,13 @@ def main() -> None:
     kernels.set_threads(arguments.threads)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(arguments.rows, arguments.cols, generator=generator).to(getattr(torch, arguments.dtype))
-    bench = Bench(weight, arguments.repeat)
+    bench = Bench(weight, arguments.threads, arguments.repeat)
     print(f"{kernels.backend()}, torch {torch.__version__}, {arguments.threads} thread(s); GB/s of source bytes")
-    copied = bench.rate(memcpy(weight, arguments.threads), 3 * arguments.repeat)
-    amax = bench.rate(lambda: kernels.row_amax(weight))
-    print(
-        f"{list(weight.shape)} {arguments.dtype}, {bench.size / 2**20:.0f} MiB: memcpy {copied:.1f}, row_amax {amax:.1f}"
-    )
-    print(" " * 13 + "".join(f"{column:>10}" for column in COLUMNS))
+    (amax,) = bench.rates(arguments.repeat, lambda: kernels.row_amax(weight))
+    print(f"{list(weight.shape)} {arguments.dtype}, {bench.size / 2**20:.0f} MiB: row_amax {amax:.1f}")
+    print(" " * 13 + "".join(f"{column:>9}" for column in (*COLUMNS, *PEAKS)))
     for name in arguments.only:
-        print(bench.row(name, copied), flush=True)
+        print(bench.row(name), flush=True)
     bench_import()
 
 

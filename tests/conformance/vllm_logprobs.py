@@ -1,6 +1,8 @@
 """Run inside an environment that holds vLLM's CPU build: log-probabilities of a prompt, as one line of JSON.
 
-usage: python vllm_logprobs.py CHECKPOINT TP TOKEN [TOKEN ...]
+usage: python vllm_logprobs.py CHECKPOINT TP TOKEN [TOKEN ...] [, TOKEN ...]
+
+A comma, as an argument of its own, begins another prompt; their log-probabilities follow each other in the list.
 
 A second line, KERNELS, lists the reference kernels that stood in for those that this build lacks.
 
@@ -38,7 +40,7 @@ def main() -> None:
 
         vllm_reference_kernels.install(round_inputs=kernels == "reference")
         used = vllm_reference_kernels.USED
-    prompt = [int(token) for token in tokens]
+    prompts = [[int(token) for token in prompt.split()] for prompt in " ".join(tokens).split(",")]
     engine = LLM(
         model=checkpoint,
         tensor_parallel_size=int(tp),
@@ -52,8 +54,12 @@ def main() -> None:
         distributed_executor_backend="mp" if int(tp) > 1 else "uni",
     )
     wanted = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
-    (output,) = engine.generate([{"prompt_token_ids": prompt}], wanted, use_tqdm=False)
-    scores = [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)]
+    outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], wanted, use_tqdm=False)
+    scores = [
+        entry[token].logprob
+        for prompt, output in zip(prompts, outputs, strict=True)
+        for entry, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)
+    ]
     print("KERNELS " + json.dumps(sorted(used)), flush=True)
     print("LOGPROBS " + json.dumps(scores), flush=True)
 

@@ -4,8 +4,8 @@ Runs inside the environment that holds vLLM, and imports nothing of ours: the ar
 formats' descriptions (compressed-tensors', and OCP's Microscaling Formats specification), as an oracle of its own.
 Weights are decoded when they have been loaded. Inputs are rounded as the format says, unless told otherwise.
 
-vLLM picks kernels from lists, by platform; ours are put into those for the CPU, behind its own. There are two that a
-CPU without matrix tiles would pick and then fail in, which ours stand before: see :func:`install`.
+vLLM picks the first of a list of kernels, by platform, that says it can do a weight. Ours are put into the lists for the
+CPU and say so of what its own cannot.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+import vllm._custom_ops as operations
 import vllm.model_executor.kernels.linear as registry
 from torch import Tensor
 from torch.nn.functional import linear
@@ -212,8 +213,9 @@ class ReferencePacked(Reference, MPLinearKernel):
 
     @classmethod
     def can_implement(cls, config: Any) -> tuple[bool, str | None]:
-        fits = config.weight_type in cls.BITS
-        return fits, None if fits else f"no reference for {config.weight_type}"
+        native = config.weight_type in (scalar_types.uint4b8, scalar_types.uint4) and config.act_type != torch.float32
+        fits = config.weight_type in cls.BITS and not native
+        return fits, None if fits else "there is another kernel for it, or none at all"
 
     def decoded(self, layer: Any) -> Tensor:
         packed, scale, zero_point = self._get_weight_params(layer)
@@ -242,6 +244,16 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
 # ------------------------------------------------------------------- installing
 
 
+def scaled_fp8_quant(input: Tensor, scale: Tensor | None = None, **_: Any) -> tuple[Tensor, Tensor]:
+    """What vLLM's operation of this name does where the scale is given; the CPU build has the name only.
+
+    With it weights that were fused are put on one scale. Where they share theirs already, as ours do, that must change
+    nothing.
+    """
+    assert scale is not None, "only with a scale"
+    return (input.float() / scale.float()).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
+
+
 def install(*, round_inputs: bool = True) -> None:
     """Offer the kernels to vLLM, before a model is loaded.
 
@@ -249,19 +261,16 @@ def install(*, round_inputs: bool = True) -> None:
         round_inputs: False: weights alone are tried, as vLLM itself does for some formats on older GPUs.
     """
     _settings["round_inputs"] = round_inputs
-    cpu = PlatformEnum.CPU
     for kernels, ours in (
         (registry._POSSIBLE_NVFP4_KERNELS, ReferenceNvFp4),
         (registry._POSSIBLE_MXFP4_KERNELS, ReferenceMxFp4),
         (registry._POSSIBLE_MXFP8_KERNELS, ReferenceMxFp8),
+        (registry._POSSIBLE_FP8_KERNELS, ReferenceFp8PerTensor),
         (registry._POSSIBLE_FP8_BLOCK_KERNELS, ReferenceFp8Block),
         (registry._POSSIBLE_KERNELS, ReferencePacked),
     ):
-        kernels[cpu] = [*kernels.get(cpu, []), ours]
-    # torch's own is picked for one static scale, but then the norm before it is fused with a rounding of its output,
-    # for which the CPU build has no operation.
-    registry._POSSIBLE_FP8_KERNELS[cpu] = [ReferenceFp8PerTensor, *registry._POSSIBLE_FP8_KERNELS[cpu]]
-    # Weight-only NVFP4 asks for this one by name.
-    registry.MarlinNvFp4LinearKernel = ReferenceNvFp4
+        kernels[PlatformEnum.CPU] = [ours, *kernels.get(PlatformEnum.CPU, [])]
+    registry.MarlinNvFp4LinearKernel = ReferenceNvFp4  # weight-only NVFP4 asks for it by name
+    operations.scaled_fp8_quant = scaled_fp8_quant
     # 4-bit weights with FP8 inputs are recognised on one kind of GPU only.
     CompressedTensorsConfig._is_fp8_w4a8_sm90 = staticmethod(CompressedTensorsConfig._is_fp8_w4a8)

@@ -70,6 +70,15 @@ def _row_extremes(shorts, words, kind, begin, groups, group, extremes):
 
 
 @_inline
+def _affines(extremes, half, caps, kind, steps, shifts, shorts, words, at):
+    """Each group's scale and zero point, the scales also as stored, from element ``at`` on."""
+    for g in range(steps.size):
+        steps[g], shifts[g] = _affine(extremes[2 * g], extremes[2 * g + 1], half, caps, kind)
+    for g in range(steps.size):
+        _store_scale(shorts, words, _U64(at + g), steps[g], kind)
+
+
+@_inline
 def _encode_affine(values, begin, groups, group, scales, zeros, out, to, code):
     """Values / their scale + their zero point, a byte each: int4 or int8, stored plus 8 or 128."""
     low, high, flip, mask = _bounds(code)
@@ -131,9 +140,14 @@ def quantise_affine(
             finite &= _given(given, i * given_stride, extremes)
         if not finite:
             return i
+        at = i * scale_stride
+        if scale_kind == BF16:  # the same for each kind: see _scales
+            _affines(extremes, half, caps, BF16, steps, shifts, scale_shorts, scale_words, at)
+        elif scale_kind == FP16:
+            _affines(extremes, half, caps, FP16, steps, shifts, scale_shorts, scale_words, at)
+        else:
+            _affines(extremes, half, caps, FP32, steps, shifts, scale_shorts, scale_words, at)
         for g in range(groups):
-            steps[g], shifts[g] = _affine(extremes[2 * g], extremes[2 * g + 1], half, caps, scale_kind)
-            _store_scale(scale_shorts, scale_words, _U64(i * scale_stride + g), steps[g], scale_kind)
             zeros[i * zero_stride + g] = _U8(_I32(shifts[g]))
         if kind == BF16:
             _encode_affine(shorts, begin, groups, group, steps, shifts, out, to, code)

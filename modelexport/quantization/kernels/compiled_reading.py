@@ -8,15 +8,19 @@ from numba import types
 
 from modelexport.quantization.kernels.compiled import (
     _BLOCK,
+    _EXPONENT,
     _F32,
     _I8,
     _I32,
+    _MAGNITUDE,
     _U8,
     _U16,
     _U32,
     _U64,
     _ZERO,
+    BF16,
     FP8,
+    FP16,
     INT4,
     INT8,
     LANES,
@@ -120,15 +124,41 @@ def squared_error(
         out[2 * i + 1] = _fold(squares)
 
 
-@_jit(types.void(_bytes, *[_int] * 5, _bytes, _int, _int, _bytes, _int, _bytes, _int))
+@_inline
+def _narrow_bf16(wide, count, shorts, at):
+    """float32 to bfloat16, half to even."""
+    for j in range(count):
+        bits = _F32(wide[j]).view(np.uint32)
+        odd = _U32(_U32(bits >> _U32(16)) & _U32(1))
+        short = _U32(_U32(_U32(bits + _U32(0x7FFF)) + odd) >> _U32(16))
+        shorts[_U64(at + j)] = _U16(0x7FC0) if _U32(bits & _MAGNITUDE) > _EXPONENT else _U16(short)
+
+
+@_inline
+def _narrow_fp16(wide, count, shorts, at):
+    """float32 to float16, half to even; below 2^-14 in units of 2^-24, those of float32 from 0.5 on."""
+    for j in range(count):
+        bits = _F32(wide[j]).view(np.uint32)
+        size = _U32(bits & _MAGNITUDE)
+        odd = _U32(_U32(size >> _U32(13)) & _U32(1))
+        short = _U32(_U32(_U32(_U32(size + _U32(0xFFF)) + odd) >> _U32(13)) - _U32(112 << 10))
+        short = min(short, _U32(0x7C00)) if size < _EXPONENT else _U32(0x7C00)
+        small = _U32(_F32(_U32(size).view(np.float32) + _F32(0.5)).view(np.uint32) - _U32(0x3F000000))
+        short = small if size < _U32(0x38800000) else short
+        short = _U32(0x7E00) if size > _EXPONENT else short
+        shorts[_U64(at + j)] = _U16(short | _U32(_U32(bits >> _U32(16)) & _U32(0x8000)))
+
+
+@_jit(types.void(_bytes, *[_int] * 5, _bytes, _int, _int, _bytes, _int, _bytes, _int, _int))
 def dequantise(
-    q, q_stride, rows, cols, group, code, scales, scale_stride, scale_kind, zeros, zero_stride, out, out_stride
+    q, q_stride, rows, cols, group, code, scales, scale_stride, scale_kind, zeros, zero_stride, out, out_stride, kind
 ):
-    """Stored rows, less their zero points, times their scales, as float32, into the bytes of ``out``."""
+    """Stored rows, less their zero points, times their scales (as float32), into the bytes of ``out``."""
     scale_shorts, _, scale_floats = _views(scales)
-    _, _, floats = _views(out)
+    shorts, _, floats = _views(out)
     nibbles = np.empty(_BLOCK, np.uint8)
     pairs = nibbles.view(np.uint16)
+    wide = np.empty(_BLOCK, np.float32)
     steps = np.empty((cols + group - 1) // group, np.float32)
     offsets = np.empty(steps.size, np.int32)
     for i in range(rows):
@@ -136,4 +166,11 @@ def dequantise(
         _offsets(zeros, i * zero_stride, code, offsets)
         for start in range(0, cols, _BLOCK):
             count, to = min(cols - start, _BLOCK), i * out_stride + start
-            _decode_block(q, i * q_stride, start, count, group, code, steps, offsets, nibbles, pairs, floats, to)
+            _decode_block(q, i * q_stride, start, count, group, code, steps, offsets, nibbles, pairs, wide, 0)
+            if kind == BF16:
+                _narrow_bf16(wide, count, shorts, to)
+            elif kind == FP16:
+                _narrow_fp16(wide, count, shorts, to)
+            else:
+                for j in range(count):
+                    floats[_U64(to + j)] = wide[j]

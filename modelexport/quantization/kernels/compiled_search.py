@@ -15,7 +15,11 @@ from modelexport.quantization.kernels.compiled import (
     _MAGNITUDE,
     _ROUND,
     _U32,
+    _U64,
+    BF16,
     FP8,
+    FP16,
+    FP32,
     INT4,
     _affine,
     _bounds,
@@ -33,60 +37,67 @@ from modelexport.quantization.kernels.compiled import (
 )
 
 TRIED = 16  # scales, the same as in scales.py
-SEARCH_LANES = 8  # partial sums for each, the same as the reference's
-_WIDTH = TRIED * SEARCH_LANES
+SEARCH_LANES = 32  # partial sums, the same as the reference's
 
 
 @_inline
-def _spread(wide, begin, values):
-    """SEARCH_LANES values, each as often as there are scales: what follows goes over values and scales in one loop."""
+def _integer_error(wide, begin, scale, low, high, lanes):
+    """Adds the squares of w - nearest integer * scale to the lanes."""
     for lane in range(SEARCH_LANES):
-        value = wide[begin + lane]
-        for k in range(TRIED):
-            values[lane * TRIED + k] = value
-
-
-@_inline
-def _integer_errors(values, steps, low, high, sums):
-    """Adds the squares of w - nearest integer * scale."""
-    for j in range(_WIDTH):
-        ratio = _clamped(_F32(values[j] / steps[j]), low, high)
+        value = wide[_U64(begin + lane)]
+        ratio = _clamped(_F32(value / scale), low, high)
         nearest = _F32(_F32(ratio + _ROUND) - _ROUND)
-        error = _F64(_F32(values[j] - _F32(nearest * steps[j])))
-        sums[j] += error * error
+        error = _F64(_F32(value - _F32(nearest * scale)))
+        lanes[lane] += error * error
 
 
 @_inline
-def _affine_errors(values, steps, zeros, low, high, sums):
+def _affine_error(wide, begin, scale, zero, low, high, lanes):
     """The same of integers with a zero point."""
-    for j in range(_WIDTH):
-        ratio = _clamped(_F32(_F32(values[j] / steps[j]) + zeros[j]), low, high)
-        nearest = _F32(_F32(_F32(ratio + _ROUND) - _ROUND) - zeros[j])
-        error = _F64(_F32(values[j] - _F32(nearest * steps[j])))
-        sums[j] += error * error
+    for lane in range(SEARCH_LANES):
+        value = wide[_U64(begin + lane)]
+        ratio = _clamped(_F32(_F32(value / scale) + zero), low, high)
+        nearest = _F32(_F32(_F32(ratio + _ROUND) - _ROUND) - zero)
+        error = _F64(_F32(value - _F32(nearest * scale)))
+        lanes[lane] += error * error
 
 
 @_inline
-def _fp8_errors(values, steps, sums):
+def _fp8_error(wide, begin, scale, lanes):
     """The same of e4m3."""
-    for j in range(_WIDTH):
-        bits = _F32(values[j] / steps[j]).view(np.uint32)
+    for lane in range(SEARCH_LANES):
+        value = wide[_U64(begin + lane)]
+        bits = _F32(value / scale).view(np.uint32)
         size = min(_U32(bits & _MAGNITUDE), _FP8_MAX_BITS)
         small = _F32(_F32(_U32(size).view(np.float32) + _FP8_UNIT_SHIFT) - _FP8_UNIT_SHIFT).view(np.uint32)
         nearest = _U32(_rounded(size, 20)) if size >= _FP8_NORMAL_BITS else small
         nearest = _U32(nearest | _U32(bits & _U32(0x80000000)))
-        error = _F64(_F32(values[j] - _F32(nearest.view(np.float32) * steps[j])))
-        sums[j] += error * error
+        error = _F64(_F32(value - _F32(nearest.view(np.float32) * scale)))
+        lanes[lane] += error * error
 
 
 @_inline
-def _halve(sums):
-    """Adds the upper half of the lanes to the lower until one is left."""
-    half = SEARCH_LANES // 2
-    while half:
-        for j in range(half * TRIED):
-            sums[j] += sums[half * TRIED + j]
-        half //= 2
+def _halved(lanes):
+    """The sum of the lanes: the upper half is added to the lower until one is left."""
+    for lane in range(16):
+        lanes[lane] += lanes[lane + 16]
+    for lane in range(8):
+        lanes[lane] += lanes[lane + 8]
+    for lane in range(4):
+        lanes[lane] += lanes[lane + 4]
+    return (lanes[0] + lanes[2]) + (lanes[1] + lanes[3])
+
+
+@_inline
+def _candidates(first, second, shrinks, each, half, limit, cap, caps, kind, steps, zeros):
+    """The scales that are tried, and their zero points."""
+    if each == 2:
+        for k in range(TRIED):
+            below, above = _F32(first * shrinks[k]), _F32(second * shrinks[k])
+            steps[k], zeros[k] = _affine(below, above, half, caps, kind)
+    else:
+        for k in range(TRIED):
+            steps[k] = _scale_of(_F32(first * shrinks[k]), limit, cap, kind)
 
 
 @_jit(types.void(_bytes, *[_int] * 5, *[types.float32] * 2, _floats, _floats, _int, _floats, _int, _doubles))
@@ -98,32 +109,33 @@ def search_errors(src, stride, kind, rows, cols, code, limit, cap, caps, amax, e
     shorts, _, floats = _views(src)
     length = (cols + SEARCH_LANES - 1) // SEARCH_LANES * SEARCH_LANES
     wide = np.zeros(length, np.float32)
-    values, steps, zeros = np.empty(_WIDTH, np.float32), np.empty(_WIDTH, np.float32), np.empty(_WIDTH, np.float32)
-    sums = np.empty(_WIDTH, np.float64)
+    steps, zeros = np.empty(TRIED, np.float32), np.empty(TRIED, np.float32)
+    lanes = np.empty(SEARCH_LANES, np.float64)
     low, high, _, _ = _bounds(code)
     half = _F32(8.0) if code == INT4 else _F32(128.0)
     for i in range(rows):
         first, second = amax[i * each], amax[i * each + each - 1]
-        for j in range(_WIDTH):
-            sums[j] = 0.0
-        if first < np.inf and second < np.inf:
-            _widen(shorts, floats, kind, i * stride, cols, wide)
+        if not (first < np.inf and second < np.inf):
             for k in range(TRIED):
-                if each == 2:
-                    below, above = _F32(first * shrinks[k]), _F32(second * shrinks[k])
-                    steps[k], zeros[k] = _affine(below, above, half, caps, scale_kind)
-                else:
-                    steps[k] = _scale_of(_F32(first * shrinks[k]), limit, cap, scale_kind)
-            for j in range(TRIED, _WIDTH):
-                steps[j], zeros[j] = steps[j - TRIED], zeros[j - TRIED]
-            for begin in range(0, length, SEARCH_LANES):
-                _spread(wide, begin, values)
-                if each == 2:
-                    _affine_errors(values, steps, zeros, low, high, sums)
-                elif code == FP8:
-                    _fp8_errors(values, steps, sums)
-                else:
-                    _integer_errors(values, steps, low, high, sums)
-            _halve(sums)
+                out[i * TRIED + k] = 0.0
+            continue
+        _widen(shorts, floats, kind, i * stride, cols, wide)
+        if scale_kind == BF16:  # the same for each kind: with a kind that it knows, LLVM makes vectors of it
+            _candidates(first, second, shrinks, each, half, limit, cap, caps, BF16, steps, zeros)
+        elif scale_kind == FP16:
+            _candidates(first, second, shrinks, each, half, limit, cap, caps, FP16, steps, zeros)
+        else:
+            _candidates(first, second, shrinks, each, half, limit, cap, caps, FP32, steps, zeros)
         for k in range(TRIED):
-            out[i * TRIED + k] = sums[k]
+            for lane in range(SEARCH_LANES):
+                lanes[lane] = 0.0
+            if each == 2:
+                for begin in range(0, length, SEARCH_LANES):
+                    _affine_error(wide, begin, steps[k], zeros[k], low, high, lanes)
+            elif code == FP8:
+                for begin in range(0, length, SEARCH_LANES):
+                    _fp8_error(wide, begin, steps[k], lanes)
+            else:
+                for begin in range(0, length, SEARCH_LANES):
+                    _integer_error(wide, begin, steps[k], low, high, lanes)
+            out[i * TRIED + k] = _halved(lanes)

@@ -26,7 +26,6 @@ _CODE = {
 }
 _NONE = np.empty(0, np.float32)
 _NO_ZEROS = (np.empty(0, np.uint8), 0)
-_SCRATCH_ELEMENTS = 1 << 16
 
 
 def _code(q: Tensor, bits: int) -> int:
@@ -146,20 +145,13 @@ def dequantise(
 ) -> None:
     """See :func:`.reference.dequantise`."""
     rows, cols = out.shape
-    dense_q, dense_scale = _dense_rows(q), _dense_rows(scale)
-    dense_zero = None if zero is None else _dense_rows(zero)
-    dims = (cols, reference.columns_per_scale(cols, scale, group), _code(q, bits))
-    step = rows if out.dtype == torch.float32 else max(1, _SCRATCH_ELEMENTS // cols)
-    for start in range(0, rows, step):
-        part = slice(start, min(rows, start + step))
-        target = out[part]
-        direct = out.dtype == torch.float32 and _dense_rows(target) is target
-        wide = target if direct else torch.empty(target.shape, dtype=torch.float32)
-        source, steps = _span(dense_q[part], 1), (*_span(dense_scale[part]), _KIND[scale.dtype])
-        zeros = _NO_ZEROS if dense_zero is None else _span(dense_zero[part])
-        compiled_reading.dequantise(*source, len(target), *dims, *steps, *zeros, *_span(wide))
-        if not direct:
-            target.copy_(wide)
+    source, steps = _span(_dense_rows(q), 1), (*_span(_dense_rows(scale)), _KIND[scale.dtype])
+    zeros = _NO_ZEROS if zero is None else _span(_dense_rows(zero))
+    dims = (rows, cols, reference.columns_per_scale(cols, scale, group), _code(q, bits))
+    dense = _dense_rows(out)
+    compiled_reading.dequantise(*source, *dims, *steps, *zeros, *_span(dense), _KIND[out.dtype])
+    if dense is not out:
+        out.copy_(dense)
 
 
 def squared_error(
