@@ -10,6 +10,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+_SHOWN = 100
+
 
 class ModelExportError(Exception):
     """Base of every error raised on purpose. ``exit_status`` is what the command line returns for it."""
@@ -67,3 +69,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, choices, n=1)
     hint = f"; did you mean '{close[0]}'?" if close else ";"
     return f"{hint} known: {', '.join(choices)}"
+
+
+def shown(value: object) -> str:
+    """What a stranger wrote, as much of it as a message needs, on one line."""
+    text = value if isinstance(value, str) else repr(value)
+    text = text[: _SHOWN + 1].encode("unicode_escape").decode()
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

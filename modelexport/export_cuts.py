@@ -59,7 +59,7 @@ class Cuts:
         if dim is None:
             return replicated(shape[0], self.tp)
         kept = task.alignment
-        if number_format is not None and number_format.observer != "amax" and number_format.reach != "block":
+        if number_format is not None and number_format.whole_rows:
             return cut_along(0, block_cut(shape[0], kept[0], self.tp))
         if module.axis is None:  # fused on disk: any rows will do to quantise it
             return cut_along(dim, block_cut(shape[dim], kept[dim], self.tp))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from modelexport.checkpoints.safetensors_file import Checkpoint, TensorInfo, tensor_nbytes
-from modelexport.errors import CheckpointError, PlanError
+from modelexport.errors import CheckpointError, PlanError, UsageError, shown
 from modelexport.export_steps import OutputTensor, StoredLinear, TensorTask
 from modelexport.families import Dimensions, Family, Module
-from modelexport.quantization.methods import Method, extras, of_method, promised, read_quantization_config
+from modelexport.quantization.methods import Method, Scheme, extras, of_method, promised, read_quantization_config
 from modelexport.sharding.plan import replicated
 
 if TYPE_CHECKING:
@@ -57,36 +58,55 @@ class SourceLinears:
             return None
         shape = dimensions.weight_shape(module)
         tensors, problems = {}, []
-        for suffix, promise in promised(scheme, (shape[0], shape[1])).items():
+        spare = extras(scheme, (shape[0], shape[1]))
+        for suffix, promise in {**promised(scheme, (shape[0], shape[1])), **spare}.items():
             info = self.infos.pop(f"{name}.{suffix}", None)
+            if info is None and suffix in spare:
+                continue
             if info is None:
                 problems.append(f"{name}.{suffix} is missing")
             elif info.dtype not in promise.dtypes or info.shape not in promise.shapes:
                 problems.append(f"{info.name} is {info.dtype} {list(info.shape)} but config.json makes it {promise}")
             else:
                 tensors[suffix] = info
-        for suffix in extras(scheme, (shape[0], shape[1])):
-            info = self.infos.pop(f"{name}.{suffix}", None)
-            if info is not None:
-                tensors[suffix] = info
         if problems:
             raise CheckpointError("; ".join(problems))
-        from modelexport.checkpoints.safetensors_file import torch_dtype
-        from modelexport.quantization.formats import of_scheme
-
-        scales = [info.dtype for suffix, info in tensors.items() if suffix.endswith(_SCALE_LIKE)]
-        floating = [dtype for dtype in scales if dtype in _DTYPES.values()]
-        dtype = floating[0] if floating else of_method(scheme.method).SCALES
-        kept = None if dtype is None else torch_dtype(dtype)
-        try:
-            number_format, exact = of_scheme(scheme, scale_dtype=kept), True
-        except CheckpointError:
-            weights = {key: value for key, value in scheme.weights.items() if key != "actorder"}
-            alone = replace(scheme, inputs=None, weights=weights)
-            number_format, exact = of_scheme(alone, scale_dtype=kept), False
+        number_format, exact = self._held(name, scheme, tensors)
         dtype = self.dtype()
         weight = TensorInfo(f"{name}.weight", dtype, shape, Path(), 0, tensor_nbytes(dtype, shape))
         return Found(StoredLinear(scheme.method, number_format, tensors, exact), weight)
+
+    def _held(self, name: str, scheme: Scheme, tensors: Mapping[str, TensorInfo]) -> tuple[NumberFormat, bool]:
+        """The number format of a linear's tensors; and whether it says all that the scheme does, or only the weights.
+
+        Raises:
+            CheckpointError: none holds such weights.
+        """
+        from modelexport.checkpoints.safetensors_file import torch_dtype
+        from modelexport.quantization.formats import get, has_groups, meaning, names, of_scheme
+
+        scales = {info.dtype for suffix, info in tensors.items() if suffix.endswith(_SCALE_LIKE)}
+        floating = sorted(scales.intersection(_DTYPES.values()))
+        dtype = floating[0] if len(floating) == 1 else "F32" if floating else of_method(scheme.method).SCALES
+        kept = None if dtype is None else torch_dtype(dtype)
+        try:
+            return of_scheme(scheme, scale_dtype=kept), True
+        except CheckpointError as error:
+            refused = error
+        weights = {key: value for key, value in scheme.weights.items() if key != "actorder"}
+        size = weights.get("group_size") if weights.get("strategy") == "group" else -1
+        for known in names():
+            try:
+                found = get(known, group_size=size if has_groups(known) else None, scale_dtype=kept)
+            except UsageError:  # has not groups of that size
+                continue
+            if (
+                found.quantised
+                and not found.has_static_inputs
+                and meaning(found.weight_arguments()) == meaning(weights)
+            ):
+                return found, False
+        raise CheckpointError(f"{name}: {refused}")
 
     def kv_scale(self, attention: str, which: str) -> TensorInfo | None:
         """Takes the scale of a layer's cached keys ("k") or values ("v")."""
@@ -94,7 +114,23 @@ class SourceLinears:
             return None
         assert self.quantization is not None
         where = of_method(self.quantization.method).KV_SCALES.get(which)
-        return None if where is None else self.infos.pop(f"{attention}.{where}", None)
+        info = None if where is None else self.infos.pop(f"{attention}.{where}", None)
+        if info is not None and (info.shape not in ((), (1,)) or info.dtype not in _DTYPES.values()):
+            raise CheckpointError(f"{info.name} is {info.dtype} {list(info.shape)}: a KV cache's scale is one number")
+        return info
+
+    def check_kv_scheme(self) -> None:
+        """Refuse a KV cache whose numbers cannot be announced as they are.
+
+        Raises:
+            PlanError: they are not FP8.
+        """
+        scheme = None if self.quantization is None else self.quantization.kv_cache_scheme
+        if scheme is not None and (scheme.get("type"), scheme.get("num_bits")) != ("float", 8):
+            raise PlanError(
+                f"the source's KV cache has {shown(scheme.get('num_bits'))}-bit {shown(scheme.get('type'))} numbers, "
+                "and only those of FP8 can be written: --quant none leaves its scales out"
+            )
 
     def dtype(self) -> str:
         """The dtype of the model's unquantised numbers, as config.json says or as its tensors are."""
@@ -125,6 +161,7 @@ def cache_tasks(family: Family, method: Method, layer: str, sources: SourceLinea
         made: whether they are to be made, in float32; else those of the source are taken over, where it has any.
 
     Raises:
+        CheckpointError: what the source has is not one number.
         PlanError: the method or the family has no place for them.
     """
     attention = next(

@@ -8,6 +8,7 @@ result will weigh. Every violation found is listed at once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from modelexport.checkpoints.safetensors_file import Checkpoint, TensorInfo, tensor_nbytes
@@ -121,6 +122,7 @@ class _Planner:
                 f"{len(names)} tensor(s) are not part of a {self.family.name} model of "
                 f"{self.dims.layers} layers: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
             )
+        self.problems = list(dict.fromkeys(self.problems))
         if self.problems:
             more = f"; and {len(self.problems) - 8} more" if len(self.problems) > 8 else ""
             raise CheckpointError(f"{self.directory}: {'; '.join(self.problems[:8])}{more}")
@@ -144,6 +146,8 @@ class _Planner:
     def _cache(self, layer: str, made: bool) -> list[TensorTask]:
         """The scales of the KV cache: made, taken over where all numbers are kept, else left out."""
         kept = made or self.assignment is None
+        if kept and not made:
+            self.sources.check_kv_scheme()
         method = self.method if kept else of_method("compressed-tensors")
         tasks = cache_tasks(self.family, method, layer, self.sources, made=made)
         if kept:
@@ -215,11 +219,12 @@ class _Planner:
             if not (module.kind == "head" and self.dims.tied_embeddings):
                 self.missing.append(f"{name}.{module.parameter}")
             return []
-        number_format = self._number_format(name, module, weight, None if stored is None else stored.linear)
-        if not self._shape_is_right(weight, module, number_format, None if stored is None else stored.linear):
+        bias = self.infos.pop(f"{name}.bias", None)  # also of what is refused: it is no stranger
+        linear = None if stored is None else stored.linear
+        number_format = self._number_format(name, module, weight, linear)
+        if not self._shape_is_right(weight, module, number_format, linear):
             return []
         outputs = self._outputs(weight, number_format)
-        linear = None if stored is None else stored.linear
         shared = module.fused_into or (module.general_path if module.is_expert else path)
         tasks = [
             TensorTask(
@@ -235,7 +240,6 @@ class _Planner:
                 stored=linear,
             )
         ]
-        bias = self.infos.pop(f"{name}.bias", None)
         if bias is None and module.has_bias(self.config):
             why = f"config.json says {module.bias}" if isinstance(module.bias, str) else f"{self.family.name} has one"
             self.problems.append(f"{name}.bias is missing, though {why}")
@@ -319,7 +323,7 @@ class _Planner:
             if task.parameter == "weight" and task.module.kind == "linear":
                 groups.setdefault(task.shared_scale, []).append(task)
         for group in groups.values():
-            kinds = {task.number_format for task in group}
+            kinds = {_numbers(task.number_format) for task in group}
             if len(kinds) > 1:
                 spelled = ", ".join(
                     f"{task.path} {'none' if task.number_format is None else task.number_format.name}"
@@ -338,6 +342,11 @@ class _Planner:
             nbytes = tensor_nbytes(info.dtype, info.shape)
             return (OutputTensor(name, info.dtype, info.shape, axes, nbytes),)
         return linear_outputs(self.method, number_format, (info.shape[0], info.shape[1]), info.dtype)
+
+
+def _numbers(number_format: NumberFormat | None) -> NumberFormat | None:
+    """The same, whatever dtype its scales have."""
+    return None if number_format is None else replace(number_format, scale_dtype=None)
 
 
 def nearest_hint(name: str, names: dict[str, Any]) -> str:

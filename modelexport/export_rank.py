@@ -20,6 +20,7 @@ from modelexport.checkpoints.safetensors_file import Checkpoint, Layout, Reader,
 from modelexport.checkpoints.staging import Staging
 from modelexport.distributed import collectives, gather, memory, ranks
 from modelexport.distributed.launch import phase, report
+from modelexport.errors import CheckpointError
 from modelexport.export_audit import audit
 from modelexport.export_calibration import Samples, calibrate
 from modelexport.export_handover import HandOver
@@ -278,13 +279,18 @@ class RankExport:
         """What the source has quantised: spelt by the target's method, or as the weight that it stands for."""
         linear = task.stored
         assert linear is not None
-        if task.number_format is None:
-            weight = decoding.dequantise(linear.method, linear.number_format, stored, task.full_shape)
-            tensors = {"weight": weight.to(torch_dtype(task.info.dtype))}
-            check_finite(self.plain, tensors["weight"], task.info.name)
-        else:
-            tensors = decoding.recode(linear.method, self.method, linear.number_format, stored, task.full_shape)
-        return {name: _in_shared_memory(t) for name, t in tensors.items()} if self.way.wants_shared(task) else tensors
+        try:
+            decoding.check_stored(stored, task.full_shape)
+            if task.number_format is None:
+                weight = decoding.dequantise(linear.method, linear.number_format, stored, task.full_shape)
+                found = {"weight": weight.to(torch_dtype(task.info.dtype))}
+                check_finite(self.plain, found["weight"], task.info.name)
+            else:
+                found = decoding.recode(linear.method, self.method, linear.number_format, stored, task.full_shape)
+                found = {out.name: decoding.as_dtype(found[out.name], torch_dtype(out.dtype)) for out in task.outputs}
+        except CheckpointError as error:  # of one among hundreds
+            raise CheckpointError(f"{task.info.name.removesuffix('.weight')}: {error}") from error
+        return {name: _in_shared_memory(t) for name, t in found.items()} if self.way.wants_shared(task) else found
 
     def _cache_scale(self, step: Step, task: TensorTask) -> dict[str, Tensor]:
         """The scale of a layer's cached keys or values: what they reach, over the largest number of FP8."""

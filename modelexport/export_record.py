@@ -265,7 +265,7 @@ def _rows(plan: ExportPlan, sqnr: dict[str, float]) -> list[TypeRow]:
         for task in step.tasks:
             path = plan.general_path(step, task)
             row = sums.setdefault(
-                path, {"modules": set(), "weights": 0, "nbytes": 0, "format": "", "worst": (math.inf, None)}
+                path, {"modules": set(), "weights": 0, "nbytes": 0, "format": "-", "worst": (math.inf, None)}
             )
             full = full_name(step.layer, task.path)
             row["modules"].add(full)

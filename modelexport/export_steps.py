@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from modelexport.checkpoints.safetensors_file import TensorInfo
+from modelexport.contents.engines import loadable_tp
 from modelexport.families import Dimensions, Family, Module
-from modelexport.sharding.plan import Cut, Parallelism, Range, admissible_tp, scale_range
+from modelexport.sharding.plan import Cut, Parallelism, Range, scale_range
 
 if TYPE_CHECKING:
     from modelexport.layers import Box
@@ -177,7 +178,7 @@ class ExportPlan:
     def formats(self) -> dict[str, NumberFormat]:
         """Every quantised linear -> its number format, in the model's order."""
         return {
-            full_name(step.layer, task.path): task.number_format
+            full_name(step.layer, task.path): replace(task.number_format, scale_dtype=None)  # dtypes are not announced
             for step in self.steps
             for task in step.tasks
             if task.number_format is not None and task.parameter == "weight"
@@ -196,17 +197,18 @@ class ExportPlan:
 
     def admissible_tp(self) -> list[int]:
         """Tensor-parallel sizes at which an engine can load the result (vocabulary padded by the engine)."""
-        limits = []
+        limits, kv_units = set(), set()
         for task in self._weights():
             dim = {"column": 0, "row": 1, "replicated": None}[task.module.partition]
             if task.module.kind != "linear" or dim is None:
                 continue
             for _, axis in task.module.axes:
                 if axis == "kv_heads":
+                    kv_units.add(task.alignment[dim])
                     continue
                 unit = math.lcm(self.dimensions.axis_unit(axis), task.alignment[dim])
-                limits.append((self.dimensions.axis_size(axis), unit))
-        return admissible_tp(sorted(set(limits)), self.dimensions.kv_heads)
+                limits.add((self.dimensions.axis_size(axis), unit))
+        return loadable_tp(limits, self.dimensions.kv_heads, self.dimensions.head_dim, kv_units)
 
     def ignored(self) -> list[str]:
         """The modules that engines must not take for quantised linears: kept ones, heads (tied ones too), routers."""

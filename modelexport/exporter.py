@@ -35,6 +35,7 @@ from modelexport.export_target import Prepared, announcement, export_target
 from modelexport.jobs import Heard, heard, own_ranks, single, take_part
 from modelexport.quantization import kernels
 from modelexport.quantization.assignment import KEEP, Assignment
+from modelexport.quantization.calibration_text import TOKENIZER_FILES
 from modelexport.quantization.methods import QUANTIZATION_KEYS
 from modelexport.recipe import ExportRecipe
 from modelexport.sharding.plan import Parallelism
@@ -162,6 +163,8 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> Prepared:
         raise UsageError(f"--out {recipe.out} would replace the source, {source.directory}: choose another target")
     with without_collector():  # a hundred thousand small objects: the collector would walk them over and over
         checkpoint = open_model(source.directory, recipe.config)
+        if assignment is None:
+            _check_kept(source, checkpoint)
         plan = build_plan(
             checkpoint,
             assignment,
@@ -169,18 +172,45 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> Prepared:
             method=method.METHOD,
             kv_cache=recipe.kv_cache is not None,
         )
-        _check_calibration(plan, checkpoint)
+        if plan.needs_ranges:
+            _check_calibration(recipe, source, checkpoint)
         prepared = Prepared(recipe, source, checkpoint, plan, _target(recipe, checkpoint, plan))
         if recipe.quant == KEEP:
             check_source(prepared.target, checkpoint)
         return replace(prepared, warnings=_warnings(prepared))
 
 
-def _check_calibration(plan: ExportPlan, checkpoint: Checkpoint) -> None:
-    if plan.needs_ranges and (checkpoint.config or {}).get("quantization_config"):
+def _check_calibration(recipe: ExportRecipe, source: Source, checkpoint: Checkpoint) -> None:
+    """What is seen at once, before ranks are started: the rest is said where the text is read.
+
+    Raises:
+        PlanError: the source is quantised.
+        UsageError: the text or the tokenizer is missing.
+    """
+    if any((checkpoint.config or {}).get(key) for key in QUANTIZATION_KEYS):
         raise PlanError(
             f"{checkpoint.directory} is quantised, and static scales are made from an unquantised model's activations: "
             "write it with --quant none first, or leave out --kv-cache"
+        )
+    if recipe.calib is not None and not Path(recipe.calib).is_file():
+        raise UsageError(f"--calib {recipe.calib}: no such file; give a text, or a .jsonl file")
+    if recipe.calib is None and not any((source.directory / name).is_file() for name in TOKENIZER_FILES):
+        raise UsageError(
+            f"{source.directory} has no tokenizer, which calibration needs to read its text: copy the model's "
+            'tokenizer files there, or give --calib FILE.jsonl with a list of "input_ids" on each line'
+        )
+
+
+def _check_kept(source: Source, checkpoint: Checkpoint) -> None:
+    """Refuse to convert what is not quantised.
+
+    Raises:
+        PlanError: it is not.
+    """
+    if not any((checkpoint.config or {}).get(key) for key in QUANTIZATION_KEYS):
+        raise PlanError(
+            f"{source.directory} is not quantised, so that there is nothing to convert: modelexport --model "
+            f"{source.directory} --quant FORMAT quantises it, modelexport reshard writes it in another format"
         )
 
 

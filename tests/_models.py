@@ -339,8 +339,8 @@ SCHEMES: dict[str, dict[str, Any]] = {  # as compressed-tensors' presets of thes
 def quantised_headers(scheme: str, shape: LlamaShape | None = None, **changes: Any) -> Checkpoint:
     """The headers of a checkpoint whose linears are quantised with one of :data:`SCHEMES`, head and routers not.
 
-    The tensors are those that :func:`~modelexport.quantization.methods.promised` names; the tests of ``inspect`` compare
-    that with what compressed-tensors itself writes.
+    The tensors are those that :func:`~modelexport.quantization.methods.promised` names; the tests of ``inspect``
+    compare that with what compressed-tensors itself writes.
     """
     from modelexport.quantization.methods import promised, read_quantization_config
 

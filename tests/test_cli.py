@@ -355,15 +355,21 @@ def listing(directory: Path) -> list[tuple[str, int, int]]:
 
 @pytest.mark.parametrize("quant", formats.names())
 def test_a_dry_run_writes_nothing_and_says_everything(
-    quant: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    quant: str,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     source = make_llama(kv_heads=2, vocab=101)
+    calib = tmp_path_factory.mktemp("text") / "text.jsonl"  # for static scales: the model has no tokenizer
+    calib.touch()
     before = listing(source)
-    line = ["--model", str(source), "--out", "ckpt", "--quant", quant, "--tp", "4", "--dry-run"]
+    line = ["--model", str(source), "--out", "ckpt", "--quant", quant, "--tp", "4", "--dry-run", "--calib", str(calib)]
     assert main(line) == 0
     text, err = capsys.readouterr()
-    assert err == ""
+    assert all(line.startswith("warning: vLLM") for line in err.splitlines())
     assert "dry run, nothing written: 4 ranks, buffers of at most" in text
     assert "self_attn.q_proj" in text
     assert "not quantised: lm_head" in text or quant == "none"

@@ -505,7 +505,7 @@ def test_quantised_otherwise_than_it_says(
 
 
 def test_what_is_quantised_is_not_rounded_again() -> None:
-    quantised = quantised_headers("W4A16", hidden=256, intermediate=256, heads=4, kv_heads=4, head_dim=64)
+    quantised = quantised_headers("int4", hidden=256, intermediate=256, heads=4, kv_heads=4, head_dim=64)
     with pytest.raises(PlanError, match=r"is quantised in the source.*--quant none.*modelexport convert"):
         plan_for(quantised, "int8")
     plan = plan_for(quantised, "none")

@@ -174,7 +174,8 @@ def arrays(plan: ShardPlan, config: Mapping[str, Any]) -> list[Array]:
     """
     rules = list(plan.rules.values())
     names = Names.of(rules)
-    kept = {rule.name: names.options(rule)[:1] for rule in rules}
+    quantised = bool(config.get("quantization_config"))  # of such a model there may be no whole heads to name
+    kept = {rule.name: [] if quantised else names.options(rule)[:1] for rule in rules}
     _check(config, rules, kept)
     found: list[Array] = []
     for rank in range(plan.parallelism.size):
@@ -190,8 +191,9 @@ def arrays(plan: ShardPlan, config: Mapping[str, Any]) -> list[Array]:
 
 
 def _check(config: Mapping[str, Any], rules: Sequence[TensorRule], kept: Mapping[str, list[Option]]) -> None:
-    odd = [rule.name for rule in rules if rule.parameter not in ("weight", "bias") and kept[rule.name]]
-    if odd or config.get("quantization_config"):
+    quantised = bool(config.get("quantization_config"))
+    odd = [rule.name for rule in rules if rule.parameter not in ("weight", "bias") and (quantised or kept[rule.name])]
+    if odd or quantised:
         what = f" ({odd[0]} and {len(odd) - 1} more)" if odd else ""
         raise PlanError(f"--format megatron holds unquantised models only, this one is quantised{what}; use hf or dcp")
     problems = [f"{rule.name} ({rule.role}) has no name in Megatron" for rule in rules if not kept[rule.name]]

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["REFUSALS", "Linear", "Refusal", "warnings"]
+from modelexport.sharding.plan import admissible_tp
+
+__all__ = ["REFUSALS", "Linear", "Refusal", "loadable_tp", "warnings"]
 
 VLLM = "vLLM 0.32"
 TRANSFORMERS = "transformers 5.23 (compressed-tensors 0.20)"
@@ -251,6 +253,25 @@ REFUSALS: tuple[Refusal, ...] = (
         "--format hf, if transformers is to load it",
     ),
 )
+
+
+def loadable_tp(
+    limits: Iterable[tuple[int, int]], kv_heads: int, head_dim: int, kv_units: Iterable[int] = ()
+) -> list[int]:
+    """Tensor-parallel sizes at which an engine can load a checkpoint; one rank can always, since nothing is cut.
+
+    Args:
+        limits: for each dimension that an engine cuts, its size and the unit that must stay whole.
+        kv_heads, head_dim: key/value heads, of which a rank holds at least one, and the rows of each.
+        kv_units: rows of key and value projections that must stay whole.
+    """
+    units = set(kv_units)
+    cut = [
+        tp
+        for tp in admissible_tp(sorted(set(limits)), kv_heads)
+        if tp > 1 and all(max(1, kv_heads // tp) * head_dim % unit == 0 for unit in units)
+    ]
+    return [1, *cut]
 
 
 def warnings(format_name: str, linears: Iterable[Linear], *, tp: int = 1) -> list[str]:

@@ -183,7 +183,7 @@ def _packed(tensors: Mapping[str, TensorInfo], scheme: Scheme | None) -> Stored:
         return Stored(name, shape, scale, _joined(_unit(shape, scales), 2), True)
     bits = scheme.weights.get("num_bits") if scheme is not None else None
     bits = bits if isinstance(bits, int) and 1 <= bits <= 16 else 4
-    shape = _widened(info.shape, 32 // bits)
+    shape = (*info.shape[:-1], info.shape[-1] * 32 // bits) if info.shape else info.shape
     name = f"int{bits}" + ("-asym" if "weight_zero_point" in tensors else "") + ("-wo" if bits == 8 else "")
     return Stored(name, shape, scale, _joined(_unit(shape, scales), 32 // bits), True)
 
@@ -192,7 +192,7 @@ def _transposed_words(tensors: Mapping[str, TensorInfo], method: str, scheme: Sc
     """AutoAWQ's and GPTQ's int32 words; both store ``[in, out]``, packed along out and in respectively."""
     rows, cols = (*tensors["qweight"].shape, 1, 1)[:2]
     scales = tensors.get("scales")
-    if method == "awq" or "g_idx" not in tensors:
+    if method == "awq" or not (method.startswith("gptq") or "g_idx" in tensors):
         shape, name = (cols * 8, rows), "int4-awq"
     else:
         bits = scheme.weights.get("num_bits") if scheme is not None else None

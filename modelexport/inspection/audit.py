@@ -24,8 +24,9 @@ from torch import Tensor
 
 from modelexport.checkpoints import raw_io
 from modelexport.checkpoints.safetensors_file import Checkpoint, Reader, TensorInfo, torch_dtype
+from modelexport.errors import CheckpointError
 from modelexport.quantization import kernels
-from modelexport.quantization.methods import Part, compressed_tensors, of_method
+from modelexport.quantization.methods import Part, Scheme, compressed_tensors, of_method
 from modelexport.quantization.methods.base import Axes
 from modelexport.sharding.plan import scale_range
 
@@ -66,6 +67,7 @@ class Item:
         source: the unquantised weight, or None where only hashes are wanted.
         number_format: what ``tensors`` hold; None for a module that was passed through, or that is only hashed.
         method: the quantisation method that spells them.
+        scheme: how config.json has it spell them; None: as we write them.
     """
 
     name: str
@@ -73,6 +75,7 @@ class Item:
     source: TensorInfo | None
     number_format: NumberFormat | None
     method: str = compressed_tensors.METHOD
+    scheme: Scheme | None = None
 
     @cached_property
     def axes(self) -> dict[str, Axes]:
@@ -80,7 +83,7 @@ class Item:
         if self.number_format is None or self.source is None:
             return {}
         method, shape = of_method(self.method), (self.source.shape[0], self.source.shape[1])
-        promises = method.promised(self.number_format.scheme(self.method), shape)
+        promises = method.promised(self.scheme or self.number_format.scheme(self.method), shape)
         return {suffix: promise.axes for suffix, promise in promises.items()}
 
     @property
@@ -102,7 +105,10 @@ class Item:
         stored = {suffix: tensor for suffix, tensor in tensors.items() if suffix in self.axes}
         whole = (self.source.shape[0], self.source.shape[1])
         part = Part(whole, (rows[0], 0), (rows[1] - rows[0], whole[1]))
-        return of_method(self.method).decode(self.number_format, stored, part)
+        try:
+            return of_method(self.method).decode(self.number_format, stored, part)
+        except CheckpointError as error:  # of one among hundreds
+            raise CheckpointError(f"{self.name}: {error}") from error
 
 
 @dataclass(frozen=True)

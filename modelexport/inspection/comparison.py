@@ -10,7 +10,14 @@ from modelexport.checkpoints.safetensors_file import Checkpoint, TensorInfo
 from modelexport.contents.modules import Architecture, StoredModule
 from modelexport.contents.rules import KV_SCALES
 from modelexport.errors import CheckpointError
-from modelexport.quantization.methods import FLOATS, QuantizationConfig, promised, read_quantization_config
+from modelexport.quantization.methods import (
+    FLOATS,
+    QuantizationConfig,
+    Scheme,
+    extras,
+    promised,
+    read_quantization_config,
+)
 
 if TYPE_CHECKING:
     from modelexport.inspection.audit import Item
@@ -102,10 +109,10 @@ def plan_items(
     for module in modules:
         rest = dict(module.tensors)
         weight = comparison.sources.get(module.name)
-        number_format = None if weight is None else _decoder(module, weight, quantization)
-        if weight is not None and number_format is not None:
-            assert quantization is not None
-            item = Item(module.name, {}, weight, number_format, quantization.method)
+        decoder = None if weight is None else _decoder(module, weight, quantization)
+        if weight is not None and decoder is not None:
+            scheme, number_format = decoder
+            item = Item(module.name, {}, weight, number_format, scheme.method, scheme)
             items.append(replace(item, tensors={suffix: rest.pop(suffix) for suffix in item.axes}))
         elif weight is not None:
             comparison.notes.append(
@@ -116,8 +123,10 @@ def plan_items(
     return sorted(items, key=lambda item: -sum(info.nbytes for info in item.tensors.values()))
 
 
-def _decoder(module: StoredModule, weight: TensorInfo, quantization: QuantizationConfig | None) -> NumberFormat | None:
-    """The number format that reads a module's tensors, if they are those that config.json promises."""
+def _decoder(
+    module: StoredModule, weight: TensorInfo, quantization: QuantizationConfig | None
+) -> tuple[Scheme, NumberFormat] | None:
+    """How config.json spells a module's tensors, and the number format that reads them; None where it is not so."""
     from modelexport.quantization import formats
 
     scheme = None if quantization is None else quantization.scheme_of(module.name)
@@ -132,7 +141,9 @@ def _decoder(module: StoredModule, weight: TensorInfo, quantization: Quantizatio
         info = module.tensors.get(suffix)
         if info is None or info.dtype not in promise.dtypes or info.shape not in promise.shapes:
             return None
-    return number_format
+    if any(suffix in module.tensors for suffix in extras(scheme, (weight.shape[0], weight.shape[1]))):
+        return None  # its inputs are multiplied by them: the weight is not the source's
+    return scheme, number_format
 
 
 def _stored_text(module: StoredModule) -> str:

@@ -16,12 +16,12 @@ from typing import Any
 
 from modelexport.checkpoints.hf import RECORD
 from modelexport.checkpoints.safetensors_file import INDEX_NAME, Checkpoint, read_json
+from modelexport.contents.engines import loadable_tp
 from modelexport.contents.modules import Architecture, StoredModule, read_architecture, read_modules
 from modelexport.contents.opening import open_model
 from modelexport.errors import CheckpointError
 from modelexport.inspection.structure import check_structure
 from modelexport.quantization.methods import QuantizationConfig, read_quantization_config
-from modelexport.sharding.plan import admissible_tp
 from modelexport.tables import size_text, table
 
 MAX_RECORD_BYTES = 256 << 20
@@ -150,7 +150,7 @@ def tensor_parallel_sizes(architecture: Architecture, modules: Sequence[StoredMo
     if family is None or dims is None:
         return None, architecture.reason
     declared = {module.general_path: module for module in family.layer}
-    limits, kv_units = set(), {1}
+    limits, kv_units = set(), set()
     for module in modules:
         rule = declared.get(module.path)
         if rule is None or rule.kind != "linear" or rule.partition == "replicated" or module.stored.shape is None:
@@ -162,10 +162,7 @@ def tensor_parallel_sizes(architecture: Architecture, modules: Sequence[StoredMo
                 continue
             unit = math.lcm(dims.axis_unit(axis), module.stored.unit[dim])
             limits.add((dims.axis_size(axis) if rule.parts else module.stored.shape[dim], unit))
-    sizes = admissible_tp(sorted(limits), dims.kv_heads)
-    # A rank holds at least one whole key/value head; blocks of rows may not be cut by its end.
-    whole = [tp for tp in sizes if all(max(1, dims.kv_heads // tp) * dims.head_dim % u == 0 for u in kv_units)]
-    return whole, "" if whole else "no number of ranks divides every cut dimension on a whole head and group"
+    return loadable_tp(limits, dims.kv_heads, dims.head_dim, kv_units), ""
 
 
 def read_record(directory: Path) -> dict[str, Any] | None:

@@ -22,6 +22,7 @@ from modelexport.quantization.methods import (
     Part,
     QuantizationConfig,
     Scheme,
+    extras,
     of_method,
     promised,
     read_quantization_config,
@@ -78,8 +79,9 @@ def _load(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
             number_format = of_scheme(scheme)
             state[f"{name}.weight"] = dequantise(scheme.method, number_format, stored, shape, dtype=dtype)
             if number_format.input_arguments() is not None:
+                multiplied = stored.pop("pre_quant_scale", None)
                 native = of_method(scheme.method).decode(number_format, stored, Part.whole(shape))
-                _hook_activations(module, number_format, native)
+                _hook_activations(module, number_format, native, multiplied)
         tensors.untaken -= _kv_scales(tensors.untaken, quantization)
         for name in sorted(tensors.untaken):
             value = tensors.take(name)
@@ -142,8 +144,12 @@ def _take(tensors: _Tensors, name: str, module: nn.Linear, scheme: Scheme) -> di
     """The tensors of one quantised linear."""
     directory = tensors.checkpoint.directory
     parts: dict[str, Tensor] = {}
-    for suffix, promise in promised(scheme, (module.out_features, module.in_features)).items():
+    shape = (module.out_features, module.in_features)
+    spare = extras(scheme, shape)
+    for suffix, promise in {**promised(scheme, shape), **spare}.items():
         full = f"{name}.{suffix}"
+        if suffix in spare and full not in tensors.untaken:
+            continue
         if full not in tensors.untaken:
             raise CheckpointError(f"{directory}: {full} is missing ({scheme.describe()} needs it)")
         info = tensors.checkpoint.infos[full]
@@ -155,12 +161,20 @@ def _take(tensors: _Tensors, name: str, module: nn.Linear, scheme: Scheme) -> di
     return parts
 
 
-def _hook_activations(module: nn.Linear, number_format: NumberFormat, native: Mapping[str, Tensor]) -> None:
-    if number_format.input_arguments() is None:
-        return
+def _hook_activations(
+    module: nn.Linear, number_format: NumberFormat, native: Mapping[str, Tensor], multiplied: Tensor | None
+) -> None:
+    """Rounds a linear's inputs as engines do; ``multiplied``: what they are multiplied by first, ``[in]``.
+
+    The weight has been multiplied by that, too, so that it is taken back after the rounding.
+    """
     small = {suffix: tensor for suffix, tensor in native.items() if suffix.startswith("input_")}
 
     def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (number_format.fake_quantise_activations(inputs[0], small), *inputs[1:])
+        x = inputs[0]
+        if multiplied is None:
+            return (number_format.fake_quantise_activations(x, small), *inputs[1:])
+        rounded = number_format.fake_quantise_activations(x * multiplied.to(x.dtype), small)
+        return (torch.where(multiplied == 0, 0.0, rounded / multiplied).to(x.dtype), *inputs[1:])
 
     module.register_forward_pre_hook(hook)

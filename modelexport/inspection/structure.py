@@ -60,7 +60,7 @@ def _config_problems(architecture: Architecture, quantization: QuantizationConfi
             f"config.json: quantization_status is {found}, not 'compressed': "
             "transformers loads random weights without a word"
         )
-    if not quantization.schemes:
+    if not quantization.schemes and quantization.kv_cache_scheme is None:
         yield "config.json: quantization_config has no config_groups with weights"
     if quantization.scheme_of("lm_head") is not None and architecture.kinds.get("lm_head", "head") == "head":
         yield "config.json: lm_head is not in quantization_config.ignore: transformers gives NaN"

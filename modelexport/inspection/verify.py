@@ -19,13 +19,13 @@ from typing import Any
 from modelexport.checkpoints.hf import RECORD
 from modelexport.checkpoints.replicas import odd_replicas
 from modelexport.checkpoints.safetensors_file import Checkpoint
-from modelexport.contents.modules import StoredModule, read_architecture, read_modules
+from modelexport.contents.modules import Architecture, StoredModule, read_architecture, read_modules
 from modelexport.contents.opening import open_model
-from modelexport.errors import CheckpointError, UsageError
+from modelexport.errors import CheckpointError, PlanError, UsageError
 from modelexport.inspection.comparison import Comparison, compare_headers, plan_items
 from modelexport.inspection.inspect import read_record
 from modelexport.inspection.record_check import check_record
-from modelexport.inspection.structure import check_structure
+from modelexport.inspection.structure import check_structure, family_shapes
 from modelexport.quantization.methods import QuantizationConfig, methods, read_quantization_config
 from modelexport.tables import table
 
@@ -115,7 +115,7 @@ def verify_checkpoint(
     try:
         checkpoint = open_model(directory, config)
         quantization = read_quantization_config(checkpoint.config)
-    except CheckpointError as error:
+    except (CheckpointError, PlanError) as error:
         result.problems.append(str(error))
         return result
     result.tensors = len(checkpoint.infos)
@@ -139,8 +139,8 @@ def verify_checkpoint(
     comparison = compare_headers(checkpoint, modules, architecture, record, source)
     result.problems += comparison.problems
     try:
-        _check_values(result, checkpoint, modules, comparison, source, record, quantization, threads)
-    except CheckpointError as error:  # a file that ends early or cannot be read
+        _check_values(result, checkpoint, modules, architecture, comparison, source, record, quantization, threads)
+    except (CheckpointError, PlanError) as error:  # a file that ends early, numbers that nothing here can say
         result.problems.append(str(error))
     result.notes += comparison.notes
     return result
@@ -167,6 +167,7 @@ def _check_values(
     result: Verification,
     checkpoint: Checkpoint,
     modules: Sequence[StoredModule],
+    architecture: Architecture,
     comparison: Comparison,
     source: Checkpoint | None,
     record: Mapping[str, Any] | None,
@@ -180,7 +181,7 @@ def _check_values(
 
     threads = threads or len(os.sched_getaffinity(0))
     by_name = {module.name: module for module in modules}
-    result.problems += _weight_shapes(checkpoint, modules)
+    result.problems += _weight_shapes(checkpoint, modules, architecture)
     result.problems += (f"{name}: {text}" for name, text in odd_replicas(checkpoint))
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # the modules are spread over threads; each need not be once more
@@ -254,16 +255,26 @@ def _deficit(module: ModuleError) -> float:
     return (math.inf if module.nearest_db is None else module.nearest_db) - module.sqnr_db
 
 
-def _weight_shapes(checkpoint: Checkpoint, modules: Sequence[StoredModule]) -> Iterator[str]:
+def _weight_shapes(
+    checkpoint: Checkpoint, modules: Sequence[StoredModule], architecture: Architecture
+) -> Iterator[str]:
     """``weight_shape`` of packed weights is data, not header: engines unpack by it."""
     from modelexport.checkpoints.safetensors_file import Reader
 
+    known: dict[str, dict[str, tuple[int, ...]]] = {}
+    family, dims = architecture.family, architecture.dimensions
+    if family is not None and dims is not None and dims.most_blocks <= len(checkpoint.infos):
+        known = family_shapes(family, dims)
     with Reader(checkpoint) as reader:
         for module in modules:
             info, packed = module.tensors.get("weight_shape"), module.tensors.get("weight_packed")
             if info is None or packed is None or module.stored.shape is None or info.shape != (2,):
                 continue
             rows, cols = (int(n) for n in reader.read(info))
+            wanted = known.get(module.name, {}).get("weight")
+            if wanted is not None and (rows, cols) != wanted:
+                yield f"{info.name} says [{rows}, {cols}], config.json makes it {list(wanted)}: engines unpack by it"
+                continue
             at_most = module.stored.shape[1]
             per_word = at_most // max(1, packed.shape[1])
             if rows != module.stored.shape[0] or not at_most - per_word < cols <= at_most:

@@ -8,13 +8,13 @@ name, or a regular expression after ``re:``; a format may be followed by its gro
 from __future__ import annotations
 
 import fnmatch
-import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from modelexport.errors import PlanError, UsageError
+from modelexport.errors import CheckpointError, PlanError, UsageError
 from modelexport.quantization import formats
+from modelexport.quantization.methods._patterns import compiled
 
 if TYPE_CHECKING:
     import torch
@@ -59,11 +59,10 @@ class Assignment:
             pattern, equals, spelled = (part.strip() for part in item.rpartition("="))
             if not equals or not pattern:
                 raise UsageError(f"--quant {text}: '{item}' is no PATTERN=FORMAT, e.g. '*.mlp.*=int4'")
-            if pattern.startswith("re:"):
-                try:
-                    re.compile(pattern[3:])
-                except re.error as error:
-                    raise UsageError(f"--quant: '{pattern}' is no regular expression: {error}") from error
+            try:
+                _matcher(pattern)
+            except CheckpointError as error:
+                raise UsageError(str(error)) from error
             name, own = _sized(spelled)
             size = own or group_size
             if own is None and not formats.has_groups(name):
@@ -77,19 +76,28 @@ class Assignment:
         return next((found for pattern, found in self.rules if _means(pattern, module)), None)
 
     def check_used(self, modules: Iterable[str]) -> None:
-        """Refuse a pattern that means none of a model's linears: it is a slip.
+        """Refuse a pattern that decides about none of a model's linears: it is a slip.
 
         Raises:
             PlanError: there is one.
         """
         linears = list(modules)
-        for pattern, found in self.rules:
-            if self.is_list and not any(_means(pattern, module) for module in linears):
+        left = linears
+        for pattern, found in self.rules if self.is_list else ():
+            meant = [module for module in linears if _means(pattern, module)]
+            if not meant:
                 example = f", such as {linears[0]}" if linears else ""
                 raise PlanError(
                     f"--quant '{pattern}={found.name}': no linear of the model's {len(linears)} has such a name"
                     f"{example}; mind the '*' at both ends"
                 )
+            decided = set(meant)
+            if decided.isdisjoint(left):
+                raise PlanError(
+                    f"--quant '{pattern}={found.name}': patterns before it mean all that it means, such as {meant[0]}; "
+                    "the first one counts: put the narrower one first"
+                )
+            left = [module for module in left if module not in decided]
 
 
 def _sized(text: str) -> tuple[str, int | None]:
@@ -103,6 +111,10 @@ def _sized(text: str) -> tuple[str, int | None]:
 
 
 def _means(pattern: str, module: str) -> bool:
-    if pattern.startswith("re:"):
-        return re.match(pattern[3:], module) is not None
-    return fnmatch.fnmatchcase(module, pattern)
+    matches = _matcher(pattern)
+    return matches(module) if matches is not None else fnmatch.fnmatchcase(module, pattern)
+
+
+def _matcher(pattern: str) -> Callable[[str], bool] | None:
+    """What a regular expression means; None for a wildcard."""
+    return compiled(pattern[3:], "--quant").matches if pattern.startswith("re:") else None

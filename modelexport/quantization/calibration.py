@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from modelexport.errors import CheckpointError
@@ -69,6 +70,7 @@ def observe(
     tokens: Tensor,
     *,
     threads: int | None = None,
+    dtype: torch.dtype = torch.float32,
     progress: Callable[[int, int], None] | None = None,
 ) -> Ranges:
     """The largest magnitudes of every linear's inputs, and of every layer's keys and values.
@@ -80,6 +82,7 @@ def observe(
         tokens: int64 ``[samples, length]``, see :func:`token_batches_from`.
         threads: batches in flight at once; by default one for each core that this process may use. The result does
             not depend on it.
+        dtype: of the arithmetic.
         progress: called with (layers done, layers in all).
 
     Raises:
@@ -90,7 +93,7 @@ def observe(
     keys: dict[int, float] = {}
     values: dict[int, float] = {}
     unseen: list[str] = []
-    with LayerRunner(config, names, read, tokens, threads=threads) as runner:
+    with LayerRunner(config, names, read, tokens, threads=threads, dtype=dtype) as runner:
         for index in range(len(runner.layers)):
             with runner.filled(index) as linears:
                 watch = runner.run(index, linears)

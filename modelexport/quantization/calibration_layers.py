@@ -5,8 +5,9 @@ checkpoint when its turn comes and emptied after. What its linears and its atten
 ``F.linear`` and ``F.scaled_dot_product_attention`` while the layer runs, so that experts whose weights transformers
 stacks into one parameter are seen like any other linear.
 
-Samples go through a layer in batches of a fixed size, each on one thread, in float32; more threads are more batches at
-once. So results depend on nothing but weights and tokens (and on what the processor's matrix product does).
+Samples go through a layer in batches of a fixed size, each on one thread; more threads are more batches at once. So
+results depend on nothing but weights and tokens (and on what the processor's matrix product does). float32 is the
+default; where a processor multiplies bfloat16 itself, that is several times faster and takes half the memory.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class LayerRunner:
 
     Attributes:
         layers: transformers' decoder layers, without storage except within :meth:`filled`.
-        hidden: each batch's input of the next layer, float32 ``[samples, length, hidden]``.
+        hidden: each batch's input of the next layer, ``[samples, length, hidden]`` in ``dtype``.
         head_name: the output embedding's module; None where there is none.
     """
 
@@ -109,8 +110,9 @@ class LayerRunner:
         tokens: Tensor,
         *,
         threads: int | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.names, self.read = names, read
+        self.names, self.read, self.dtype = names, read, dtype
         self.model = _build(config)
         modules = {module: name for name, module in self.model.named_modules()}
         stack = getattr(self.model.base_model, "layers", None)
@@ -194,7 +196,7 @@ class LayerRunner:
             key: self._read(((key,),), value, as_stored=value.shape == embedding.weight.shape)
             for key, value in empty.items()
         }
-        hook = embedding.register_forward_hook(lambda module, inputs, out: out.float())
+        hook = embedding.register_forward_hook(lambda module, inputs, out: out.to(self.dtype))
         self.model.load_state_dict(state, strict=False, assign=True)
         try:
             yield
@@ -231,7 +233,7 @@ class LayerRunner:
             value = self.read(names[0][0])
             if value.shape != empty.shape:
                 raise _misshapen(names[0][0], value.shape, empty.shape)
-            return value if as_stored or not value.is_floating_point() else value.float()
+            return value if as_stored or not value.is_floating_point() else value.to(self.dtype)
         out: Tensor | None = None
         for expert, parts in enumerate(names):
             row = 0

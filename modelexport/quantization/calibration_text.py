@@ -14,14 +14,14 @@ from modelexport.errors import CheckpointError, UsageError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["LENGTH", "SAMPLES", "token_batches_from"]
+__all__ = ["LENGTH", "SAMPLES", "TOKENIZER_FILES", "token_batches_from"]
 
 SAMPLES, LENGTH = 64, 256
 
 _POOL = 8
 """Windows are drawn from the first tokens of a text, this many times what is needed: a text may be a whole corpus."""
 _BLOCK = 1 << 18  # characters of a plain text that are tokenised at a time
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
 
 
 def token_batches_from(
@@ -139,7 +139,7 @@ class _Documents:
     def _load(self) -> Any:
         from transformers import AutoTokenizer
 
-        if not any((self.directory / name).is_file() for name in _TOKENIZER_FILES):
+        if not any((self.directory / name).is_file() for name in TOKENIZER_FILES):
             raise UsageError(
                 f"{self.directory} has no tokenizer, which calibration needs to read {self.label}: copy the model's "
                 f'tokenizer files there, or give --calib FILE.jsonl with a list of "input_ids" on each line'

@@ -7,8 +7,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from modelexport.errors import CheckpointError
 from modelexport.quantization.formats.base import NumberFormat
 from modelexport.quantization.methods import Method, Part, of_method, promised
+
+_NAN = {torch.float8_e4m3fn: 0x7F, torch.uint8: 0xFF}
+"""One-byte numbers -> the bits that are all set in NaN; bytes are exponents (E8M0) where they are scales."""
+if hasattr(torch, "float8_e8m0fnu"):
+    _NAN[torch.float8_e8m0fnu] = 0xFF
 
 
 def dequantise(
@@ -48,9 +54,48 @@ def recode(
     """A linear's tensors as another method spells them: the same numbers.
 
     Raises:
-        CheckpointError: the other method cannot say them exactly.
+        CheckpointError: the other method cannot say them exactly; or it is the same method, but what it would say of
+            the number format is not what is there (a ``pre_quant_scale``), and cannot be made of it.
     """
     part = Part.whole(shape)
-    if method == target.METHOD:
+    native = of_method(method).decode(number_format, tensors, part)  # also refuses what the number format cannot hold
+    if method == target.METHOD and set(tensors) == set(promised(number_format.scheme(method), shape)):
         return dict(tensors)
-    return target.encode(number_format, of_method(method).decode(number_format, tensors, part), part)
+    return target.encode(number_format, native, part)
+
+
+def check_stored(tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> None:
+    """Refuse numbers of a quantised linear that mean nothing, whatever the method.
+
+    Raises:
+        CheckpointError: ``weight_shape`` is not the weight's; or NaN or Inf among floating-point numbers.
+    """
+    said = tensors.get("weight_shape")
+    if said is not None and said.tolist() != list(shape):
+        raise CheckpointError(f"weight_shape says {said.tolist()}, but config.json makes it {list(shape)}")
+    for suffix, tensor in tensors.items():
+        nan = _NAN.get(tensor.dtype) if tensor.dtype != torch.uint8 or "scale" in suffix else None
+        if nan is not None:
+            bad = bool(((tensor.view(torch.uint8) & nan) == nan).any())
+        else:
+            bad = tensor.dtype.is_floating_point and not bool(torch.isfinite(tensor).all())
+        if bad:
+            raise CheckpointError(f"{suffix} holds NaN or Inf")
+        if suffix.endswith("global_scale") and not bool((tensor > 0).all()):
+            raise CheckpointError(f"{suffix} is {float(tensor.flatten()[0]):g}: numbers are divided by it")
+
+
+def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same numbers in another dtype; exponents (E8M0) and bytes are the same bits.
+
+    Raises:
+        CheckpointError: it does not hold them.
+    """
+    if tensor.dtype == dtype:
+        return tensor
+    if tensor.dtype.itemsize == dtype.itemsize == 1:
+        return tensor.view(dtype)
+    converted = tensor.to(dtype)
+    if not torch.equal(converted.to(tensor.dtype), tensor):
+        raise CheckpointError(f"numbers of {str(tensor.dtype)[6:]} are none of {str(dtype)[6:]}")
+    return converted

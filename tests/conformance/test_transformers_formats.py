@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from modelexport.exporter import export
 from modelexport.inspection.models import load_dequantised
 from modelexport.quantization import formats
 from tests._models import make_llama
+from tests.conformance._kv_cache import round_kv_cache
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' and compressed-tensors' own, many and changing
 
@@ -92,11 +92,12 @@ def test_it_decodes_and_computes_what_we_do(tmp_path: Path, tokens: dict[str, An
     expected, got = logits_of(ours), logits_of(nn.Module.float(theirs))
     difference = (got - expected).abs()
     print(f"{quant}: logits differ by {described(difference, expected)}")
-    inputs = formats.get(name).input_arguments() if name != "none" else None
-    if inputs is None or name in ON_LOADING:  # decoded on loading, theirs no longer rounds anything
-        assert difference.max() <= 1e-4
+    if name == "int8":  # compressed-tensors lays the largest input of a token on 127.5, vLLM and we on 127
+        assert difference.mean() <= 0.05 * expected.std()
+    elif formats.get(name).input_arguments():  # the last bit of a sum can tip a rounding over
+        assert difference.mean() <= 1e-3
     else:
-        assert difference.mean() <= 1e-4
+        assert difference.max() <= 1e-4
 
 
 def test_mixed_formats_in_one_checkpoint(tmp_path: Path, tokens: dict[str, Any]) -> None:
@@ -107,30 +108,16 @@ def test_mixed_formats_in_one_checkpoint(tmp_path: Path, tokens: dict[str, Any])
     for path, module in linears(theirs).items():
         assert torch.equal(module.weight.data, linears(ours)[path].weight.data), path
     print(f"mixed: logits differ by {described((got - expected).abs(), expected)}")
-    assert (got - expected).abs().mean() <= 0.05 * expected.std()  # int8 activations, see above
+    assert (got - expected).abs().mean() <= 0.05 * expected.std()  # for the sake of int8, see above
 
 
 @pytest.mark.parametrize("quant", ["none", "int4"])
 def test_kv_cache_scales(tmp_path: Path, tokens: dict[str, Any], monkeypatch: pytest.MonkeyPatch, quant: str) -> None:
     """Keys after the rotary embedding, and values, rounded to FP8 by the scales that we have written."""
-    from transformers.models.llama import modeling_llama
-
     directory = exported(tmp_path / "out", quant, tokens, kv_cache="fp8")
     theirs, ours = loaded(directory, torch.float32), load_dequantised(directory)
-    scales = {name: value.float() for name, value in load_file(directory / "model.safetensors").items()}
-    plain = modeling_llama.eager_attention_forward
-
-    def rounded(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        attention = f"model.layers.{module.layer_idx}.self_attn"
-        parts = []
-        for x, part in ((key, "k"), (value, "v")):
-            scale = scales[f"{attention}.{part}_scale"]
-            assert 0 < scale < 1
-            parts.append((x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale)
-        return plain(module, query, *parts, *args, **kwargs)
-
     without = logits_of(ours)
-    monkeypatch.setattr(modeling_llama, "eager_attention_forward", rounded)  # theirs calls sdpa
+    round_kv_cache(monkeypatch, directory)  # ours: theirs calls sdpa
     expected, got = logits_of(ours), logits_of(theirs)
     print(f"{quant}, KV cache in fp8: logits differ by {described((got - expected).abs(), expected)}")
     assert (expected - without).abs().mean() >= 1e-3, "rounding changes nothing: is it done at all?"

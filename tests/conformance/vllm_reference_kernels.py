@@ -4,8 +4,11 @@ Runs inside the environment that holds vLLM, and imports nothing of ours: the ar
 formats' descriptions (compressed-tensors', and OCP's Microscaling Formats specification), as an oracle of its own.
 Weights are decoded when they have been loaded. Inputs are rounded as the format says, unless told otherwise.
 
-vLLM picks the first of a list of kernels, by platform, that says it can do a weight. Ours are put into the lists for the
-CPU and say so of what its own cannot.
+vLLM picks the first of a list of kernels, by platform, that says it can do a weight. Ours are put into the lists for
+the CPU, and say so of what its own cannot.
+
+With them a model can be run in float32, where an engine that reads a checkpoint as we do differs from our reference by
+no more than the order of sums: quantisation methods that only admit 16 bits are made to admit it.
 """
 
 from __future__ import annotations
@@ -25,7 +28,10 @@ from vllm.model_executor.kernels.linear import (
     Mxfp8LinearKernel,
     NvFp4LinearKernel,
 )
+from vllm.model_executor.layers.quantization import auto_gptq, get_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from vllm.model_executor.layers.quantization.modelopt import ModelOptQuantConfigBase
 from vllm.platforms import PlatformEnum
 from vllm.scalar_type import scalar_types
 
@@ -272,5 +278,9 @@ def install(*, round_inputs: bool = True) -> None:
         kernels[PlatformEnum.CPU] = [ours, *kernels.get(PlatformEnum.CPU, [])]
     registry.MarlinNvFp4LinearKernel = ReferenceNvFp4  # weight-only NVFP4 asks for it by name
     operations.scaled_fp8_quant = scaled_fp8_quant
+    get_quantization_config("compressed-tensors")  # imports all methods there are
+    for method in QuantizationConfig.__subclasses__() + ModelOptQuantConfigBase.__subclasses__():
+        method.get_supported_act_dtypes = classmethod(lambda cls: [torch.float32, torch.bfloat16, torch.float16])
+    auto_gptq.verify_marlin_supported = lambda *_, **__: None  # asks for a GPU, for 8 bits
     # 4-bit weights with FP8 inputs are recognised on one kind of GPU only.
     CompressedTensorsConfig._is_fp8_w4a8_sm90 = staticmethod(CompressedTensorsConfig._is_fp8_w4a8)

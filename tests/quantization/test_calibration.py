@@ -147,6 +147,15 @@ def test_one_layer_is_in_memory_at_a_time() -> None:
     assert sorted(reads) == sorted([*layers, *around, *around])  # what is around the layers, before and after them
 
 
+def test_in_bfloat16_it_sees_nearly_the_same() -> None:
+    directory, tokens = make_llama(model_type="mixtral"), some_tokens()
+    exactly, roughly = observed(directory, tokens), observed(directory, tokens, dtype=torch.bfloat16)
+    assert roughly != exactly
+    assert roughly.inputs == pytest.approx(exactly.inputs, rel=0.05)
+    assert roughly.keys == pytest.approx(exactly.keys, rel=0.05)
+    assert roughly.values == pytest.approx(exactly.values, rel=0.05)
+
+
 def test_threads_change_nothing() -> None:
     directory, tokens = make_llama(model_type="mixtral"), some_tokens(11, 100)
     before = torch.get_num_threads()

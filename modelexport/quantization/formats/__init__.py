@@ -91,7 +91,8 @@ def meaning(arguments: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if found["strategy"] in ("group", "tensor_group"):
         found["group_size"] = arguments.get("group_size")
     if found["strategy"] == "block":
-        found["block_structure"] = list(arguments.get("block_structure") or [])
+        block = arguments.get("block_structure")
+        found["block_structure"] = list(block) if isinstance(block, (list, tuple)) else block
     if arguments.get("actorder") in ("group", "dynamic", True):  # columns in another order than their groups
         found["indexed"] = True
     if found["strategy"] == "group":

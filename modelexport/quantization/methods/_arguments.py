@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from modelexport.quantization.methods._patterns import from_wildcard
+
 
 def numbers(kind: str, bits: int, strategy: str, *, dynamic: bool | str = False, **more: Any) -> dict[str, Any]:
     """compressed-tensors' arguments for symmetric numbers of a ``kind`` ("int" or "float")."""
@@ -68,7 +70,7 @@ def with_modules_below(names: Iterable[str]) -> tuple[str, ...]:
             continue
         parts = re.split(r"(?:^|(?<=\.))(\d+)(?=\.|$)", name)
         if "*" in name or "?" in name or len(parts) == 1:
-            branches[_translated(name)] = None
+            branches[from_wildcard(name)] = None
         elif len(parts) == 3:
             numbered.setdefault((parts[0], parts[2]), []).append(parts[1])
     for (before, after), found in numbered.items():
@@ -76,7 +78,3 @@ def with_modules_below(names: Iterable[str]) -> tuple[str, ...]:
     if not branches:
         return listed
     return (*listed, rf"re:(?:.*\.)?(?:{'|'.join(branches)})(?:\.|$)")
-
-
-def _translated(wildcard: str) -> str:
-    return "".join({"*": ".*", "?": "."}.get(char, re.escape(char)) for char in wildcard)

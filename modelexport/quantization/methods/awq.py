@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from modelexport.errors import CheckpointError, PlanError
+from modelexport.errors import CheckpointError, PlanError, shown
 from modelexport.quantization.methods import _words
 from modelexport.quantization.methods.base import (
     Announced,
@@ -25,6 +25,7 @@ from modelexport.quantization.methods.base import (
     Promise,
     QuantizationConfig,
     Scheme,
+    is_size,
     strings,
 )
 
@@ -58,15 +59,15 @@ def read(value: Mapping[str, Any]) -> QuantizationConfig:
     version = str(value.get("version") or value.get("format") or "gemm").lower()
     if version != "gemm":
         raise CheckpointError(
-            f"config.json: quantization_config: awq version '{version}' is not known here, only 'gemm' is; "
+            f"config.json: quantization_config: awq version '{shown(version)}' is not known here, only 'gemm' is; "
             "give the unquantised model, or one converted to 'gemm'"
         )
     bits = value.get("bits", value.get("w_bit"))
-    if bits != _BITS:
-        raise CheckpointError(f"config.json: quantization_config: awq with {bits!r} bits; only {_BITS} are known")
+    if bits != _BITS or not is_size(bits):
+        raise CheckpointError(f"config.json: quantization_config: awq with {shown(bits)} bits; only {_BITS} are known")
     group = value.get("group_size", value.get("q_group_size"))
-    if not isinstance(group, int) or isinstance(group, bool) or (group < 1 and group != -1):
-        raise CheckpointError(f"config.json: quantization_config: group_size must be a size or -1, is {group!r}")
+    if not is_size(group) and group != -1:
+        raise CheckpointError(f"config.json: quantization_config: group_size must be a size or -1, is {shown(group)}")
     symmetric = value.get("zero_point", True) is False or value.get("symmetric") is True
     ignored = strings(value.get("modules_to_not_convert"), "modules_to_not_convert")
     if not value.get("lm_head", False):

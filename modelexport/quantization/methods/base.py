@@ -8,14 +8,13 @@ written by another. Importing a method does not import torch: headers are checke
 
 from __future__ import annotations
 
-import fnmatch
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard
 
-from modelexport.errors import CheckpointError
+from modelexport.errors import CheckpointError, shown
+from modelexport.quantization.methods._patterns import matcher
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,6 +28,8 @@ Axes = tuple["tuple[int, int] | None", ...]
 where it does not vary with the weight. Fewer than its dims: the others do not vary."""
 
 AS_WEIGHT: Axes = ((0, 1), (1, 1))
+
+MOST_PATTERNS = 20_000
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,8 @@ class Scheme:
             CheckpointError: it is none.
         """
         bits = self.weights.get("num_bits")
-        if not isinstance(bits, int) or not 1 <= bits <= 16:
-            raise CheckpointError(f"quantization_config: num_bits is {bits!r}; a number of bits is needed")
+        if not isinstance(bits, int) or isinstance(bits, bool) or not 1 <= bits <= 16:
+            raise CheckpointError(f"quantization_config: num_bits is {shown(bits)}; a number of bits is needed")
         return bits
 
     @property
@@ -161,18 +162,30 @@ class QuantizationConfig:
         """Whether the rules of compressed-tensors apply."""
         return self.method == "compressed-tensors"
 
+    def __post_init__(self) -> None:
+        """Reads every pattern.
+
+        Raises:
+            CheckpointError: one is no regular expression, or there are more than anybody needs.
+        """
+        patterns = len(self._ignored) + len(self._by_pattern)
+        if patterns > MOST_PATTERNS:
+            why = f"{patterns:,} patterns of modules; at most {MOST_PATTERNS:,} are read: list names instead"
+            raise CheckpointError(f"config.json: quantization_config has {why}")
+
     def ignores(self, module: str) -> bool:
         """Whether ``ignore`` means the module."""
-        return module in self._exactly or any(self._matches(pattern, module) for pattern in self._patterns)
+        return module in self._exactly or any(matches(module) for matches in self._ignored)
 
     @cached_property
     def _exactly(self) -> frozenset[str]:
         return frozenset(self.ignore)
 
     @cached_property
-    def _patterns(self) -> tuple[str, ...]:
+    def _ignored(self) -> list[Callable[[str], bool]]:
         """Of ``ignore``, what may match other names than its own."""
-        return tuple(p for p in self.ignore if p.startswith("re:") or self.matching != "name")
+        found = {pattern: matcher(pattern, self.matching, "ignore") for pattern in self.ignore}
+        return [matches for matches in found.values() if matches is not None]
 
     def scheme_of(self, module: str, class_name: str = "Linear") -> Scheme | None:
         """The scheme that a module is quantised with: by its name first, then by its class; None if kept."""
@@ -181,8 +194,8 @@ class QuantizationConfig:
         exact = self._by_name.get(module)
         if exact is not None:
             return exact
-        for pattern, scheme in self._by_pattern:
-            if self._matches(pattern, module):
+        for matches, scheme in self._by_pattern:
+            if matches(module):
                 return scheme
         return next((scheme for scheme in self.schemes if class_name in scheme.targets), None)
 
@@ -195,22 +208,14 @@ class QuantizationConfig:
         return found
 
     @cached_property
-    def _by_pattern(self) -> list[tuple[str, Scheme]]:
-        return [
-            (target, scheme)
+    def _by_pattern(self) -> list[tuple[Callable[[str], bool], Scheme]]:
+        found = (
+            (matcher(target, self.matching, scheme.name), scheme)
             for scheme in self.schemes
             for target in scheme.targets
-            if target.startswith("re:") or (self.matching != "name" and target != "Linear")
-        ]
-
-    def _matches(self, pattern: str, module: str) -> bool:
-        if pattern.startswith("re:"):
-            return re.match(pattern[3:], module) is not None
-        if pattern == module:
-            return True
-        if self.matching == "part":
-            return pattern in module
-        return self.matching == "wildcard" and fnmatch.fnmatchcase(module, pattern)
+            if target != "Linear"
+        )
+        return [(matches, scheme) for matches, scheme in found if matches is not None]
 
 
 @dataclass(frozen=True)
@@ -347,7 +352,7 @@ def mapping(value: Any, where: str) -> Mapping[str, Any]:
         CheckpointError: it is not.
     """
     if not isinstance(value, dict):
-        raise CheckpointError(f"config.json: {where} must be an object, is {type(value).__name__}")
+        raise CheckpointError(f"config.json: {shown(where)} must be an object, is {type(value).__name__}")
     return value
 
 
@@ -360,34 +365,36 @@ def optional(value: Any, where: str) -> Mapping[str, Any] | None:
     return None if value is None else mapping(value, where)
 
 
+def is_size(value: Any) -> TypeGuard[int]:
+    """Whether ``value`` is a number of elements, one or more."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 def strings(value: Any, where: str) -> tuple[str, ...]:
     """``value``, if it is a list of names or patterns; none of them for null.
 
     Raises:
-        CheckpointError: it is something else, or a pattern is no regular expression.
+        CheckpointError: it is something else.
     """
     if value is None:
         return ()
     if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(s, str) for s in value):
-        raise CheckpointError(f"config.json: quantization_config: {where} must be a list of names, is {value!r}")
-    for pattern in value:
-        if pattern.startswith("re:"):
-            try:
-                re.compile(pattern[3:])
-            except re.error as error:
-                raise CheckpointError(f"config.json: {where}: '{pattern}' is no regular expression: {error}") from error
+        raise CheckpointError(
+            f"config.json: quantization_config: {shown(where)} must be a list of names, is {shown(value)}"
+        )
     return tuple(value)
 
 
 def _numbers(part: Mapping[str, Any]) -> str:
-    kind = "fp" if part.get("type") == "float" else part.get("type", "?")
-    return f"{kind}{part.get('num_bits', '?')}{'' if part.get('symmetric', True) else ' asymmetric'}"
+    kind = "fp" if part.get("type") == "float" else shown(part.get("type", "?"))
+    return f"{kind}{shown(part.get('num_bits', '?'))}{'' if part.get('symmetric', True) else ' asymmetric'}"
 
 
 def _extent(part: Mapping[str, Any]) -> str:
-    strategy = str(part.get("strategy", "?"))
+    strategy = part.get("strategy", "?")
     if strategy in ("group", "tensor_group"):
-        return f"group of {part.get('group_size')}"
-    if strategy == "block":
-        return "block of " + "x".join(map(str, part.get("block_structure") or "?"))
-    return strategy
+        return f"group of {shown(part.get('group_size'))}"
+    block = part.get("block_structure")
+    if strategy == "block" and isinstance(block, list):
+        return f"block of {shown('x'.join(map(str, block)))}"
+    return shown(strategy)

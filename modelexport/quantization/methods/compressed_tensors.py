@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from modelexport.errors import CheckpointError
+from modelexport.errors import CheckpointError, shown
 from modelexport.quantization.methods.base import (
     AS_WEIGHT,
     FLOATS,
@@ -20,6 +20,7 @@ from modelexport.quantization.methods.base import (
     Promise,
     QuantizationConfig,
     Scheme,
+    is_size,
     mapping,
     optional,
     strings,
@@ -45,6 +46,11 @@ KV_SCHEME = {
     "dynamic": False,
 }
 _VALUES = {("int", 8): "I8", ("float", 8): "F8_E4M3"}
+_FLOATS = {
+    "nvfp4-pack-quantized": ("float", 4, "tensor_group"),
+    "mxfp4-pack-quantized": ("float", 4, "group"),
+    "mxfp8-quantized": ("float", 8, "group"),
+}
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
@@ -63,9 +69,9 @@ def read(value: Mapping[str, Any]) -> QuantizationConfig:
             continue
         schemes.append(
             Scheme(
-                name,
+                shown(name),
                 strings(group.get("targets"), f"config_groups.{name}.targets"),
-                str(group.get("format") or fmt or ""),
+                shown(group.get("format") or fmt or ""),
                 mapping(weights, f"config_groups.{name}.weights"),
                 optional(group.get("input_activations"), f"config_groups.{name}.input_activations"),
                 optional(group.get("output_activations"), f"config_groups.{name}.output_activations"),
@@ -73,8 +79,8 @@ def read(value: Mapping[str, Any]) -> QuantizationConfig:
         )
     return QuantizationConfig(
         METHOD,
-        None if fmt is None else str(fmt),
-        value.get("quantization_status"),
+        None if fmt is None else shown(fmt),
+        None if (status := value.get("quantization_status")) is None else shown(status),
         tuple(schemes),
         strings(value.get("ignore"), "ignore"),
         optional(value.get("kv_cache_scheme"), "kv_cache_scheme"),
@@ -92,15 +98,19 @@ def promised(scheme: Scheme, shape: tuple[int, int]) -> dict[str, Promise]:
     tensors: dict[str, Promise]
     if scheme.format in ("int-quantized", "float-quantized", "naive-quantized"):
         dtype = _VALUES.get((kind, bits))
-        if dtype is None:
-            raise CheckpointError(f"{scheme.name}: {scheme.format} cannot hold {bits}-bit {kind} weights")
+        if dtype is None or scheme.weights.get("scale_dtype") in ("torch.uint8", "uint8"):
+            raise CheckpointError(f"{scheme.name}: {scheme.format} cannot hold {bits}-bit {shown(kind)} weights")
         tensors = {"weight": Promise((dtype,), (shape,), AS_WEIGHT), "weight_scale": Promise(FLOATS, shapes, axes)}
         if not scheme.symmetric:
             tensors["weight_zero_point"] = Promise((dtype,), shapes, axes)
-    elif scheme.format == "pack-quantized":
+    elif scheme.format == "pack-quantized" and kind == "int":
         tensors = _packed(scheme, shape, bits)
+    elif scheme.format in _FLOATS and (kind, bits, scheme.weights.get("strategy")) != _FLOATS[scheme.format]:
+        raise CheckpointError(f"{scheme.name}: {scheme.format} does not hold {scheme.describe()}")
     elif scheme.format in ("nvfp4-pack-quantized", "mxfp4-pack-quantized"):
         nv = scheme.format.startswith("nv")
+        if shape[1] % 2:
+            raise CheckpointError(f"{scheme.name}: {scheme.format} has two numbers a byte, but rows of {shape[1]}")
         tensors = {
             "weight_packed": Promise(("U8",), ((shape[0], shape[1] // 2),), ((0, 1), (1, 2))),
             "weight_scale": Promise(("F8_E4M3",) if nv else ("U8", "F8_E8M0"), shapes, axes),
@@ -115,7 +125,9 @@ def promised(scheme: Scheme, shape: tuple[int, int]) -> dict[str, Promise]:
             "weight_scale": Promise(("U8", "F8_E8M0"), shapes, axes),
         }
     else:
-        raise CheckpointError(f"{scheme.name}: no rules are known for format '{scheme.format}'")
+        raise CheckpointError(
+            f"{scheme.name}: no rules are known for format '{scheme.format}' with {scheme.describe()}"
+        )
     return {**tensors, **_static(scheme.inputs, "input"), **_static(scheme.outputs, "output")}
 
 
@@ -160,15 +172,15 @@ def _scales(scheme: Scheme, shape: tuple[int, int]) -> tuple[tuple[tuple[int, ..
         return ((rows, 1),), ((0, 1), None)
     if strategy in ("group", "tensor_group"):
         group = scheme.weights.get("group_size")
-        if not isinstance(group, int) or group < 1:
-            raise CheckpointError(f"{scheme.name}: strategy '{strategy}' with group_size {group!r}")
+        if not is_size(group):
+            raise CheckpointError(f"{scheme.name}: strategy '{strategy}' with group_size {shown(group)}")
         return ((rows, _ceil(cols, group)),), ((0, 1), (1, group))
     if strategy == "block":
         block = scheme.weights.get("block_structure")
-        if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
-            raise CheckpointError(f"{scheme.name}: strategy 'block' with block_structure {block!r}")
+        if not isinstance(block, list) or len(block) != 2 or not all(map(is_size, block)):
+            raise CheckpointError(f"{scheme.name}: strategy 'block' with block_structure {shown(block)}")
         return ((_ceil(rows, block[0]), _ceil(cols, block[1])),), ((0, block[0]), (1, block[1]))
-    raise CheckpointError(f"{scheme.name}: unknown strategy {strategy!r} for weights")
+    raise CheckpointError(f"{scheme.name}: unknown strategy '{shown(strategy)}' for weights")
 
 
 def layout(number_format: NumberFormat) -> str | None:
@@ -229,14 +241,34 @@ def encode(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Par
 
 
 def decode(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
-    """The tensors as they are."""
-    return dict(tensors)
+    """The tensors as they are; 8-bit integers as words where the number format has words, or the other way round.
+
+    Tools lay integers of 8 bits out either way ("int-quantized", "naive-quantized", "pack-quantized"), whether inputs
+    are rounded or not; our number formats have words where only weights are.
+    """
+    packed = number_format.checkpoint_format == "pack-quantized"
+    if ("weight_packed" if packed else "weight") in tensors or number_format.weight_bits != 8:
+        return dict(tensors)
+    import torch
+
+    from modelexport.quantization.methods import _nibbles
+
+    found = {suffix: tensor for suffix, tensor in tensors.items() if suffix not in ("weight", "weight_packed")}
+    if packed:
+        found["weight_packed"] = _nibbles.int8_to_words(tensors["weight"])
+        found["weight_shape"] = torch.tensor(part.shape, dtype=torch.int64, device=tensors["weight"].device)
+        if "weight_zero_point" in tensors:
+            found["weight_zero_point"] = _nibbles.int8_to_words(tensors["weight_zero_point"].t()).t().contiguous()
+    else:
+        del found["weight_shape"]
+        found["weight"] = _nibbles.words_to_int8(tensors["weight_packed"], part.extent[1])
+    return found
 
 
 def dequantise(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Part) -> Tensor:
     """The weight, float32 ``[out, in]``; column c is of the group that ``weight_g_idx[c]`` says, where there is one."""
     if "weight_g_idx" not in tensors:
-        return number_format.dequantise(tensors)
+        return number_format.dequantise(decode(number_format, tensors, part))
     import torch
 
     rows, cols = part.extent

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from modelexport.errors import CheckpointError, PlanError
+from modelexport.errors import CheckpointError, PlanError, shown
 from modelexport.quantization.methods._arguments import (
     FP8_TENSOR,
     FP8_TOKEN,
@@ -28,6 +28,7 @@ from modelexport.quantization.methods.base import (
     Promise,
     QuantizationConfig,
     Scheme,
+    is_size,
     strings,
 )
 
@@ -66,15 +67,17 @@ def read(value: Mapping[str, Any]) -> QuantizationConfig:
     kept = kept if _KEPT_ANYWAY in kept else (*kept, _KEPT_ANYWAY)
     activations = str(value.get("activation_scheme", "dynamic")).lower()
     if activations not in ("dynamic", "static"):
-        raise CheckpointError(f"quantization_config: activation_scheme '{activations}'; known: dynamic, static")
+        raise CheckpointError(f"quantization_config: activation_scheme '{shown(activations)}'; known: dynamic, static")
     block = value.get("weight_block_size")
     weights: dict[str, Any]
     inputs: dict[str, Any]
     if block is None:
         layout = _WHOLE_INVERSE if "weight_block_size" in value else _WHOLE
         weights, inputs = FP8_TENSOR, FP8_TENSOR if activations == "static" else FP8_TOKEN
-    elif not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
-        raise CheckpointError(f"quantization_config: weight_block_size {block!r}; two numbers, of rows and columns")
+    elif not isinstance(block, list) or len(block) != 2 or not all(map(is_size, block)):
+        raise CheckpointError(
+            f"quantization_config: weight_block_size {shown(block)}; two numbers, of rows and columns"
+        )
     elif activations == "static":
         raise CheckpointError("quantization_config: activation_scheme 'static' with blocks; engines take 'dynamic'")
     elif block == [1, 32] and value.get("scale_fmt") == "ue8m0":

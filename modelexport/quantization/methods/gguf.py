@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from modelexport.errors import CheckpointError
+from modelexport.errors import CheckpointError, shown
 from modelexport.quantization.methods.base import (
     Announced,
     Announcement,
@@ -84,7 +84,7 @@ def read(value: Mapping[str, Any]) -> QuantizationConfig:
     for name, targets in mapping(value.get("types") or {}, "quantization_config.types").items():
         if name not in _ARGUMENTS:
             raise CheckpointError(
-                f"quantization_config.types: no block type '{name}' here; {', '.join(_ARGUMENTS)} are"
+                f"quantization_config.types: no block type '{shown(name)}' here; {', '.join(_ARGUMENTS)} are"
             )
         packing = _COMPRESSED.get(name, "pack-quantized")
         schemes.append(Scheme(name, strings(targets, f"types.{name}"), packing, _ARGUMENTS[name], None, None, METHOD))

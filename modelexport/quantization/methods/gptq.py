@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from modelexport.errors import CheckpointError, PlanError
+from modelexport.errors import CheckpointError, PlanError, shown
 from modelexport.quantization.methods import _gptq
 from modelexport.quantization.methods.base import (
     Announced,
@@ -22,6 +22,7 @@ from modelexport.quantization.methods.base import (
     Promise,
     QuantizationConfig,
     Scheme,
+    is_size,
     mapping,
     optional,
     strings,
@@ -42,6 +43,7 @@ SIDE_FILES: tuple[str, ...] = ("quantize_config.json",)
 KV_SHAPE: tuple[int, ...] = ()
 
 _BITS = (4, 8)
+_LONGEST = 1 << 16  # of a pattern, in characters
 _FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
 _FUSED |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 
@@ -60,33 +62,36 @@ def read(value: Mapping[str, Any]) -> QuantizationConfig:
     layout = str(value.get("checkpoint_format") or value.get("format") or "gptq").lower()
     if layout not in ("gptq", "gptq_v2"):
         raise CheckpointError(
-            f"config.json: quantization_config: gptq checkpoint_format '{layout}' is not known here; "
+            f"config.json: quantization_config: gptq checkpoint_format '{shown(layout)}' is not known here; "
             "known: gptq, gptq_v2; give the unquantised model, or one converted to these"
         )
     if value.get("pack_dtype", "int32") not in ("int32", None):
-        raise CheckpointError(f"config.json: quantization_config: pack_dtype is {value['pack_dtype']!r}, not int32")
+        raise CheckpointError(
+            f"config.json: quantization_config: pack_dtype is '{shown(value['pack_dtype'])}', not int32"
+        )
     only = _only(value)
     schemes: list[Scheme] = []
     ignored: list[str] = []
-    before = ""
+    quantising = ""  # of the rules before: what they mean is quantised, whatever later ones keep
     for pattern, changes in (optional(value.get("dynamic"), "dynamic") or {}).items():
         skips, rule = pattern.startswith("-:"), pattern.removeprefix("-:").removeprefix("+:")
-        matching = f"{before}{only}(?:{rule})"
         if skips or changes is False:
-            ignored.append(f"re:{matching}")
+            ignored.append(f"re:{quantising}{only}(?:{rule})")
         else:
             merged = {**value, **mapping(changes, f"dynamic['{pattern}']")}
-            schemes.append(_scheme(merged, pattern, layout, f"re:{matching}"))
-        before += f"(?!{rule})"  # the first rule that matches is the one that counts
+            schemes.append(_scheme(merged, pattern, layout, f"re:{only}(?:{rule})"))
+            quantising += f"(?!{rule})"
+        if skips and len(quantising) > _LONGEST:
+            raise CheckpointError(
+                f"config.json: quantization_config: dynamic has {len(schemes):,} rules that quantise before "
+                f"'{shown(pattern)}', which keeps: put those that keep first"
+            )
     if not value.get("lm_head", False):
         ignored.append("lm_head")
-    base = _scheme(value, METHOD, layout, f"re:{only}" if only else "Linear")
-    schemes.append(base)
-    for scheme in schemes:
-        strings(list(scheme.targets), "dynamic")
+    schemes.append(_scheme(value, METHOD, layout, f"re:{only}" if only else "Linear"))
     method = METHOD if all(map(_is_ours, schemes)) else {"gptq": "gptq_v1"}.get(layout, layout)
     spelled = tuple(replace(scheme, method=method) for scheme in schemes)
-    return QuantizationConfig(method, layout, None, spelled, strings(ignored, "dynamic"), None, "part")
+    return QuantizationConfig(method, layout, None, spelled, tuple(ignored), None, "part")
 
 
 def _is_ours(scheme: Scheme) -> bool:
@@ -99,7 +104,7 @@ def _only(value: Mapping[str, Any]) -> str:
     listed = value.get("modules_in_block_to_quantize") or []
     if not isinstance(listed, list):
         raise CheckpointError(
-            f"config.json: quantization_config: modules_in_block_to_quantize must be a list, is {listed!r}"
+            f"config.json: quantization_config: modules_in_block_to_quantize must be a list, is {shown(listed)}"
         )
     names: list[str] = []
     for item in listed:  # a list of names, or of lists of names
@@ -112,13 +117,13 @@ def _only(value: Mapping[str, Any]) -> str:
 def _scheme(value: Mapping[str, Any], name: str, layout: str, target: str) -> Scheme:
     """What ``value`` says of the modules that ``target`` means."""
     bits, group, symmetric = value.get("bits"), value.get("group_size", 128), value.get("sym", True)
-    if bits not in _BITS:
+    if bits not in _BITS or not is_size(bits):
         raise CheckpointError(
-            f"config.json: quantization_config: gptq with {bits!r} bits ({name}); 4 and 8 are known: give the "
-            "unquantised model"
+            f"config.json: quantization_config: gptq with {shown(bits)} bits ({shown(name)}); 4 and 8 are known: "
+            "give the unquantised model"
         )
-    if not isinstance(group, int) or isinstance(group, bool) or (group < 1 and group != -1):
-        raise CheckpointError(f"config.json: quantization_config: group_size must be a size or -1, is {group!r}")
+    if not is_size(group) and group != -1:
+        raise CheckpointError(f"config.json: quantization_config: group_size must be a size or -1, is {shown(group)}")
     weights: dict[str, Any] = {
         "num_bits": bits,
         "type": "int",
@@ -129,7 +134,7 @@ def _scheme(value: Mapping[str, Any], name: str, layout: str, target: str) -> Sc
     }
     if value.get("desc_act", False) and group != -1:
         weights["actorder"] = "weight" if value.get("static_groups", False) else "group"
-    return Scheme(name, (target,), layout, weights, None, None, METHOD)
+    return Scheme(shown(name), (target,), layout, weights, None, None, METHOD)
 
 
 def promised(scheme: Scheme, shape: tuple[int, int]) -> dict[str, Promise]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from modelexport.errors import CheckpointError, PlanError, nearest
+from modelexport.errors import CheckpointError, PlanError, nearest, shown
 from modelexport.quantization.methods._arguments import (
     FP8_ROW,
     FP8_TENSOR,
@@ -34,6 +34,7 @@ from modelexport.quantization.methods.base import (
     Promise,
     QuantizationConfig,
     Scheme,
+    is_size,
     mapping,
     strings,
 )
@@ -121,18 +122,19 @@ def read(value: Mapping[str, Any]) -> QuantizationConfig:
             algo = "W4A16_NVFP4"  # so engines take it: there are no inputs' scales
         stated = [mapping(group.get("weights") or {}, "weights").get("group_size") for group in details]
         size = inner.get("group_size") or next(iter(stated), None)
-        schemes = [_scheme(algo, size, ("Linear",))]
+        schemes = [_scheme(algo, _size(algo, size), ("Linear",))]
     kv = inner.get("kv_cache_quant_algo") if nested else inner.get("kv_cache_scheme")
     return QuantizationConfig(
-        METHOD, None if name is None else str(name), None, tuple(schemes), with_modules_below(kept), _kv_scheme(kv)
+        METHOD, None if name is None else shown(name), None, tuple(schemes), with_modules_below(kept), _kv_scheme(kv)
     )
 
 
 def _mixed_schemes(layers: Mapping[str, Any]) -> list[Scheme]:
-    found: dict[tuple[str, Any], list[str]] = {}
+    found: dict[tuple[str, int | None], list[str]] = {}
     for module, entry in layers.items():
         entry = mapping(entry, f"quantized_layers.{module}")
-        found.setdefault((_algo_name(entry.get("quant_algo")), entry.get("group_size")), []).append(module)
+        algo = _algo_name(entry.get("quant_algo"))
+        found.setdefault((algo, _size(algo, entry.get("group_size"))), []).append(module)
     schemes = []
     for (algo, size), modules in found.items():
         fused = [module for module in modules if module.endswith(".experts")]  # stands for all below
@@ -143,21 +145,34 @@ def _mixed_schemes(layers: Mapping[str, Any]) -> list[Scheme]:
 def _algo_name(name: object) -> str:
     known = _BY_UPPER.get(str(name).upper())
     if known is None:
-        raise CheckpointError(f"quantization_config: quant_algo '{name}' is not known{nearest(str(name), _ALGOS)}")
+        raise CheckpointError(
+            f"quantization_config: quant_algo '{shown(name)}' is not known{nearest(shown(name), _ALGOS)}"
+        )
     return known
 
 
-def _scheme(algo: str, size: Any, targets: tuple[str, ...]) -> Scheme:
+def _size(algo: str, value: Any) -> int | None:
+    """``group_size`` as config.json has it; None where it says none, or the algorithm has no groups.
+
+    Raises:
+        CheckpointError: it is none that the algorithm has.
+    """
     own = _ALGOS[algo]
-    weights = dict(own.weights)
-    if own.group_size == -1:
-        if size is not None and (not isinstance(size, int) or size < 1):
-            raise CheckpointError(
-                f"quantization_config: {algo} with group_size {size!r}; a number of columns is needed"
-            )
-        weights["group_size"] = size or weights["group_size"]
-    elif size not in (None, 0, weights.get("group_size", size)):
-        raise CheckpointError(f"quantization_config: {algo} with group_size {size!r}; it has {weights['group_size']}")
+    usual = own.weights.get("group_size")
+    if value is None or usual is None or (value == 0 and own.group_size != -1):
+        return None
+    if not is_size(value):
+        raise CheckpointError(
+            f"quantization_config: {algo} with group_size '{shown(value)}'; a number of columns is needed"
+        )
+    if own.group_size != -1 and value != usual:
+        raise CheckpointError(f"quantization_config: {algo} with group_size {shown(value)}; it has {usual}")
+    return int(value)
+
+
+def _scheme(algo: str, size: int | None, targets: tuple[str, ...]) -> Scheme:
+    own = _ALGOS[algo]
+    weights = dict(own.weights) if size is None else {**own.weights, "group_size": size}
     return Scheme(algo, targets, algo, weights, own.inputs, None, METHOD)
 
 
@@ -166,7 +181,9 @@ def _kv_scheme(value: Any) -> Mapping[str, Any] | None:
         return value
     kind = _KV_NUMBERS.get(str(value).upper())
     if kind is None:
-        raise CheckpointError(f"quantization_config: KV cache '{value}' is not known{nearest(str(value), _KV_NUMBERS)}")
+        raise CheckpointError(
+            f"quantization_config: KV cache '{shown(value)}' is not known{nearest(shown(value), _KV_NUMBERS)}"
+        )
     return {"dynamic": False, "num_bits": kind[1], "type": kind[0]}
 
 
