@@ -208,6 +208,13 @@ class _Planner:
         name = full_name(layer, path)
         if module.kind == "linear":
             self.linears.append(name)
+        if module.kind == "head" and self.dims.tied_embeddings:
+            own = [tensor for tensor in self.infos if tensor.startswith(f"{name}.")]
+            if own:  # its plain weight is gone by now
+                self.problems.append(
+                    f"config.json ties the embeddings, but {own[0]} is there; set tie_word_embeddings to false"
+                )
+            return []
         stored = None
         try:
             stored = self.sources.take(name, module, self.dims)
@@ -216,8 +223,7 @@ class _Planner:
             return []
         weight = self.infos.pop(f"{name}.{module.parameter}", None) if stored is None else stored.weight
         if weight is None:
-            if not (module.kind == "head" and self.dims.tied_embeddings):
-                self.missing.append(f"{name}.{module.parameter}")
+            self.missing.append(f"{name}.{module.parameter}")
             return []
         bias = self.infos.pop(f"{name}.bias", None)  # also of what is refused: it is no stranger
         linear = None if stored is None else stored.linear

@@ -211,8 +211,13 @@ class ExportPlan:
         return loadable_tp(limits, self.dimensions.kv_heads, self.dimensions.head_dim, kv_units)
 
     def ignored(self) -> list[str]:
-        """The modules that engines must not take for quantised linears: kept ones, heads (tied ones too), routers."""
+        """The modules that engines must not take for quantised linears: kept ones, heads (tied ones too), routers.
+
+        A head is among them unless the source has quantised it.
+        """
         heads = [module.path for module in self.family.after if module.kind == "head"]
+        quantised = self.formats()
+        heads = [path for path in heads if path not in quantised]
         kept = (
             full_name(step.layer, task.path)
             for step in self.steps

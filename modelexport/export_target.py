@@ -116,9 +116,18 @@ def _fingerprint(prepared: Prepared) -> dict[str, Any]:
         "group_size": recipe.group_size,
         "algorithm": recipe.algorithm,
         "kv_cache": recipe.kv_cache,
-        "calibration": [recipe.calib, recipe.calib_samples, recipe.calib_length, recipe.calib_seed],
+        "calibration": _calibration(prepared),
         "format": recipe.format,
         "target": {"tp": recipe.target_tp, "pp": recipe.target_pp, "ep": recipe.target_ep},
         "max_shard_bytes": recipe.max_shard_bytes,
         "modelexport": __version__,
     }
+
+
+def _calibration(prepared: Prepared) -> list[Any] | None:
+    """What the magnitudes of activations depend on, beside the model; None where nobody asks for them."""
+    recipe = prepared.recipe
+    if not prepared.plan.needs_ranges:
+        return None
+    text = None if recipe.calib is None else files_digest(None, [Path(recipe.calib)])
+    return [recipe.calib, text, recipe.calib_samples, recipe.calib_length, recipe.calib_seed]

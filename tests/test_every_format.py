@@ -112,9 +112,7 @@ def write(source: str, out: Path, case: Case, **settings: object) -> dict[str, s
 
 
 @pytest.mark.parametrize("case", [*HF, *OTHERS], ids=str)
-def test_three_ranks_write_what_one_writes_and_it_reads_back(
-    case: Case, model: str, odd: str, tmp_path: Path
-) -> None:
+def test_three_ranks_write_what_one_writes_and_it_reads_back(case: Case, model: str, odd: str, tmp_path: Path) -> None:
     model = odd if case.quant in ("fp8-block", "int8", "fp8-static") else model
     alone = write(model, tmp_path / "1", case)
     assert write(model, tmp_path / "3", case, tp=3, gather="shm") == alone

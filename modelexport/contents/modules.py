@@ -13,7 +13,7 @@ from typing import Any
 from modelexport.checkpoints.safetensors_file import Checkpoint, TensorInfo
 from modelexport.errors import CheckpointError, ModelExportError
 from modelexport.families import Dimensions, Family, family_of, read_dimensions
-from modelexport.quantization.methods import QuantizationConfig, Scheme, promised
+from modelexport.quantization.methods import Promise, QuantizationConfig, Scheme, promised
 
 PLAIN = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64", "F8_E4M3": "fp8", "F8_E5M2": "fp8-e5m2"}
 _SCALES = ("weight_scale", "weight_scale_inv", "scales", "absmax", "weights_scaling_factor", "per_channel_scale")
@@ -76,12 +76,16 @@ class StoredModule:
 
 @dataclass(frozen=True)
 class Architecture:
-    """What is known of the model: its family and dimensions, or ``reason`` why not."""
+    """What is known of the model: its family and dimensions, or ``reason`` why not.
+
+    ``kinds`` and ``shapes`` are of its modules, by their path within a layer: what they are, and their weights'.
+    """
 
     family: Family | None = None
     dimensions: Dimensions | None = None
     reason: str = ""
     kinds: Mapping[str, str] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def read_architecture(config: Mapping[str, Any] | None) -> Architecture:
@@ -94,8 +98,9 @@ def read_architecture(config: Mapping[str, Any] | None) -> Architecture:
     except ModelExportError as error:
         return Architecture(reason=str(error))
     modules = (*family.before, *family.layer, *family.after)
-    kinds = {m.general_path: m.kind for m in reversed(modules)}  # of those that share a path, the first is the weight
-    return Architecture(family, dimensions, "", kinds)
+    own = {m.general_path: m for m in reversed(modules)}  # of those that share a path, the first is the weight
+    kinds = {path: m.kind for path, m in own.items()}
+    return Architecture(family, dimensions, "", kinds, {path: dimensions.weight_shape(m) for path, m in own.items()})
 
 
 def read_modules(
@@ -113,7 +118,7 @@ def read_modules(
         stored = recognise(tensors, scheme, quantization.method if quantization is not None else "")
         kind = architecture.kinds.get(path) or _guess_kind(name, stored)
         if scheme is not None and kind in ("linear", "head"):
-            stored = _as_announced(stored, scheme)
+            stored = _as_announced(stored, scheme, tensors, architecture.shapes.get(path))
         modules.append(StoredModule(name, stack, index, path, kind, stored, tensors))
     return modules
 
@@ -160,18 +165,37 @@ def recognise(tensors: Mapping[str, TensorInfo], scheme: Scheme | None, method: 
     return Stored(name, shape, scale, unit, True)
 
 
-def _as_announced(stored: Stored, scheme: Scheme) -> Stored:
-    """The same with the name and the units of the scheme that config.json says, if its method is known."""
-    if stored.shape is None or len(stored.shape) != 2 or scheme.number_format is None:
-        return stored
+def _as_announced(
+    stored: Stored, scheme: Scheme, tensors: Mapping[str, TensorInfo], wanted: tuple[int, ...] | None
+) -> Stored:
+    """The same with the name and the units of the scheme that config.json says, if its method is known.
+
+    Args:
+        wanted: the shape that config.json makes the weight. It is its shape where the tensors are those promised for
+            it: numbers of a few bits are packed in more ways than headers tell apart.
+    """
+    shape = stored.shape
     try:
-        promises = promised(scheme, (stored.shape[0], stored.shape[1]))
+        if wanted is not None and len(wanted) == 2 and _are(promised(scheme, (wanted[0], wanted[1])), tensors):
+            shape = wanted
+        if shape is None or len(shape) != 2:
+            return stored
+        promises = promised(scheme, (shape[0], shape[1]))
     except CheckpointError:  # a scheme that is not known, or does not go with this shape: told by its tensors alone
+        return stored
+    stored = replace(stored, shape=shape)
+    if scheme.number_format is None:
         return stored
     units = [1, 1]
     for dim, unit in (axis for promise in promises.values() for axis in promise.axes if axis is not None):
         units[dim] = math.lcm(units[dim], unit)
     return replace(stored, number_format=scheme.number_format, unit=(units[0], units[1]))
+
+
+def _are(promises: Mapping[str, Promise], tensors: Mapping[str, TensorInfo]) -> bool:
+    """Whether all that is promised is there as promised."""
+    found = ((tensors.get(suffix), promise) for suffix, promise in promises.items())
+    return all(info is not None and info.dtype in p.dtypes and info.shape in p.shapes for info, p in found)
 
 
 def _packed(tensors: Mapping[str, TensorInfo], scheme: Scheme | None) -> Stored:

@@ -5,7 +5,7 @@ Engines do not look: with one ``weight_scale`` missing, one serves wrong probabi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from modelexport.checkpoints.safetensors_file import Checkpoint, TensorInfo
@@ -26,7 +26,8 @@ def check_structure(
     modules: Sequence[StoredModule],
 ) -> list[str]:
     """Everything that is wrong, one line each; empty where all is as config.json says."""
-    problems = list(_config_problems(architecture, quantization))
+    quantised = {module.name for module in modules if module.stored.quantised}
+    problems = list(_config_problems(architecture, quantization, quantised))
     shapes: dict[str, dict[str, tuple[int, ...]]] = {}
     if architecture.family is not None and architecture.dimensions is not None:
         dims, count = architecture.dimensions, len(checkpoint.infos)
@@ -51,7 +52,9 @@ def family_shapes(family: Family, dims: Dimensions) -> dict[str, dict[str, tuple
     return shapes
 
 
-def _config_problems(architecture: Architecture, quantization: QuantizationConfig | None) -> Iterator[str]:
+def _config_problems(
+    architecture: Architecture, quantization: QuantizationConfig | None, quantised: Collection[str]
+) -> Iterator[str]:
     if quantization is None or not quantization.is_compressed_tensors:
         return
     if quantization.status != "compressed":
@@ -62,7 +65,8 @@ def _config_problems(architecture: Architecture, quantization: QuantizationConfi
         )
     if not quantization.schemes and quantization.kv_cache_scheme is None:
         yield "config.json: quantization_config has no config_groups with weights"
-    if quantization.scheme_of("lm_head") is not None and architecture.kinds.get("lm_head", "head") == "head":
+    kept = "lm_head" not in quantised
+    if kept and quantization.scheme_of("lm_head") is not None and architecture.kinds.get("lm_head", "head") == "head":
         yield "config.json: lm_head is not in quantization_config.ignore: transformers gives NaN"
 
 

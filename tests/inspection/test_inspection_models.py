@@ -116,7 +116,10 @@ SCALE = "model.layers.1.self_attn.q_proj.weight_scale"
     ("change", "message"),
     [
         (lambda t: t.pop(SCALE), rf"{SCALE} is missing \(int8 weights per channel, .* needs it\)"),
-        (lambda t: t.update({SCALE: t[SCALE][:-1].clone()}), r"BF16 \[511, 1\], but int8 weights per channel.* stores .* \[512, 1\]"),
+        (
+            lambda t: t.update({SCALE: t[SCALE][:-1].clone()}),
+            r"BF16 \[511, 1\], but int8 weights per channel.* stores .* \[512, 1\]",
+        ),
         (lambda t: t.update({SCALE: t[SCALE].to(torch.int16)}), r"is I16 \[512, 1\], but int8 weights"),
         (lambda t: t.pop("model.norm.weight"), r"model\.norm\.weight is missing \(1 tensors are\)"),
         (lambda t: t.update({"model.extra": torch.ones(2)}), "model.extra belongs to no part"),

@@ -51,6 +51,7 @@ _FLOATS = {
     "mxfp4-pack-quantized": ("float", 4, "group"),
     "mxfp8-quantized": ("float", 8, "group"),
 }
+_HEAD = "lm_head"  # no "Linear" to vLLM
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
@@ -206,7 +207,7 @@ def announce(announced: Announced) -> Announcement:
     for number, (number_format, modules) in enumerate(groups):
         group = number_format.config_group()
         assert group is not None
-        targets = _targets(modules, announced) if mixed else ["Linear"]
+        targets = _targets(modules, announced) if mixed else ["Linear", *(name for name in modules if name == _HEAD)]
         config_groups[f"group_{number}"] = {**group, "targets": targets}
     formats = list(dict.fromkeys(number_format.checkpoint_format for number_format, _ in groups))
     config = {
@@ -258,7 +259,8 @@ def decode(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Par
         found["weight_packed"] = _nibbles.int8_to_words(tensors["weight"])
         found["weight_shape"] = torch.tensor(part.shape, dtype=torch.int64, device=tensors["weight"].device)
         if "weight_zero_point" in tensors:
-            found["weight_zero_point"] = _nibbles.int8_to_words(tensors["weight_zero_point"].t()).t().contiguous()
+            columns = tensors["weight_zero_point"].t().clone(memory_format=torch.contiguous_format)
+            found["weight_zero_point"] = _nibbles.int8_to_words(columns).t().contiguous()
     else:
         del found["weight_shape"]
         found["weight"] = _nibbles.words_to_int8(tensors["weight_packed"], part.extent[1])

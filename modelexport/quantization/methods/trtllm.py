@@ -32,7 +32,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from modelexport.errors import CheckpointError, PlanError, nearest
+from modelexport.errors import CheckpointError, PlanError, nearest, shown
 from modelexport.quantization.methods._arguments import FP8_ROW, FP8_TENSOR, FP8_TOKEN, NVFP4, meaning, numbers
 from modelexport.quantization.methods.base import (
     AS_WEIGHT,
@@ -102,10 +102,10 @@ def read(value: Mapping[str, Any]) -> QuantizationConfig:
     algo = value.get("quant_algo")
     schemes = []
     if algo is not None:
-        if algo not in _ALGOS:
+        if not isinstance(algo, str) or algo not in _ALGOS:
             raise CheckpointError(
-                f"quantization: quant_algo '{algo}' is not read{nearest(str(algo), _ALGOS)}; give the checkpoint that "
-                "this one was made from"
+                f"quantization: quant_algo '{shown(algo)}' is not read{nearest(shown(algo), _ALGOS)}; give the checkpoint "
+                "that this one was made from"
             )
         for key, what in (("has_zero_point", "zero points"), ("pre_quant_scale", "inputs that are multiplied first")):
             if value.get(key):
@@ -113,10 +113,10 @@ def read(value: Mapping[str, Any]) -> QuantizationConfig:
                     f"quantization: {algo} with {key} ({what}) is not read; give the checkpoint that this one was made "
                     "from, e.g. modelopt's"
                 )
-        schemes = [_scheme(str(algo), value.get("group_size"))]
+        schemes = [_scheme(algo, value.get("group_size"))]
     cache = value.get("kv_cache_quant_algo")
     if cache not in (None, "FP8"):
-        raise CheckpointError(f"quantization: kv_cache_quant_algo '{cache}' is not read; FP8 is")
+        raise CheckpointError(f"quantization: kv_cache_quant_algo '{shown(cache)}' is not read; FP8 is")
     kv = None if cache is None else {"dynamic": False, "num_bits": 8, "type": "float"}
     ignore = strings(value.get("ignore"), "ignore")
     return QuantizationConfig(METHOD, None if algo is None else str(algo), None, tuple(schemes), ignore, kv)
