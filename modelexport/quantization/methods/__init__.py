@@ -50,8 +50,8 @@ def methods() -> dict[str, Method]:
         if module.name.startswith("_"):  # helpers, which may want torch
             continue
         loaded = importlib.import_module(f"{__name__}.{module.name}")
-        if hasattr(loaded, "METHOD"):
-            found[loaded.METHOD] = cast(Method, loaded)
+        for method in getattr(loaded, "METHODS", (loaded,) if hasattr(loaded, "METHOD") else ()):
+            found[method.METHOD] = cast(Method, method)
     return dict(sorted(found.items()))
 
 

@@ -1,4 +1,4 @@
-"""GPTQ's tensors, whichever way their zero points are stored: what ``gptq.py``, ``gptq_v1.py``, ``gptq_v2.py`` share.
+"""GPTQ's tensors, whichever way their zero points are stored: what ``gptq.py`` and ``gptq_read_only.py`` share.
 
 Follows https://github.com/ModelCloud/GPTQModel (and AutoGPTQ before it). Of a linear ``[out, in]`` with b bits:
 

@@ -271,7 +271,7 @@ class Announcement:
 
 
 class Method(Protocol):
-    """What a module of this package offers. Tensors in and out of :meth:`encode` are by suffix.
+    """What a module of this package offers, or each of its ``METHODS``. Tensors of :meth:`encode` are by suffix.
 
     A number format's own tensors (its *native* form, which its kernels write and read) are those of
     compressed-tensors. ``encode`` takes them into the method's, ``decode`` takes the method's into them, both exactly

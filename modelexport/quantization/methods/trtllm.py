@@ -104,8 +104,8 @@ def read(value: Mapping[str, Any]) -> QuantizationConfig:
     if algo is not None:
         if not isinstance(algo, str) or algo not in _ALGOS:
             raise CheckpointError(
-                f"quantization: quant_algo '{shown(algo)}' is not read{nearest(shown(algo), _ALGOS)}; give the checkpoint "
-                "that this one was made from"
+                f"quantization: quant_algo '{shown(algo)}' is not read{nearest(shown(algo), _ALGOS)}; give the "
+                "checkpoint that this one was made from"
             )
         for key, what in (("has_zero_point", "zero points"), ("pre_quant_scale", "inputs that are multiplied first")):
             if value.get(key):

@@ -1,0 +1,86 @@
+"""GPTQ checkpoints that are not as we write them: they can be read, and are not written.
+
+Either their zero points are stored the other way round than ours of the same kind ("gptq", minus one, and asymmetric:
+AutoGPTQ's with ``sym: false``; "gptq_v2", as they are, and symmetric), or their columns are grouped by activation order
+(``desc_act``). A scheme that :mod:`gptq` reads from such a checkpoint names one of these methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from modelexport.errors import CheckpointError
+from modelexport.quantization.methods import _gptq
+from modelexport.quantization.methods.base import Announced, Announcement, Part, Promise, QuantizationConfig, Scheme
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from modelexport.quantization.formats.base import NumberFormat
+
+
+@dataclass(frozen=True)
+class ReadOnly:
+    """A method that is only read; see :class:`~modelexport.quantization.methods.base.Method`.
+
+    Attributes:
+        METHOD: the name that schemes have; no config.json has it.
+        minus_one: whether zero points are stored minus one.
+    """
+
+    METHOD: str
+    minus_one: bool
+    FORMAT: str | None = None
+    SCALES: str | None = "F16"
+    KV_SHAPE: tuple[int, ...] = ()
+    SIDE_FILES: tuple[str, ...] = ()
+
+    @property
+    def KV_SCALES(self) -> Mapping[str, str]:
+        """Nowhere."""
+        return {}
+
+    def read(self, value: Mapping[str, Any]) -> QuantizationConfig:
+        """Refuses: no tool names this method, they say "gptq".
+
+        Raises:
+            CheckpointError: always.
+        """
+        raise CheckpointError(f"config.json: quantization_config: quant_method '{self.METHOD}' is written 'gptq'")
+
+    def promised(self, scheme: Scheme, shape: tuple[int, int]) -> dict[str, Promise]:
+        """As for "gptq"."""
+        return _gptq.promised(scheme, shape)
+
+    def refusal(self, number_format: NumberFormat, shape: tuple[int, int]) -> str | None:
+        """It is not written."""
+        return "this spelling of gptq is read, not written: --format gptq"
+
+    def announce(self, announced: Announced) -> Announcement:
+        """It is not written."""
+        self._not_written()
+
+    def encode(self, number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+        """It is not written."""
+        self._not_written()
+
+    def decode(self, number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+        """GPTQ's tensors in native form.
+
+        Raises:
+            CheckpointError: the columns were grouped by activation order, or the format is symmetric and its zero
+                points are not in the middle.
+        """
+        return _gptq.decode(number_format, tensors, part, minus_one=self.minus_one)
+
+    def dequantise(self, number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Part) -> Tensor:
+        """The weight, float32 ``[out, in]``, also of columns that were grouped by activation order."""
+        return _gptq.dequantise(number_format, tensors, part, minus_one=self.minus_one)
+
+    def _not_written(self) -> NoReturn:
+        raise AssertionError("gptq is written by the method 'gptq'")
+
+
+METHODS = (ReadOnly("gptq_v1", minus_one=True), ReadOnly("gptq_v2", minus_one=False))
