@@ -31,6 +31,7 @@ from modelexport.export_hosts import agree, is_spread, reshard_config, run_as_ra
 from modelexport.export_target import files_digest, source_config
 from modelexport.inspection.inspect import read_record
 from modelexport.jobs import Heard, heard, own_ranks, single, take_part
+from modelexport.quantization.methods import read_quantization_config
 from modelexport.reshard_moves import ReshardJob, run_alone
 from modelexport.reshard_plan import Step, deal, plan_steps
 from modelexport.reshard_recipe import ReshardRecipe
@@ -133,6 +134,7 @@ def _prepare(recipe: ReshardRecipe) -> Prepared:
     checkpoint = open_model(source, recipe.config)
     if target_directory is not None and source.resolve().is_relative_to(target_directory):
         raise UsageError(f"--out {recipe.out} would replace the source, {source}: choose another target")
+    _check_spelling(recipe, checkpoint)
     rules = tensor_rules(checkpoint)
     check_ties(checkpoint)
     target = plan_target(
@@ -146,6 +148,21 @@ def _prepare(recipe: ReshardRecipe) -> Prepared:
     check_source(target, checkpoint)
     record = read_record(checkpoint.directory)
     return Prepared(recipe, checkpoint, target, plan_steps(rules, checkpoint.infos), record)
+
+
+def _check_spelling(recipe: ReshardRecipe, checkpoint: Checkpoint) -> None:
+    """Refuse a ``--format`` that is a way to spell quantised linears, where the checkpoint has another or none."""
+    if recipe.format in formats.formats():
+        return
+    quantization = read_quantization_config(checkpoint.config)
+    own = None if quantization is None else quantization.method
+    if own != formats.method_of(recipe.format).METHOD:
+        has = "is not quantised" if own is None else f"is quantised as '{own}'"
+        raise UsageError(
+            f"reshard --format {recipe.format}: {checkpoint.directory} {has}, and reshard moves tensors as they are: "
+            f"modelexport {'--model' if own is None else 'convert'} {recipe.checkpoint} --format {recipe.format} "
+            "spells them so"
+        )
 
 
 def _launch(recipe: ReshardRecipe) -> tuple[Prepared, int, dict[str, Any]]:

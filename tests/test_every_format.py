@@ -13,10 +13,11 @@ from safetensors.torch import load_file
 
 from modelexport.cli import main
 from modelexport.contents import formats as checkpoint_formats
-from modelexport.errors import CheckpointError, PlanError
+from modelexport.errors import CheckpointError, PlanError, UsageError
 from modelexport.exporter import export
 from modelexport.inspection.verify import verify_checkpoint
 from modelexport.quantization import formats
+from modelexport.resharder import reshard
 from tests._models import make_llama
 from tests.test_export import digests
 
@@ -236,6 +237,17 @@ def test_what_cannot_be_converted_is_said_before_anything_is_written(model: str,
     with pytest.raises(PlanError, match="has no place for its scales"):
         write(model, tmp_path / "out", Case("int4", "awq", 64), kv_cache="fp8")
     assert [path.name for path in tmp_path.iterdir()] == ["int8"]
+
+
+def test_reshard_moves_tensors_and_spells_nothing_anew(model: str, tmp_path: Path) -> None:
+    write(model, tmp_path / "int4", Case("int4", group=64))
+    write(model, tmp_path / "awq", Case("int4", "awq", 64))
+    for source, how in ((model, "is not quantised.*--model"), (str(tmp_path / "int4"), "compressed-tensors.*convert")):
+        with pytest.raises(UsageError, match=how):
+            reshard(checkpoint=source, format="awq", out=str(tmp_path / "out"), quiet=True)
+    reshard(checkpoint=str(tmp_path / "awq"), format="awq", tp=2, out=str(tmp_path / "cut"), quiet=True)
+    reshard(checkpoint=str(tmp_path / "cut"), format="awq", out=str(tmp_path / "back"), quiet=True)
+    assert digests(tmp_path / "back") == digests(tmp_path / "awq")
 
 
 def test_a_tensor_that_is_missing_in_a_quantised_source(model: str, tmp_path: Path) -> None:

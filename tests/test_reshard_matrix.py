@@ -122,7 +122,8 @@ def room() -> Iterator[Path]:
 
 
 def test_no_format_is_forgotten() -> None:
-    assert set(FORMATS) == set(formats.names())
+    """But GGUF, which is one file for one rank: its own tests reshard it."""
+    assert {*FORMATS, "gguf"} == set(formats.formats())
 
 
 @settings(max_examples=max(1, SHARE // 4))
