@@ -50,7 +50,7 @@ def stamp_of(directory: Path) -> str:
     """A word for what the files of kernels in a directory hold; "" where they cannot be read (an archive)."""
     digest = hashlib.sha256()
     try:
-        for path in sorted(directory.glob("compiled*.py")):
+        for path in sorted(directory.glob("*compiled*.py")):
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     except OSError:
         return ""

@@ -10,26 +10,22 @@ What makes the passes fast is told in :mod:`.compiled`; besides:
 - the search for a scale goes over a transposed block: a vector holds one value of each of several groups, and the
   squares of a group are added in the order of its columns.
 
-Importing this module compiles every loop, or loads it from numba's cache: import it when it is needed. Helpers that
-:mod:`.compiled` has too are written out again, because numba's cache watches only the file of the kernel for changes.
+Importing this module compiles every loop, or loads it from numba's cache: import it when it is needed.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
-from numba import njit, types
+from numba import types
+
+from modelexport.quantization.kernels.compiled import FP32, LANES, _inline, _jit, _widen
 
 _F32, _F64 = np.float32, np.float64
 _U64, _U32, _U16, _U8 = np.uint64, np.uint32, np.uint16, np.uint8
 _I32 = np.int32
 
-BF16, FP16, FP32 = 0, 1, 2  # kinds of floating-point values
 NVFP4, MXFP4, MXFP8 = 0, 1, 2  # kinds of stored numbers
-LANES = 128  # partial sums per row in squared_error, the same as the reference's
 NV_GROUP, MX_GROUP = 16, 32  # values that share a scale
 NV_ABOVE, NV_BELOW, MX_ABOVE, MX_BELOW = 6, 2, 1, 1  # scale bytes that a search tries around the largest magnitude's
 _BLOCK = 2048  # columns worked on at a time, 8 KB of float32; a multiple of LANES and of both groups
@@ -43,20 +39,6 @@ _TO_NEXT = _U32(0x200000)  # added to a float32, carries mantissas from 1.75 on 
 _EIGHTH = _U8(0x20)  # 0.125 as e4m3
 
 
-def _jit(signature: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Compile now, for this one signature; without the disk cache where none can be written."""
-
-    def compiled(function: Callable[..., Any]) -> Any:
-        options = {"nogil": True, "error_model": "numpy"}
-        try:
-            return njit(signature, cache=True, **options)(function)
-        except Exception:  # no directory, a full disk, a torn file; a fault of the function is raised again below
-            return njit(signature, **options)(function)
-
-    return compiled
-
-
-_inline = njit(nogil=True, error_model="numpy")
 _bytes, _doubles, _int, _float = types.uint8[::1], types.float64[::1], types.intp, types.float32
 
 
@@ -64,34 +46,6 @@ _bytes, _doubles, _int, _float = types.uint8[::1], types.float64[::1], types.int
 def _views(raw):
     """Bytes as 16-bit integers and as float32."""
     return raw[: raw.size // 2 * 2].view(np.uint16), raw[: raw.size // 4 * 4].view(np.float32)
-
-
-@_inline
-def _half(bits):
-    """float16 bits to float32; denormals are made from their integer: no float32 denormal is touched."""
-    magnitude = _U32(bits) & _U32(0x7FFF)
-    sign = _U32(_U32(bits) & _U32(0x8000)) << _U32(16)
-    wide = _U32(magnitude << _U32(13)) + _U32(0x38000000)
-    if magnitude >= _U32(0x7C00):
-        wide = _U32(magnitude << _U32(13)) | _EXPONENT
-    small = _F32(_F32(_I32(magnitude)) * _F32(2.0**-24))
-    if magnitude < _U32(0x400):
-        wide = small.view(np.uint32)
-    return _U32(_U32(wide) | _U32(sign)).view(np.float32)
-
-
-@_inline
-def _widen(shorts, floats, kind, begin, count, wide):
-    """``count`` values from ``begin`` on as float32, in ``wide``."""
-    if kind == BF16:
-        for j in range(count):
-            wide[j] = _U32(_U32(shorts[_U64(begin + j)]) << _U32(16)).view(np.float32)
-    elif kind == FP16:
-        for j in range(count):
-            wide[j] = _half(shorts[_U64(begin + j)])
-    else:
-        for j in range(count):
-            wide[j] = floats[_U64(begin + j)]
 
 
 @_inline

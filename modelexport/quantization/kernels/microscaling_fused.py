@@ -10,12 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelexport.quantization.kernels import fused, reference
+from modelexport.quantization.kernels import fused
 from modelexport.quantization.kernels import microscaling_compiled as compiled
 
-assert compiled.LANES == reference.LANES
-
-_KIND = {torch.bfloat16: compiled.BF16, torch.float16: compiled.FP16, torch.float32: compiled.FP32}
 _SCRATCH_ELEMENTS = 1 << 16
 
 
@@ -27,7 +24,7 @@ def _how(q: Tensor, factor: Tensor | None) -> tuple[int, float]:
 
 
 def _weight(weight: Tensor) -> tuple[Any, ...]:
-    return (*fused._span(fused._dense_rows(weight)), _KIND[weight.dtype], *weight.shape)
+    return (*fused._span(fused._dense_rows(weight)), fused._KIND[weight.dtype], *weight.shape)
 
 
 def _stored(q: Tensor, scale: Tensor) -> tuple[Any, ...]:
@@ -56,7 +53,9 @@ def dequantise(q: Tensor, scale: Tensor, factor: Tensor | None, out: Tensor) -> 
         part = slice(start, start + step)
         target = out[part] if direct else torch.empty(out[part].shape, dtype=torch.float32)
         values, stride, *scales = _stored(q[part], scale[part])
-        compiled.dequantise(values, stride, *target.shape, *how, *scales, *fused._span(target), _KIND[target.dtype])
+        compiled.dequantise(
+            values, stride, *target.shape, *how, *scales, *fused._span(target), fused._KIND[target.dtype]
+        )
         if not direct:
             out[part] = target
 
