@@ -17,12 +17,12 @@ from typing import Any, NoReturn
 from modelexport import __version__
 from modelexport.distributed.environment import external_rank
 from modelexport.errors import ModelExportError, RankFailedError, UsageError, nearest
-from modelexport.recipe import ExportRecipe
+from modelexport.recipe import ALGORITHM_SETTINGS, CALIBRATION, ExportRecipe
 from modelexport.reshard_recipe import ReshardRecipe
 from modelexport.settings import Settings, parse_assignments
 from modelexport.startup import exempt_everything
 
-COMMANDS = ("convert", "diff", "inspect", "reshard", "verify")
+COMMANDS = ("convert", "diff", "eval", "inspect", "reshard", "verify")
 _OTHERS_FIRST = 1.0  # seconds for rank 0 to say what is wrong: torchrun ends all when the first has ended
 _EXAMPLES = """\
 examples:
@@ -36,6 +36,7 @@ examples:
   modelexport diff ckpt/ DIR                                 same tensors, same values? any formats
   modelexport inspect ckpt/                                  layers, dtypes, bits per weight
   modelexport verify ckpt/ --against DIR                     hashes, structure, error per layer
+  modelexport eval ckpt/ --against DIR                       perplexity, KL divergence on held-out text
 """
 
 
@@ -137,8 +138,8 @@ def convert_parser() -> _Parser:
     )
     parser.add_argument("model", metavar="CKPT", help="a quantised checkpoint: directory or hub id")
     decided = ("quant", "group_size", "algorithm", "kv_cache", "evaluate")
-    calibrated = ("calib", "calib_samples", "calib_length", "calib_seed")
-    _add_settings(parser, ExportRecipe, skip=("model", *decided, *calibrated))
+    skip = ("model", *decided, *CALIBRATION, *(name for names in ALGORITHM_SETTINGS.values() for name in names))
+    _add_settings(parser, ExportRecipe, skip=skip)
     return parser
 
 
@@ -236,9 +237,34 @@ def _diff(arguments: list[str]) -> int:
     return print_diff(given.a, given.b, given.config, as_json=given.json)
 
 
+def _eval(arguments: list[str]) -> int:
+    parser = _Parser(
+        prog="modelexport eval",
+        description="Perplexity of a checkpoint on a text; beside its source, KL divergence and the loss's difference.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="a checkpoint directory: any format; or: demo")
+    parser.add_argument("--against", type=Path, metavar="SOURCE", help="the checkpoint it was made from, or: demo")
+    parser.add_argument(
+        "--text",
+        type=Path,
+        metavar="FILE",
+        help='UTF-8 text, or .jsonl with "text" or "input_ids" on each line (default: the package\'s held-out text)',
+    )
+    parser.add_argument("--windows", type=int, metavar="N", help="how many (default: 64; the demo model: all)")
+    parser.add_argument("--window", type=int, default=256, metavar="N", help="tokens of each (default: 256)")
+    parser.add_argument("--config", type=Path, metavar="PATH", help="the model's config.json, where CKPT lacks one")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the arithmetic")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    given = vars(parser.parse_strictly(arguments))
+    from modelexport.inspection.eval_command import print_evaluation
+
+    return print_evaluation(given.pop("checkpoint"), as_json=given.pop("json"), **given)
+
+
 def _subcommand(command: str, arguments: list[str]) -> int:
-    if command in ("convert", "diff", "reshard"):
-        return {"convert": _convert, "diff": _diff, "reshard": _reshard}[command](arguments)
+    if command in ("convert", "diff", "eval", "reshard"):
+        return {"convert": _convert, "diff": _diff, "eval": _eval, "reshard": _reshard}[command](arguments)
     parser = _Parser(prog=f"modelexport {command}", allow_abbrev=False)
     parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="a checkpoint directory: any format")
     parser.add_argument("--config", type=Path, metavar="PATH", help="the model's config.json, where CKPT lacks one")

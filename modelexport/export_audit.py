@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,14 @@ def audit(
     records: Mapping[str, Any],
     rank: int,
     world: int,
+    *,
+    changed: Collection[str] = (),
 ) -> list[dict[str, Any]]:
     """Check this rank's share of the modules in ``payload``; returns a JSON-able entry for each.
 
     Args:
         records: step id -> the journal's record, with the pieces that were written.
+        changed: modules whose weights are not compared with the source's.
 
     Raises:
         CheckpointError: the files do not hold the planned tensors, or their bytes are not those written.
@@ -41,7 +44,7 @@ def audit(
         for value in record["pieces"]:
             piece = Piece.from_json(value)
             pieces.setdefault(piece.name, []).append(piece)
-    items = share(plan_items(plan, written), rank, world)
+    items = share(plan_items(plan, written, changed), rank, world)
     threads = torch.get_num_threads()
     checks = run_audit(
         items, written, source, pieces, threads=threads, progress=lambda name: phase(f"reading back {name}")
@@ -55,7 +58,7 @@ def audit(
     return [{"name": check.name, "sha256": check.sha256, "sqnr_db": _finite(check.sqnr_db)} for check in checks]
 
 
-def plan_items(plan: ExportPlan, written: Checkpoint) -> Iterator[Item]:
+def plan_items(plan: ExportPlan, written: Checkpoint, changed: Collection[str] = ()) -> Iterator[Item]:
     """One item per module, in the plan's order; the slabs of a module are one item."""
     modules: dict[str, Item] = {}
     for step in plan.steps:
@@ -63,11 +66,12 @@ def plan_items(plan: ExportPlan, written: Checkpoint) -> Iterator[Item]:
             name = full_name(step.layer, task.path)
             old = modules.get(name, Item(name, {}, None, None))
             found = {out.name: written.infos[full_name(name, out.name)] for out in task.outputs}
+            compared = task.quantised and name not in changed
             modules[name] = Item(
                 name,
                 {**old.tensors, **found},
-                task.info if task.quantised else old.source,
-                task.number_format if task.quantised else old.number_format,
+                task.info if compared else old.source,
+                task.number_format if compared else old.number_format,
                 plan.method,
             )
     yield from modules.values()

@@ -28,10 +28,13 @@ class Cuts:
     those that feed it. Where blocks do not divide what an axis has, modules are cut on their own blocks instead; and
     along their rows where a scale is searched that reaches over whole rows, since squared errors cannot be added over
     ranks in the order in which one rank adds them.
+
+    Attributes:
+        rows: linears are cut along their rows, on multiples of this, whatever their format; None: as above.
     """
 
-    def __init__(self, dimensions: Dimensions, tp: int) -> None:
-        self.dims, self.tp = dimensions, tp
+    def __init__(self, dimensions: Dimensions, tp: int, rows: int | None = None) -> None:
+        self.dims, self.tp, self.rows = dimensions, tp, rows
         self._owner = 0
 
     def layer(self, tasks: Sequence[TensorTask]) -> list[TensorTask]:
@@ -55,10 +58,11 @@ class Cuts:
 
     def _cut(self, task: TensorTask, tasks: Iterable[TensorTask], units: dict[str, int]) -> Cut:
         module, shape, number_format = task.module, task.info.shape, task.number_format
-        dim = _DIMS[module.partition]
+        dim, kept = _DIMS[module.partition], task.alignment
+        if self.rows is not None and module.kind == "linear":
+            return cut_along(0, block_cut(shape[0], math.lcm(kept[0], self.rows), self.tp))
         if dim is None:
             return replicated(shape[0], self.tp)
-        kept = task.alignment
         if number_format is not None and number_format.whole_rows:
             return cut_along(0, block_cut(shape[0], kept[0], self.tp))
         if module.axis is None:  # fused on disk: any rows will do to quantise it

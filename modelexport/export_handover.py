@@ -71,8 +71,11 @@ class HandOver:
         order = self._ranks[first:] + self._ranks[:first]
         return gather.get_configs_parallel(payload, order, None, self._workspace)
 
-    def step(self, step: Step, layer: LayerConfig) -> None:
+    def step(self, step: Step, layer: LayerConfig, note: dict[str, Any] | None = None) -> None:
         """Bring one step's layer, as this rank emits it, into the checkpoint.
+
+        Args:
+            note: what the journal keeps of the step besides; the first rank's counts.
 
         Raises:
             CheckpointError: the disk is full or fails.
@@ -81,7 +84,7 @@ class HandOver:
         if not self._direct:
             with self.gathered(layer) as parts:
                 if parts:
-                    self._record(step, [describe(part) for part in parts], self._write(parts))
+                    self._record(step, [describe(part) for part in parts], self._write(parts), note)
             return
         meeting = list(dict.fromkeys(task.path for task in step.tasks if self._meets(task)))
         pieces = self._write([_without(layer, meeting)])
@@ -93,12 +96,16 @@ class HandOver:
         with self.gathered(payload) as parts:
             if parts:
                 every = [Piece.from_json(piece) for part in parts for piece in part["pieces"]]
-                self._record(step, [part["layer"] for part in parts], every)
+                self._record(step, [part["layer"] for part in parts], every, note)
 
-    def _record(self, step: Step, layers: Sequence[LayerConfig], pieces: Sequence[Piece]) -> None:
+    def _record(
+        self, step: Step, layers: Sequence[LayerConfig], pieces: Sequence[Piece], note: dict[str, Any] | None
+    ) -> None:
         """First rank: the step is in the files."""
         described, _ = split(merge(layers))
         entry = {"layer": json.loads(described), "pieces": [piece.as_json() for piece in pieces]}
+        if note is not None:
+            entry["note"] = note
         self.records[step.id] = entry
         self._staging.record(step.id, entry)
         report({"kind": "step", "step": step.id, "bytes": step.output_bytes})

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from modelexport.checkpoints.safetensors_file import Checkpoint, TensorInfo, tensor_nbytes
-from modelexport.contents.ties import check_tied
+from modelexport.contents.ties import check_tied, untie
 from modelexport.errors import CheckpointError, PlanError, nearest
 from modelexport.export_cuts import Cuts
 from modelexport.export_linears import UNCUT, SourceLinears, cache_tasks, linear_outputs
@@ -38,6 +38,8 @@ def build_plan(
     *,
     method: str = "compressed-tensors",
     kv_cache: bool = False,
+    rows: int | None = None,
+    untied: bool = False,
 ) -> ExportPlan:
     """Plan the export of ``checkpoint``.
 
@@ -45,6 +47,9 @@ def build_plan(
         assignment: which linear gets which number format; None: each keeps what it has in the source.
         method: the quantisation method that the target spells them by.
         kv_cache: whether scales of an FP8 KV cache are to be written.
+        rows: where layers are calibrated: linears are cut along their rows only, on multiples of this.
+        untied: whether a head that is tied to the embedding becomes a tensor of its own, as what is rotated
+            needs: its head has taken in the final norm, its embedding has not.
 
     Raises:
         CheckpointError: config.json is missing or contradicts the tensors, or tensors are missing or unknown.
@@ -58,7 +63,13 @@ def build_plan(
         )
     family = family_of(config)
     dimensions = read_dimensions(config, family)
-    planner = _Planner(checkpoint, family, dimensions, assignment, parallelism, of_method(method))
+    if untied and dimensions.tied_embeddings:
+        plan = build_plan(untie(checkpoint), assignment, parallelism, method=method, kv_cache=kv_cache, rows=rows)
+        why = "head: no longer tied to the embedding, which has not taken in the last norm as it has"
+        told = {module.path: why for module in family.after if module.kind == "head"}
+        return replace(plan, unquantised={**plan.unquantised, **told})
+    cuts = Cuts(dimensions, parallelism.tp, rows)
+    planner = _Planner(checkpoint, family, dimensions, assignment, parallelism, of_method(method), cuts)
     return planner.plan(kv_cache=kv_cache)
 
 
@@ -73,6 +84,7 @@ class _Planner:
         assignment: Assignment | None,
         parallelism: Parallelism,
         method: Method,
+        cuts: Cuts,
     ) -> None:
         self.checkpoint = checkpoint
         self.infos = dict(checkpoint.infos)
@@ -90,7 +102,7 @@ class _Planner:
         self.problems: list[str] = []
         self.format_problems: dict[str, dict[str, None]] = {}  # what is wrong -> the modules where it is
         self.sources = SourceLinears(checkpoint, self.infos)
-        self.cuts = Cuts(dimensions, parallelism.tp)
+        self.cuts = cuts
         self.linears: list[str] = []
 
     def plan(self, *, kv_cache: bool) -> ExportPlan:
@@ -141,6 +153,7 @@ class _Planner:
             self.left_out,
             self.unquantised,
             kv_cache or (self.assignment is None and self.sources.has_kv_scales),
+            self.cuts.rows is not None,
         )
 
     def _cache(self, layer: str, made: bool) -> list[TensorTask]:

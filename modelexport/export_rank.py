@@ -7,6 +7,7 @@ as large as the rank's largest step, and they are reused, since touching fresh p
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from modelexport.checkpoints.safetensors_file import Checkpoint, Layout, Reader, torch_dtype
 from modelexport.checkpoints.staging import Staging
-from modelexport.distributed import collectives, gather, memory, ranks
+from modelexport.distributed import collectives, gather, memory
 from modelexport.distributed.launch import phase, report
 from modelexport.errors import CheckpointError
 from modelexport.export_audit import audit
@@ -26,9 +27,11 @@ from modelexport.export_calibration import Samples, calibrate
 from modelexport.export_handover import HandOver
 from modelexport.export_plan import ExportPlan, Step, TensorTask, full_name
 from modelexport.export_scales import ScaleAgreement, check_finite
+from modelexport.export_slots import Quantised, Shards, Slot, slots
 from modelexport.export_steps import StoredLinear
 from modelexport.layers import LayerConfig, ModuleConfig, TensorShard
 from modelexport.quantization import decoding, formats, kernels
+from modelexport.quantization.algorithms.base import Options
 from modelexport.quantization.calibration import Ranges
 from modelexport.quantization.methods import Part, of_method
 
@@ -47,6 +50,7 @@ class RankJob:
         spread: the ranks are on several machines.
         timeout: seconds that a gather waits for another rank.
         samples: the text that calibration runs over, where the plan needs it.
+        options: the settings of the algorithms in ``samples``.
     """
 
     source: Checkpoint
@@ -59,54 +63,17 @@ class RankJob:
     timeout: float
     done: dict[str, dict[str, Any]]
     samples: Samples
-
-
-class Slot:
-    """One reusable buffer from which a step's tensors are carved."""
-
-    def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._used = 0
-
-    def reserve(self, nbytes: int) -> None:
-        """Begin a step that needs at most ``nbytes``."""
-        if self._buffer.numel() < nbytes:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # let go of the old one first
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8)
-        self._used = 0
-
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The next tensor of the step, on a cache line of its own."""
-        nbytes = dtype.itemsize
-        for size in shape:
-            nbytes *= size
-        start, self._used = self._used, self._used + -(-nbytes // 64) * 64
-        return self._buffer[start : start + nbytes].view(dtype).view(shape)
-
-
-@dataclass
-class _Shards:
-    """A step's source shards (task number -> tensor) and the slot they lie in.
-
-    ``stored`` has what is quantised in the source: task number -> suffix -> tensor.
-    """
-
-    tensors: dict[int, Tensor]
-    stored: dict[int, dict[str, Tensor]]
-    slot: Slot
-
-
-@dataclass
-class _Quantised:
-    """A step's layer as this rank emits it, and the slots to give back when it has been written."""
-
-    layer: LayerConfig
-    slots: list[tuple[Queue[Slot], Slot]]
+    options: Options
 
 
 def run_rank(job: RankJob) -> None:
     """Entry point of a rank process; rank 0 reports the result (see :meth:`RankExport.finish`)."""
-    with Staging.join(job.out) as staging, RankExport(job, staging) as export:
+    kind = RankExport
+    if job.plan.calibrated:
+        from modelexport.export_calibrated import CalibratedExport  # it brings much that others do not need
+
+        kind = CalibratedExport
+    with Staging.join(job.out) as staging, kind(job, staging) as export:
         export.run()
         export.finish()
 
@@ -122,13 +89,17 @@ class RankExport:
         self.is_native = self.method.METHOD == "compressed-tensors"
         self.plain = formats.get("none")
         self.scales = ScaleAgreement(self.rank, self.world, self.plain)
-        self.reader = Reader(job.source)
+        self.reader = self.open_reader()
         self.steps = [step for step in job.plan.steps if step.id not in job.done]
-        self.sources: Queue[Slot] = _slots(2)
-        self.results: Queue[Slot] = _slots(2)
+        self.sources: Queue[Slot] = slots(2)
+        self.results: Queue[Slot] = slots(2)
         kernels.set_threads(torch.get_num_threads())
         gather.set_timeout(job.timeout)
         self.way = HandOver(job.layout, staging, job.transport, job.workspace, dict(job.done))
+
+    def open_reader(self) -> Reader:
+        """What reads the source."""
+        return Reader(self.job.source)
 
     def __enter__(self) -> RankExport:
         return self
@@ -140,13 +111,10 @@ class RankExport:
 
     def run(self) -> None:
         """Read, quantise and hand over every step that is not done yet."""
-        if self.job.plan.needs_ranges:
-            phase("calibrating: the magnitudes of activations", waiting=self.rank > 0)
-            found = ranks.compute_and_broadcast(lambda: calibrate(self.job.source, self.reader, self.job.samples))
-            self.ranges = Ranges.from_json(found)
+        self.begin()
         reading, writing = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         try:
-            ahead: Future[_Shards] | None = None
+            ahead: Future[Shards] | None = None
             behind: Future[None] | None = None
             for number, step in enumerate(self.steps):
                 phase(f"reading {step.id}")
@@ -167,9 +135,15 @@ class RankExport:
             reading.shutdown(wait=False, cancel_futures=True)
             writing.shutdown(wait=False, cancel_futures=True)
 
+    def begin(self) -> None:
+        """What comes before the first step: static scales need to know what the activations reach."""
+        if self.job.plan.needs_ranges:
+            phase("calibrating: the magnitudes of activations")
+            self.ranges = calibrate(self.job.source, self.job.plan, self.reader, self.job.samples)
+
     # ------------------------------------------------------------------ read
 
-    def read(self, step: Step) -> _Shards:
+    def read(self, step: Step) -> Shards:
         """Read the shards of ``step`` that this rank owns, and nothing else."""
         slot = self.sources.get()
         boxes: dict[int, tuple[tuple[int, int], ...]] = {}
@@ -205,11 +179,11 @@ class RankExport:
             }
             for i, linear in whole.items()
         }
-        return _Shards(tensors, stored, slot)
+        return Shards(tensors, stored, slot)
 
     # -------------------------------------------------------------- quantise
 
-    def quantise(self, step: Step, shards: _Shards) -> _Quantised:
+    def quantise(self, step: Step, shards: Shards) -> Quantised:
         """Quantise what this rank holds of ``step`` into the layer config that it emits."""
         amax = self.scales.agree(step, shards.tensors)
         slot = self.results.get()
@@ -217,12 +191,10 @@ class RankExport:
         layer = LayerConfig(step.layer, step.index)
         kept_source = False
         for i, task in enumerate(step.tasks):
-            module = layer.modules.get(task.path)
-            if module is None:
-                module = layer.modules[task.path] = self._module(task)
+            module = self.module_of(layer, task)
             weight = shards.tensors.get(i)
             if task.cached is not None:
-                tensors = self._cache_scale(step, task)
+                tensors = self.cache_scale(step, task)
             elif i in shards.stored:
                 tensors = self._recoded(task, shards.stored[i])
                 kept_source = True  # what a method spells alike is passed on where it was read
@@ -237,18 +209,32 @@ class RankExport:
                 elif not self.way.wants_shared(task):
                     kept_source = True
                 tensors = {task.outputs[0].name: weight}
-            for out in task.outputs:
-                box = task.output_box(out, self.rank)
-                if box is not None:
-                    offset = tuple(start for start, _ in box)
-                    data = tensors[out.name].reshape(_extent(box))
-                    module.tensors[out.name] = TensorShard(out.dtype, out.shape, offset, _extent(box), data)
+            self.emit(module, task, tensors)
         slots = [(self.results, slot)]
         if kept_source:
             slots.append((self.sources, shards.slot))
         else:
             self.sources.put(shards.slot)
-        return _Quantised(layer, slots)
+        return Quantised(layer, slots)
+
+    def emit(self, module: ModuleConfig, task: TensorTask, tensors: Mapping[str, Tensor]) -> None:
+        """Put what this rank has of a task's outputs into the layer that it hands over."""
+        for out in task.outputs:
+            box = task.output_box(out, self.rank)
+            if box is not None:
+                offset = tuple(start for start, _ in box)
+                data = tensors[out.name].reshape(_extent(box))
+                module.tensors[out.name] = TensorShard(out.dtype, out.shape, offset, _extent(box), data)
+
+    def encoded(self, task: TensorTask, native: dict[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
+        """Native tensors of this rank's part of a weight, of that shape, as the target's method spells them."""
+        if self.is_native:
+            return native
+        box = task.owned_box(self.rank)
+        assert box is not None
+        assert task.number_format is not None
+        encoded = self.method.encode(task.number_format, native, Part(task.full_shape, (box[0][0], box[1][0]), shape))
+        return {name: in_shared_memory(t) for name, t in encoded.items()} if self.way.wants_shared(task) else encoded
 
     def _quantise_linear(
         self, step: Step, task: TensorTask, weight: Tensor, amax: Tensor | None, slot: Slot
@@ -267,13 +253,7 @@ class RankExport:
         native = number_format.quantise(
             weight, amax=amax, inputs=inputs, global_shape=task.full_shape, out=out, name=task.info.name
         )
-        if self.is_native:
-            return native
-        box = task.owned_box(self.rank)
-        assert box is not None
-        part = Part(task.full_shape, (box[0][0], box[1][0]), (weight.shape[0], weight.shape[1]))
-        encoded = self.method.encode(number_format, native, part)
-        return {name: _in_shared_memory(tensor) for name, tensor in encoded.items()} if shared else encoded
+        return self.encoded(task, native, (weight.shape[0], weight.shape[1]))
 
     def _recoded(self, task: TensorTask, stored: dict[str, Tensor]) -> dict[str, Tensor]:
         """What the source has quantised: spelt by the target's method, or as the weight that it stands for."""
@@ -290,9 +270,9 @@ class RankExport:
                 found = {out.name: decoding.as_dtype(found[out.name], torch_dtype(out.dtype)) for out in task.outputs}
         except CheckpointError as error:  # of one among hundreds
             raise CheckpointError(f"{task.info.name.removesuffix('.weight')}: {error}") from error
-        return {name: _in_shared_memory(t) for name, t in found.items()} if self.way.wants_shared(task) else found
+        return {name: in_shared_memory(t) for name, t in found.items()} if self.way.wants_shared(task) else found
 
-    def _cache_scale(self, step: Step, task: TensorTask) -> dict[str, Tensor]:
+    def cache_scale(self, step: Step, task: TensorTask) -> dict[str, Tensor]:
         """The scale of a layer's cached keys or values: what they reach, over the largest number of FP8."""
         assert step.index is not None
         reached = (self.ranges.keys if task.cached == "k" else self.ranges.values)[step.index]
@@ -311,6 +291,12 @@ class RankExport:
         specs = task.number_format.specs((weight.shape[0], weight.shape[1]), weight.dtype)
         return sum(_padded(spec.shape, spec.dtype) for spec in specs)
 
+    def module_of(self, layer: LayerConfig, task: TensorTask) -> ModuleConfig:
+        """The module of a task in the layer that is handed over; made where it is not there yet."""
+        if task.path not in layer.modules:
+            layer.modules[task.path] = self._module(task)
+        return layer.modules[task.path]
+
     def _module(self, task: TensorTask) -> ModuleConfig:
         return ModuleConfig(
             kind=task.module.kind,
@@ -322,7 +308,11 @@ class RankExport:
             group_size=task.number_format.group_size if task.number_format is not None else None,
         )
 
-    def _calibration(self) -> dict[str, Any] | None:
+    def changed(self, records: Mapping[str, Any]) -> set[str]:
+        """Names of modules and tensors whose values are not the source's, rounded or not."""
+        return set()
+
+    def calibration(self) -> dict[str, Any] | None:
         """What the record says of the text that the activations were seen with."""
         if not self.job.plan.needs_ranges:
             return None
@@ -331,10 +321,10 @@ class RankExport:
 
     # --------------------------------------------------- hand over and finish
 
-    def hand_over(self, step: Step, quantised: _Quantised) -> None:
+    def hand_over(self, step: Step, quantised: Quantised) -> None:
         """Get the step into the checkpoint, and its slots back into use."""
         try:
-            self.way.step(step, quantised.layer)
+            self.way.step(step, quantised.layer, quantised.note)
         finally:  # also after an error, so that no stage waits for a slot for ever
             for queue, slot in quantised.slots:
                 queue.put(slot)
@@ -349,21 +339,23 @@ class RankExport:
             flushed = flushing.submit(self.way.flush)
             records = self.way.share_records()
             phase("reading back what was written")
-            checks = audit(job.plan, job.layout, job.source, self.staging.directory, records, self.rank, self.world)
+            checks = audit(
+                job.plan,
+                job.layout,
+                job.source,
+                self.staging.directory,
+                records,
+                self.rank,
+                self.world,
+                changed=self.changed(records),
+            )
             phase("flushing weight files to disk")
             flushed.result()
         with self.way.gathered({"checks": checks}) as parts:
             if parts:
                 merged = [check for part in parts for check in part["checks"]]
                 layers = [records[step.id]["layer"] for step in job.plan.steps]
-                report({"kind": "result", "checks": merged, "layers": layers, "calibration": self._calibration()})
-
-
-def _slots(count: int) -> Queue[Slot]:
-    queue: Queue[Slot] = Queue()
-    for _ in range(count):
-        queue.put(Slot())
-    return queue
+                report({"kind": "result", "checks": merged, "layers": layers, "calibration": self.calibration()})
 
 
 def _extent(box: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
@@ -377,5 +369,6 @@ def _padded(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return -(-nbytes // 64) * 64
 
 
-def _in_shared_memory(tensor: Tensor) -> Tensor:
+def in_shared_memory(tensor: Tensor) -> Tensor:
+    """A copy that other ranks of the machine can be shown."""
     return memory.shared_empty(tuple(tensor.shape), tensor.dtype).copy_(tensor)

@@ -18,6 +18,7 @@ from modelexport import __version__
 from modelexport.checkpoints.hf import SideFiles
 from modelexport.contents.targets import TargetPlan
 from modelexport.export_plan import ExportPlan, full_name
+from modelexport.quantization.calibration_text import DATASET
 from modelexport.recipe import ExportRecipe
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ def make_record(
             (per module: SHA-256 of its tensors as read back, SQNR in dB against the source).
     """
     checks = {check["name"]: check for check in outcome["checks"]}
+    seen = outcome.get("calibration")
+    changed, errors = ([], {}) if seen is None else (seen.pop("changed", []), seen.pop("output_error", {}))
     return {
         "record_version": RECORD_VERSION,
         "producer": {"name": "modelexport", "version": __version__},
@@ -52,11 +55,14 @@ def make_record(
             "quant": recipe.quant,
             "group_size": recipe.group_size,
             "algorithm": recipe.algorithm,
+            **recipe.algorithm_settings,
             "kv_cache": recipe.kv_cache,
             "format": recipe.format,
             "max_shard_bytes": recipe.max_shard_bytes,
         },
-        "calibration": _calibration(recipe, outcome.get("calibration")),
+        "calibration": _calibration(recipe, seen),
+        "changed": changed,
+        "output_error": errors,
         "tensor_parallel_sizes": plan.admissible_tp(),
         "unquantised": plan.unquantised,
         "left_out": {**plan.left_out, **side.left_out},
@@ -71,8 +77,11 @@ def _calibration(recipe: ExportRecipe, seen: dict[str, Any] | None) -> dict[str,
     """The text that static scales were made with; None where there are none."""
     if seen is None:
         return None
-    text = "modelexport's own text" if recipe.calib is None else Path(recipe.calib).name
-    return {"text": text, "seed": recipe.calib_seed, **seen}
+    text = "modelexport's own text" if recipe.calib is None else recipe.calib
+    if recipe.calib is not None and not text.startswith(DATASET):
+        text = Path(text).name
+    how = {"seed": recipe.calib_seed, "range": recipe.calib_range, "experts": recipe.calib_experts}
+    return {"text": text, **how, **seen}
 
 
 def _joined_layers(described: Sequence[Any]) -> list[Any]:
@@ -105,6 +114,8 @@ class TypeRow:
     Attributes:
         bits: stored bits per weight, scales included.
         sqnr_db: of the worst of them, None where nothing was quantised or nothing was lost.
+        error_before, error_after: mean squared error of their outputs on the calibration samples, as a part of the
+            outputs' own square, rounded to nearest and as written; None where nothing was calibrated.
     """
 
     name: str
@@ -115,6 +126,8 @@ class TypeRow:
     bits: float
     sqnr_db: float | None
     worst: str | None
+    error_before: float | None = None
+    error_after: float | None = None
 
 
 @dataclass(frozen=True)
@@ -150,6 +163,8 @@ class ExportResult:
         format: the checkpoint format written.
         warnings: engines that are known to refuse what is written, and why.
         calibration: the text that static scales were made with; None where there are none.
+        calibrated_bytes: what calibration holds of a model, beside ``peak_rank_bytes``: the largest layer in float32
+            (all ranks together), and the samples' hidden states (each rank); None where nothing is calibrated.
         target: lines that say which rank of the written checkpoint holds what; empty where it is whole.
     """
 
@@ -173,6 +188,7 @@ class ExportResult:
     target: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     calibration: dict[str, Any] | None = None
+    calibrated_bytes: tuple[int, int] | None = None
 
     def as_json(self) -> dict[str, Any]:
         """JSON-able form, for ``--json``."""
@@ -216,7 +232,7 @@ class ExportResult:
             out=out,
             quant=recipe.quant,
             tp=plan.parallelism.tp,
-            rows=_rows(plan, record.get("sqnr_db", {})),
+            rows=_rows(plan, record.get("sqnr_db", {}), record.get("output_error", {})),
             source_bytes=sum(step.source_bytes for step in plan.steps),
             output_bytes=sum(step.output_bytes for step in plan.steps),
             files=[file.name for file in target.layout.files],
@@ -230,7 +246,8 @@ class ExportResult:
             format=target.format,
             target=list(target.plan.describe()) if target.plan.parallelism.size > 1 else [],
             warnings=list(warnings),
-            calibration=record.get("calibration"),
+            calibrated_bytes=_calibrated_bytes(plan, recipe),
+            calibration=record.get("calibration") if plan.formats() or plan.kv_cache else None,
         )
 
 
@@ -251,6 +268,15 @@ def _cuts(plan: ExportPlan) -> list[CutRow]:
     return list(rows.values())
 
 
+def _calibrated_bytes(plan: ExportPlan, recipe: ExportRecipe) -> tuple[int, int] | None:
+    if not plan.needs_ranges and not plan.calibrated:
+        return None
+    layers = [step for step in plan.steps if step.index is not None]
+    largest = max((4 * sum(math.prod(task.info.shape) for task in step.tasks) for step in layers), default=0)
+    hidden = 4 * recipe.calib_samples * recipe.calib_length * plan.dimensions.hidden
+    return largest, hidden if recipe.calib_memory is None else min(hidden, recipe.calib_memory)
+
+
 def _kernels() -> str:
     from modelexport.quantization import kernels
 
@@ -258,34 +284,49 @@ def _kernels() -> str:
     return backend.name if backend.name == "fused" else f"{backend.name} ({backend.reason})"
 
 
-def _rows(plan: ExportPlan, sqnr: dict[str, float]) -> list[TypeRow]:
+def _rows(plan: ExportPlan, sqnr: dict[str, float], errors: dict[str, dict[str, float]]) -> list[TypeRow]:
     """Group the plan's tensors by the module's name within its layer, in the plan's order."""
     sums: dict[str, dict[str, Any]] = {}
     for step in plan.steps:
         for task in step.tasks:
             path = plan.general_path(step, task)
-            row = sums.setdefault(
-                path, {"modules": set(), "weights": 0, "nbytes": 0, "format": "-", "worst": (math.inf, None)}
-            )
+            empty = {
+                "modules": set(),
+                "weights": 0,
+                "nbytes": 0,
+                "formats": {},
+                "linears": [],
+                "worst": (math.inf, None),
+            }
+            row = sums.setdefault(path, empty)
             full = full_name(step.layer, task.path)
             row["modules"].add(full)
             share = (task.rows[1] - task.rows[0]) / max(1, task.info.shape[0] if task.info.shape else 1)
             row["nbytes"] += round(share * sum(out.nbytes for out in task.outputs))
             if task.parameter == "weight":
                 row["weights"] += round(share * math.prod(task.info.shape))
-                row["format"] = task.info.dtype.lower() if task.number_format is None else task.number_format.name
+                kept = task.info.dtype.lower()
+                row["formats"][kept if task.number_format is None else task.number_format.name] = None
+            row["linears"].append(full)
             if full in sqnr:
                 row["worst"] = min(row["worst"], (sqnr[full], full))
     return [
         TypeRow(
             path,
             len(row["modules"]),
-            row["format"],
+            ", ".join(row["formats"]) or "-",
             row["weights"],
             row["nbytes"],
             8 * row["nbytes"] / max(1, row["weights"]),
             row["worst"][0] if row["worst"][1] else None,
             row["worst"][1],
+            _mean(errors.get("before", {}), row["linears"]),
+            _mean(errors.get("after", {}), row["linears"]),
         )
         for path, row in sums.items()
     ]
+
+
+def _mean(errors: Mapping[str, float], names: Sequence[str]) -> float | None:
+    known = [errors[name] for name in dict.fromkeys(names) if name in errors]
+    return math.fsum(known) / len(known) if known else None

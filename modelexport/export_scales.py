@@ -24,10 +24,13 @@ class ScaleAgreement:
     def __init__(self, rank: int, world: int, plain: NumberFormat) -> None:
         self.rank, self.world, self.plain = rank, world, plain
 
-    def agree(self, step: Step, shards: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    def agree(self, step: Step, shards: Mapping[int, Tensor], *, search: bool = True) -> dict[int, Tensor]:
         """The ``amax`` to quantise each task with (task number -> float32), where its own shard does not tell.
 
         All ranks take part, also those that hold nothing of the step. One reduction over the ranks for the whole step.
+
+        Args:
+            search: whether the formats' observers count; else it is the largest magnitude.
         """
         rows = [
             i for i, task in enumerate(step.tasks) if self.world > 1 and task.cut.dim == 1 and _reach(task) == "row"
@@ -47,7 +50,8 @@ class ScaleAgreement:
         split = flat.split([part.numel() for part in parts])
         found = dict(zip(rows, split, strict=False))
         for members, amax in zip(groups.values(), split[len(rows) :], strict=True):
-            amax = self._searched(step, members, shards, amax)
+            if search:
+                amax = self._searched(step, members, shards, amax)
             found.update(dict.fromkeys(members, amax))
         return found
 

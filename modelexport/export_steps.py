@@ -155,6 +155,7 @@ class ExportPlan:
         left_out: tensors of the source that are not written -> why.
         unquantised: modules kept in the source's dtype -> why.
         kv_cache: whether the scales of an FP8 KV cache are written.
+        calibrated: whether decoder layers are quantised one by one while samples run through them.
     """
 
     family: Family
@@ -165,6 +166,7 @@ class ExportPlan:
     left_out: dict[str, str] = field(default_factory=dict)
     unquantised: dict[str, str] = field(default_factory=dict)
     kv_cache: bool = False
+    calibrated: bool = False
 
     @property
     def needs_ranges(self) -> bool:

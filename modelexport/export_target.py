@@ -18,6 +18,9 @@ from modelexport.contents.opening import config_path
 from modelexport.contents.targets import TargetPlan
 from modelexport.export_plan import ExportPlan
 from modelexport.export_record import make_record
+from modelexport.inspection.inspect import read_record
+from modelexport.quantization.assignment import KEEP
+from modelexport.quantization.calibration_text import file_of
 from modelexport.quantization.methods import methods, of_method
 from modelexport.quantization.methods.base import Announced, Announcement
 from modelexport.recipe import ExportRecipe
@@ -45,9 +48,11 @@ def export_target(prepared: Prepared) -> Target:
     """The target of an export, not yet begun."""
     recipe = prepared.recipe
     assert recipe.out is not None
+    before = read_record(prepared.checkpoint.directory) if recipe.quant == KEEP else None
 
     def record(side: SideFiles, beside: Mapping[str, Path], outcome: dict[str, Any]) -> dict[str, Any]:
-        return make_record(prepared.plan, recipe, prepared.source.label, side, beside, outcome)
+        made = make_record(prepared.plan, recipe, prepared.source.label, side, beside, outcome)
+        return {**made, **_inherited(before, made)}
 
     announced = announcement(prepared.plan)
     beside = {} if announced is None else announced.files
@@ -62,6 +67,16 @@ def export_target(prepared: Prepared) -> Target:
         stale=frozenset(name for method in methods().values() for name in method.SIDE_FILES),
     )
     return Target(recipe.out, files, overwrite=recipe.overwrite, quiet=recipe.quiet)
+
+
+def _inherited(before: Mapping[str, Any] | None, made: Mapping[str, Any]) -> dict[str, Any]:
+    """What stays true of numbers that are only spelled anew: how they were rounded, and what was folded or rotated."""
+    if before is None:
+        return {}
+    keys = ("calibration", "changed", "output_error")
+    algorithm = before["recipe"].get("algorithm", made["recipe"]["algorithm"])
+    kept = {key: before[key] for key in keys if key in before}
+    return {"recipe": {**made["recipe"], "algorithm": algorithm}, **kept}
 
 
 def announcement(plan: ExportPlan) -> Announcement | None:
@@ -85,6 +100,8 @@ def source_config(
     content = None
     if given is not None:
         content = config_path(given).read_bytes()
+        if json.loads(content) != checkpoint.config:  # changed since, as where a head was untied
+            content = (json.dumps(checkpoint.config, indent=2) + "\n").encode()
     elif checkpoint.config is not None:
         own = checkpoint.directory / "config.json"
         if own.is_file():
@@ -124,10 +141,19 @@ def _fingerprint(prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def _calibration(prepared: Prepared) -> list[Any] | None:
-    """What the magnitudes of activations depend on, beside the model; None where nobody asks for them."""
+def _calibration(prepared: Prepared) -> dict[str, Any] | None:
+    """What calibration depends on, beside the model; None where there is none."""
     recipe = prepared.recipe
-    if not prepared.plan.needs_ranges:
+    if not prepared.plan.needs_ranges and not prepared.plan.calibrated:
         return None
-    text = None if recipe.calib is None else files_digest(None, [Path(recipe.calib)])
-    return [recipe.calib, text, recipe.calib_samples, recipe.calib_length, recipe.calib_seed]
+    file = file_of(recipe.calib)
+    return {
+        "text": recipe.calib,
+        "file": None if file is None else files_digest(None, [file]),
+        "samples": recipe.calib_samples,
+        "length": recipe.calib_length,
+        "seed": recipe.calib_seed,
+        "range": recipe.calib_range,
+        "experts": recipe.calib_experts,
+        **recipe.algorithm_settings,
+    }

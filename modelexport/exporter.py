@@ -25,9 +25,11 @@ from modelexport.contents.engines import warnings as engine_warnings
 from modelexport.contents.opening import open_model
 from modelexport.contents.rules import tensor_rules
 from modelexport.contents.targets import TargetPlan, check_source, plan_target
+from modelexport.contents.ties import untie
 from modelexport.distributed import launch
 from modelexport.distributed.launch import MultiprocessConfig
-from modelexport.errors import ModelExportError, PlanError, UsageError
+from modelexport.errors import ModelExportError, UsageError
+from modelexport.export_checks import check_calibration, check_kept, check_work
 from modelexport.export_hosts import agree, external_config, is_spread, run_as_rank
 from modelexport.export_plan import ExportPlan, build_plan, full_name
 from modelexport.export_record import ExportResult
@@ -35,8 +37,8 @@ from modelexport.export_target import Prepared, announcement, export_target
 from modelexport.jobs import Heard, heard, own_ranks, single, take_part
 from modelexport.quantization import kernels
 from modelexport.quantization.assignment import KEEP, Assignment
-from modelexport.quantization.calibration_text import TOKENIZER_FILES
-from modelexport.quantization.methods import QUANTIZATION_KEYS
+from modelexport.quantization.calibration_cut import ROWS
+from modelexport.quantization.methods import QUANTIZATION_KEYS, of_method
 from modelexport.recipe import ExportRecipe
 from modelexport.sharding.plan import Parallelism
 from modelexport.startup import without_collector
@@ -44,8 +46,16 @@ from modelexport.startup import without_collector
 if TYPE_CHECKING:
     from modelexport.export_calibration import Samples
     from modelexport.export_rank import RankJob
+    from modelexport.quantization.algorithms.base import Options
 
 PRELOAD = ("torch", "torch.distributed", "safetensors", "modelexport.export_rank")
+
+CALIBRATION_PRELOAD = (
+    "modelexport.export_calibrated",
+    "modelexport.quantization.kernels.feedback_fused",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",  # for what every model's module imports, seconds of it
+)
 
 EVALUATED_WINDOWS = 32  # of 197; a few seconds, with a standard error that tells the formats apart
 
@@ -76,7 +86,8 @@ def export(recipe: ExportRecipe | None = None, **settings: Any) -> ExportResult:
     if recipe.dry_run:
         prepared = prepare(recipe)
         _warn(prepared)
-        return ExportResult.preview(prepared.plan, recipe, prepared.source.label, prepared.target, prepared.warnings)
+        label = prepared.source.label
+        return ExportResult.preview(prepared.plan, prepared.recipe, label, prepared.target, prepared.warnings)
     config = external_config(recipe)
     if config is None:
         prepared, record = _launch(recipe)
@@ -84,7 +95,7 @@ def export(recipe: ExportRecipe | None = None, **settings: Any) -> ExportResult:
         prepared, record = _take_part(recipe, config)
     seconds = time.perf_counter() - began
     assert recipe.out is not None
-    result = ExportResult.of(record, prepared.plan, recipe, prepared.target, seconds, prepared.warnings)
+    result = ExportResult.of(record, prepared.plan, prepared.recipe, prepared.target, seconds, prepared.warnings)
     first = config is None or config.rank == 0
     return _evaluated(result, prepared.source) if recipe.evaluate and prepared.source.is_demo and first else result
 
@@ -108,7 +119,8 @@ def _launch(recipe: ExportRecipe) -> tuple[Prepared, dict[str, Any]]:
 
 def _preloaded(recipe: ExportRecipe) -> tuple[str, ...]:
     """What the ranks share: kernels are compiled, or loaded, once for all of them."""
-    return (*PRELOAD, *kernels.modules(recipe.quant, recipe.observer))
+    further = CALIBRATION_PRELOAD if recipe.is_calibrated else ()
+    return (*PRELOAD, *further, *kernels.modules(recipe.quant, recipe.observer))
 
 
 def _take_part(recipe: ExportRecipe, config: MultiprocessConfig) -> tuple[Prepared, dict[str, Any]]:
@@ -118,7 +130,8 @@ def _take_part(recipe: ExportRecipe, config: MultiprocessConfig) -> tuple[Prepar
     def export_as_rank() -> tuple[Prepared, dict[str, Any]]:
         from modelexport.export_rank import run_rank
 
-        _assignment(recipe)  # a wrong name is said before a model is downloaded
+        if "autoquant" not in recipe.algorithms:
+            _assignment(recipe)  # a wrong name is said before a model is downloaded
         with ranks.zero_first(config.local_rank == 0):  # one download for each machine
             source = resolve_source(recipe.model, recipe.revision)
         launch.phase("planning the export")
@@ -155,7 +168,8 @@ def _evaluated(result: ExportResult, source: Source) -> ExportResult:
 
 def prepare(recipe: ExportRecipe, source: Source | None = None) -> Prepared:
     """Read the headers and plan the export; no weight is read and nothing is written."""
-    assignment = _assignment(recipe)  # before a download, for a wrong name's sake
+    if "autoquant" not in recipe.algorithms:
+        _assignment(recipe)  # before a download, for a wrong name's sake
     method = checkpoint_formats.method_of(recipe.format)
     target = None if recipe.out is None else resolve_target(recipe.out)
     source = source or resolve_source(recipe.model, recipe.revision)
@@ -163,55 +177,70 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> Prepared:
         raise UsageError(f"--out {recipe.out} would replace the source, {source.directory}: choose another target")
     with without_collector():  # a hundred thousand small objects: the collector would walk them over and over
         checkpoint = open_model(source.directory, recipe.config)
+        if "autoquant" in recipe.algorithms:
+            recipe = _autoquant(recipe, source, checkpoint)
+        assignment = _assignment(recipe)
         if assignment is None:
-            _check_kept(source, checkpoint)
+            check_kept(source, checkpoint)
+        rotated = "rotation" in recipe.algorithms
+        if rotated:
+            from modelexport.export_rotation import rotation_changes
+
+            rotation_changes(checkpoint)  # whether it can be
         plan = build_plan(
             checkpoint,
             assignment,
             Parallelism(tp=recipe.tp),
             method=method.METHOD,
             kv_cache=recipe.kv_cache is not None,
+            rows=ROWS if recipe.is_calibrated else None,
+            untied=rotated,
         )
-        if plan.needs_ranges:
-            _check_calibration(recipe, source, checkpoint)
+        if rotated:
+            checkpoint = untie(checkpoint)
+        if plan.needs_ranges or plan.calibrated:
+            check_calibration(recipe, source, checkpoint)
+        check_work(recipe, plan)
         prepared = Prepared(recipe, source, checkpoint, plan, _target(recipe, checkpoint, plan))
         if recipe.quant == KEEP:
             check_source(prepared.target, checkpoint)
         return replace(prepared, warnings=_warnings(prepared))
 
 
-def _check_calibration(recipe: ExportRecipe, source: Source, checkpoint: Checkpoint) -> None:
-    """What is seen at once, before ranks are started: the rest is said where the text is read.
+def _autoquant(recipe: ExportRecipe, source: Source, checkpoint: Checkpoint) -> ExportRecipe:
+    """The recipe with the number formats that autoquant chooses, on the first rank for all.
 
     Raises:
-        PlanError: the source is quantised.
-        UsageError: the text or the tokenizer is missing.
+        UsageError: a candidate is unknown.
+        PlanError: no choice is within the budget; or the source is quantised.
     """
-    if any((checkpoint.config or {}).get(key) for key in QUANTIZATION_KEYS):
-        raise PlanError(
-            f"{checkpoint.directory} is quantised, and static scales are made from an unquantised model's activations: "
-            "write it with --quant none first, or leave out --kv-cache"
-        )
-    if recipe.calib is not None and not Path(recipe.calib).is_file():
-        raise UsageError(f"--calib {recipe.calib}: no such file; give a text, or a .jsonl file")
-    if recipe.calib is None and not any((source.directory / name).is_file() for name in TOKENIZER_FILES):
+    from modelexport.distributed import collectives, ranks
+    from modelexport.export_autoquant import assigned
+
+    check_calibration(recipe, source, checkpoint)
+    if recipe.quant != ExportRecipe.quant:
         raise UsageError(
-            f"{source.directory} has no tokenizer, which calibration needs to read its text: copy the model's "
-            'tokenizer files there, or give --calib FILE.jsonl with a list of "input_ids" on each line'
+            f"--quant {recipe.quant}: autoquant chooses the number formats itself, among --candidates "
+            f"{recipe.candidates}: leave out --quant, or autoquant"
         )
 
-
-def _check_kept(source: Source, checkpoint: Checkpoint) -> None:
-    """Refuse to convert what is not quantised.
-
-    Raises:
-        PlanError: it is not.
-    """
-    if not any((checkpoint.config or {}).get(key) for key in QUANTIZATION_KEYS):
-        raise PlanError(
-            f"{source.directory} is not quantised, so that there is nothing to convert: modelexport --model "
-            f"{source.directory} --quant FORMAT quantises it, modelexport reshard writes it in another format"
+    def choose() -> tuple[str, float, str]:
+        found = assigned(
+            checkpoint,
+            _samples(recipe, source),
+            candidates=recipe.candidates,
+            bits=recipe.bits,
+            group_size=recipe.group_size,
+            refusal=of_method(checkpoint_formats.method_of(recipe.format).METHOD).refusal,
+            progress=launch.phase,
         )
+        return found.quant, found.bits, found.sensitivities.by
+
+    # Alone without a meeting, whose errors begin with who failed in what.
+    quant, used, by = choose() if collectives.get_world_size() == 1 else ranks.compute_and_broadcast(choose)
+    if not recipe.quiet and not recipe.json and ranks.is_main_process():
+        print(f"autoquant: {used:.2f} bits per weight, by {by}: {quant}", file=sys.stderr, flush=True)
+    return replace(recipe, quant=quant, group_size=None)
 
 
 def _target(recipe: ExportRecipe, checkpoint: Checkpoint, plan: ExportPlan) -> TargetPlan:
@@ -254,6 +283,12 @@ def _warnings(prepared: Prepared) -> tuple[str, ...]:
                     ),
                 )
     found = engine_warnings(recipe.format, linears.values(), tp=recipe.target_tp)
+    positions = (prepared.checkpoint.config or {}).get("max_position_embeddings")
+    if (plan.needs_ranges or plan.calibrated) and isinstance(positions, int) and recipe.calib_length > positions:
+        found.append(
+            f"--calib-length {recipe.calib_length} is beyond the {positions} positions that the model knows "
+            "(max_position_embeddings): what its activations are there says little"
+        )
     notes = getattr(checkpoint_formats.get(recipe.format), "notes", None)
     if notes is not None:
         found += notes(prepared.target.plan, prepared.checkpoint.config or {}, prepared.checkpoint.directory)
@@ -298,19 +333,36 @@ def _job(prepared: Prepared, done: dict[str, Any], *, spread: bool = False) -> R
         spread=spread,
         timeout=recipe.timeout,
         done=done,
-        samples=_samples(prepared),
+        samples=_samples(recipe, prepared.source),
+        options=_options(recipe),
     )
 
 
-def _samples(prepared: Prepared) -> Samples:
+def _samples(recipe: ExportRecipe, source: Source) -> Samples:
     from modelexport.export_calibration import Samples
 
-    recipe = prepared.recipe
     return Samples(
         path=recipe.calib,
-        tokenizer=prepared.source.directory,
+        tokenizer=source.directory,
         count=recipe.calib_samples,
         length=recipe.calib_length,
+        seed=recipe.calib_seed,
+        algorithms=recipe.algorithms,
+        ranges=recipe.calib_range,
+        all_experts=recipe.calib_experts == "all",
+        memory=recipe.calib_memory,
+    )
+
+
+def _options(recipe: ExportRecipe) -> Options:
+    from modelexport.quantization.algorithms.base import Options
+
+    return Options(
+        alpha=recipe.alpha,
+        grid=recipe.grid,
+        damping=recipe.damping,
+        block=recipe.block_size,
+        act_order=recipe.act_order,
         seed=recipe.calib_seed,
     )
 

@@ -60,6 +60,8 @@ def heard(what: str, sizes: Mapping[str, int], done: Mapping[str, Any], *, quiet
             if event.get("kind") == "step":
                 bar.set_postfix_str(event["step"], refresh=False)
                 bar.update(event["bytes"])
+            elif event.get("kind") == "working":
+                bar.set_postfix_str(event["text"])
             elif event.get("kind") == "result":
                 results.append(event)
 

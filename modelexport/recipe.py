@@ -7,12 +7,24 @@ A field here is a command-line flag (``--group-size``), a YAML key (``group_size
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from modelexport.errors import UsageError
 from modelexport.settings import Settings, check_choice, check_common, check_sizes, setting
 
 GATHERS = ("shm", "nfs", "direct")
-ALGORITHMS = ("rtn", "mse")
+ALGORITHMS = ("rtn", "mse", "smoothquant", "awq", "gptq", "rotation", "autoquant")
+_KINDS = {"rotation": 0, "autoquant": 1, "smoothquant": 2, "awq": 2, "rtn": 3, "mse": 3, "gptq": 3}
+"""When an algorithm's turn comes; of those that round there is one at most."""
+ALGORITHM_SETTINGS = {
+    "smoothquant": ("alpha",),
+    "awq": ("grid",),
+    "gptq": ("damping", "block_size", "act_order"),
+    "autoquant": ("bits", "candidates"),
+}
+CALIBRATION = tuple(f"calib{part}" for part in ("", "_samples", "_length", "_seed", "_range", "_experts", "_memory"))
+RANGES = ("max", "percentile", "mse")
+EXPERTS = ("routed", "all")
 KV_CACHES = ("fp8",)
 
 
@@ -35,16 +47,36 @@ class ExportRecipe(Settings):
     )
     algorithm: str = setting(
         "rtn",
-        "how scales are chosen: from the largest magnitude, or the one of a grid with the least squared error",
-        choices=ALGORITHMS,
+        f"how weights are rounded: {', '.join(ALGORITHMS)}, or several joined by '+', e.g. rotation+gptq",
+        metavar="NAME[+NAME]",
     )
+    alpha: float = setting(0.5, "smoothquant: how much of an outlier goes into the weights, 0 to 1", metavar="A")
+    grid: int = setting(20, "awq: scales tried for each module", metavar="N")
+    damping: float = setting(0.01, "gptq: added to the Hessian's diagonal, as a part of its mean", metavar="D")
+    block_size: int = setting(128, "gptq: columns whose errors are handed on together", metavar="N")
+    act_order: bool = setting(True, "gptq: columns in the order of their inputs' energy (--no-act-order: as they are)")
+    bits: float = setting(5.0, "autoquant: bits per weight that the decoder's linears may take", metavar="B")
+    candidates: str = setting("int4,fp8,none", "autoquant: number formats to choose from", metavar="NAMES")
     kv_cache: str | None = setting(None, "number format of the KV cache (default: not quantised)", choices=KV_CACHES)
     calib: str | None = setting(
-        None, "text or JSON lines for static scales (default: the text that comes with the package)", metavar="FILE"
+        None,
+        "text, JSON lines, or a data set as hf:NAME:SPLIT, to calibrate with (default: the package's text)",
+        metavar="FILE",
     )
     calib_samples: int = setting(64, "samples of it", metavar="N")
     calib_length: int = setting(256, "tokens of each sample", metavar="N")
-    calib_seed: int = setting(0, "which samples", metavar="N")
+    calib_seed: int = setting(0, "which samples, and the signs of rotation", metavar="N")
+    calib_range: str = setting(
+        "mse",
+        "what static scales reach: the largest magnitude, 99.99 percent of all, or the least squared error",
+        choices=RANGES,
+    )
+    calib_experts: str = setting(
+        "routed", "which tokens an expert's statistics are of: those routed to it, or all", choices=EXPERTS
+    )
+    calib_memory: int | None = setting(
+        None, "bytes of hidden states to keep in memory; what is beyond goes to the disk (default: all)", metavar="N"
+    )
     config: str | None = setting(
         None, "the model's config.json (or its directory), where --model lacks one (DCP, Megatron)", metavar="PATH"
     )
@@ -76,7 +108,7 @@ class ExportRecipe(Settings):
         if self.gather is not None:
             check_choice("gather", self.gather, GATHERS)
         check_sizes(tp=self.tp, target_tp=self.target_tp, target_pp=self.target_pp, target_ep=self.target_ep)
-        check_choice("algorithm", self.algorithm, ALGORITHMS)
+        self._check_algorithm()
         if self.kv_cache is not None:
             check_choice("kv-cache", self.kv_cache, KV_CACHES)
         for name, value in (("samples", self.calib_samples), ("length", self.calib_length)):
@@ -90,10 +122,48 @@ class ExportRecipe(Settings):
         if self.workspace is not None and self.gather == "shm":
             raise UsageError("--workspace is of no use to --gather shm: drop one of the two")
 
+    def _check_algorithm(self) -> None:
+        for name in self.algorithms:
+            check_choice("algorithm", name, ALGORITHMS)
+        kinds = [_KINDS[name] for name in self.algorithms]
+        if kinds != sorted(kinds) or len(set(self.algorithms)) != len(kinds) or kinds.count(3) > 1:
+            order = "rotation, then autoquant, then smoothquant and awq, then one of rtn, mse and gptq"
+            raise UsageError(f"--algorithm {self.algorithm}: the order is {order}, each once")
+        check_choice("calib-range", self.calib_range, RANGES)
+        check_choice("calib-experts", self.calib_experts, EXPERTS)
+        if not 0 <= self.alpha <= 1:
+            raise UsageError(f"--alpha {self.alpha:g}: a number from 0 to 1 is needed, e.g. --alpha 0.5")
+        if self.grid < 1:
+            raise UsageError(f"--grid {self.grid}: at least 1 is needed, e.g. --grid 20")
+        if not 0 < self.damping < 1:
+            raise UsageError(f"--damping {self.damping:g}: a number between 0 and 1 is needed, e.g. --damping 0.01")
+        if self.block_size < 1:
+            raise UsageError(f"--block-size {self.block_size}: at least 1 is needed, e.g. --block-size 128")
+        if self.calib_memory is not None and self.calib_memory < 0:
+            raise UsageError(f"--calib-memory {self.calib_memory}: a number of bytes is needed, e.g. 4000000000")
+        if not 0 < self.bits <= 32:
+            raise UsageError(f"--bits {self.bits:g}: a number above 0, at most 32, is needed, e.g. --bits 5")
+
+    @property
+    def algorithms(self) -> tuple[str, ...]:
+        """The names in ``algorithm``."""
+        return tuple(name.strip() for name in self.algorithm.split("+"))
+
+    @property
+    def algorithm_settings(self) -> dict[str, Any]:
+        """The settings of the algorithms that are used."""
+        used = {name for algorithm in self.algorithms for name in ALGORITHM_SETTINGS.get(algorithm, ())}
+        return {name: getattr(self, name) for name in sorted(used)}
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether layers are quantised one by one while samples run through them."""
+        return not {"rotation", "smoothquant", "awq", "gptq"}.isdisjoint(self.algorithms)
+
     @property
     def observer(self) -> str:
         """How number formats choose scales: ``amax`` or ``mse``."""
-        return {"rtn": "amax", "mse": "mse"}[self.algorithm]
+        return "amax" if {"mse", "gptq"}.isdisjoint(self.algorithms) else "mse"
 
     @property
     def transport(self) -> str:

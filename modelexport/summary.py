@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from modelexport.export_record import CutRow, ExportResult
 from modelexport.resharder import ReshardResult
@@ -11,22 +12,23 @@ from modelexport.tables import size_text, table
 
 def summary(result: ExportResult) -> str:
     """The whole report of an export or a dry run."""
-    lines = list(
-        table(
-            ("module", "count", "format", "bits/weight", "size", "worst SQNR"),
-            [
-                (
-                    row.name,
-                    str(row.count),
-                    row.number_format,
-                    f"{row.bits:.2f}",
-                    size_text(row.nbytes),
-                    "-" if row.sqnr_db is None else f"{row.sqnr_db:.2f} dB",
-                )
-                for row in result.rows
-            ],
+    calibrated = any(row.error_after is not None for row in result.rows)
+    head = ("module", "count", "format", "bits/weight", "size", "worst SQNR", "error: rtn", "written")
+    rows = [
+        (
+            row.name,
+            str(row.count),
+            row.number_format,
+            f"{row.bits:.2f}" if row.weights else "-",
+            size_text(row.nbytes),
+            "-" if row.sqnr_db is None else f"{row.sqnr_db:.2f} dB",
+            "-" if row.error_before is None else f"{row.error_before:.2e}",
+            "-" if row.error_after is None else f"{row.error_after:.2e}",
         )
-    )
+        for row in result.rows
+    ]
+    width = len(head) if calibrated else len(head) - 2
+    lines = list(table(head[:width], [row[:width] for row in rows]))
     ratio = result.source_bytes / max(1, result.output_bytes)
     lines.append("")
     lines.append(
@@ -38,8 +40,11 @@ def summary(result: ExportResult) -> str:
     lines += _notes("not written", result.left_out)
     if result.calibration is not None:
         seen = result.calibration
-        lines.append(f"static scales from {seen['samples']} samples of {seen['length']} tokens of {seen['text']}")
-        lines += _notes("scale of its siblings", dict.fromkeys(seen["unseen_experts"], "no token came to this expert"))
+        what = "calibrated on" if calibrated else "static scales from"
+        lines.append(f"{what} {seen['samples']} samples of {seen['length']} tokens of {seen['text']}")
+        lines += _notes("rounded to nearest" if calibrated else "scale of its siblings", _unseen(seen))
+        lines += _notes("gptq", seen.get("notes", {}))
+        lines += _notes("seen little", {name: f"{n} tokens" for name, n in seen.get("rare_experts", {}).items()})
     sizes = ", ".join(map(str, result.tensor_parallel_sizes))
     lines.append(f"loads at tensor-parallel sizes: {sizes}")
     if result.kernels != "fused":
@@ -50,11 +55,21 @@ def summary(result: ExportResult) -> str:
             f"dry run, nothing written: {result.tp} rank{'s' if result.tp > 1 else ''}, buffers of at most "
             f"{size_text(result.peak_rank_bytes)} each, beside what importing torch takes"
         )
+        if result.calibrated_bytes is not None:
+            layer, hidden = map(size_text, result.calibrated_bytes)
+            lines.append(
+                f"calibration holds more: a layer in float32, {layer} of weights shared by the ranks, with its "
+                f"statistics; and on each rank {hidden} of the samples' hidden states (--calib-memory bounds them)"
+            )
     else:
         if result.evaluation is not None:
             lines += result.evaluation.lines()
         lines.append(f"wrote {result.out} in {result.seconds:.1f} s")
     return "\n".join(lines)
+
+
+def _unseen(seen: dict[str, Any]) -> dict[str, str]:
+    return dict.fromkeys(seen["unseen_experts"], "no token came to this expert (--calib-experts all shows it all)")
 
 
 def _written_for(result: ExportResult) -> str:

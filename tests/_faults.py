@@ -6,25 +6,28 @@ import os
 import signal
 import time
 
+from modelexport.export_calibrated import CalibratedExport
 from modelexport.export_plan import Step
-from modelexport.export_rank import RankExport, RankJob, _Quantised, _Shards, run_rank
+from modelexport.export_rank import RankExport, RankJob, run_rank
+from modelexport.export_slots import Quantised, Shards
 
 
 def misbehave(job: RankJob) -> None:
     """:func:`run_rank`, but one rank fails while it quantises one step."""
     kind, rank, number = os.environ["FAULT"].split()
-    original = RankExport.quantise
+    patched = CalibratedExport if job.plan.calibrated else RankExport
+    original = patched.quantise
 
-    def quantise(self: RankExport, step: Step, shards: _Shards) -> _Quantised:
+    def quantise(self: RankExport, step: Step, shards: Shards) -> Quantised:
         if self.rank == int(rank) and self.steps[int(number)] is step:
             _fail(kind)
-        return original(self, step, shards)
+        return original(self, step, shards)  # type: ignore[arg-type]
 
-    RankExport.quantise = quantise  # type: ignore[method-assign]
+    patched.quantise = quantise  # type: ignore[method-assign, assignment]
     try:
         run_rank(job)
     finally:  # a single rank runs in the test's own process
-        RankExport.quantise = original  # type: ignore[method-assign]
+        patched.quantise = original  # type: ignore[method-assign]
 
 
 def _fail(kind: str) -> None:

@@ -25,12 +25,14 @@ class LlamaShape:
     """Everything that distinguishes one tiny checkpoint from another.
 
     Attributes:
-        model_type: ``llama``, ``mistral``, ``qwen2``, ``phi3``, ``mixtral``, ``deepseek_v3`` or ``deepseek_v2``.
+        model_type: ``llama``, ``mistral``, ``qwen2``, ``qwen3``, ``qwen3_moe``, ``phi3``, ``mixtral``, ``deepseek_v3``
+            or ``deepseek_v2``.
         head_dim: None leaves it out of config.json's defaults (``hidden // heads``).
-        attention_bias, mlp_bias: llama only.
-        experts: mixtral and deepseek only.
-        query_rank, kv_rank, nope_dim, rope_dim, value_dim, expert_intermediate, shared_experts, dense_layers: deepseek
-            only; it has as many key/value heads as heads.
+        attention_bias, mlp_bias: llama, qwen3 (attention's) and deepseek only.
+        experts: mixtral, qwen3_moe and deepseek only.
+        expert_intermediate: qwen3_moe and deepseek only.
+        query_rank, kv_rank, nope_dim, rope_dim, value_dim, shared_experts, dense_layers: deepseek only; it has as many
+            key/value heads as heads.
         dtype: ``bfloat16``, ``float16`` or ``float32``.
         max_shard_size: as ``save_pretrained`` takes it; small values give several files and an index.
     """
@@ -64,11 +66,18 @@ class LlamaShape:
         """Whether it has latent attention, and dense first layers."""
         return self.model_type.startswith("deepseek")
 
+    @property
+    def is_qwen3(self) -> bool:
+        """Whether it has norms over heads."""
+        return self.model_type.startswith("qwen3")
+
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
@@ -164,6 +173,11 @@ def config_json(shape: LlamaShape) -> dict[str, Any]:
     }
     if shape.model_type == "llama":
         config |= {"attention_bias": shape.attention_bias, "mlp_bias": shape.mlp_bias}
+    if shape.is_qwen3:
+        config |= {"attention_bias": shape.attention_bias, "head_dim": shape.head_dim or shape.hidden // shape.heads}
+    if shape.model_type == "qwen3_moe":
+        config |= {"num_experts": shape.experts, "num_experts_per_tok": min(2, shape.experts)}
+        config["moe_intermediate_size"] = shape.expert_intermediate
     if shape.model_type == "mixtral":
         config["num_local_experts"] = shape.experts
         config["num_experts_per_tok"] = min(2, shape.experts)
@@ -231,6 +245,16 @@ def _layer_linears(shape: LlamaShape, layer: int) -> dict[str, tuple[int, ...]]:
         return linears
     linears |= {"self_attn.q_proj": (queries, shape.hidden)}
     linears |= {f"self_attn.{name}_proj": (keys, shape.hidden) for name in "kv"}
+    if shape.is_qwen3:
+        linears |= {"self_attn.q_norm": (head_dim,), "self_attn.k_norm": (head_dim,)}
+    if shape.model_type == "qwen3_moe":
+        width = shape.expert_intermediate
+        linears["mlp.gate"] = (shape.experts, shape.hidden)
+        for e in range(shape.experts):
+            prefix = f"mlp.experts.{e}"
+            linears |= {f"{prefix}.{name}_proj": (width, shape.hidden) for name in ("gate", "up")}
+            linears[f"{prefix}.down_proj"] = (shape.hidden, width)
+        return linears
     if shape.model_type == "mixtral":
         linears["block_sparse_moe.gate"] = (shape.experts, shape.hidden)
         for e in range(shape.experts):
@@ -247,6 +271,8 @@ def _has_bias(shape: LlamaShape, linear: str) -> bool:
         return shape.attention_bias and linear.endswith(("q_a_proj", "kv_a_proj_with_mqa", "o_proj"))
     if shape.model_type == "deepseek_v2" and linear != "mlp.gate" and ".experts." not in linear:
         return shape.mlp_bias
+    if shape.is_qwen3:
+        return shape.attention_bias and linear.startswith("self_attn") and linear.endswith("proj")
     if shape.model_type != "llama":
         return False
     return shape.attention_bias if linear.startswith("self_attn") else shape.mlp_bias

@@ -119,7 +119,17 @@ OTHER: dict[str, Any] = {
     "out": "ckpt",
     "quant": "int4",
     "group_size": 64,
-    "algorithm": "mse",
+    "algorithm": "rotation+gptq",
+    "alpha": 0.75,
+    "grid": 10,
+    "damping": 0.05,
+    "block_size": 64,
+    "act_order": False,
+    "bits": 4.5,
+    "candidates": "int4,int8",
+    "calib_range": "mse",
+    "calib_experts": "all",
+    "calib_memory": 1000,
     "kv_cache": "fp8",
     "calib": "text.jsonl",
     "calib_samples": 8,
@@ -254,9 +264,9 @@ def test_equals_signs(asked: list[ExportRecipe]) -> None:
         (["--model", "/nonexistent", "--out", "x"], "--model /nonexistent: no such directory"),
         (
             ["inspekt", "ckpt"],
-            "unknown command 'inspekt'; did you mean 'inspect'? known: convert, diff, inspect, reshard, verify",
+            "unknown command 'inspekt'; did you mean 'inspect'? known: convert, diff, eval, inspect, reshard, verify",
         ),
-        (["ckpt"], "unknown command 'ckpt'; known: convert, diff, inspect, reshard, verify"),
+        (["ckpt"], "unknown command 'ckpt'; known: convert, diff, eval, inspect, reshard, verify"),
         (["inspect"], "the following arguments are required: CKPT (see: modelexport inspect --help)"),
         (["verify", "ckpt", "--agianst", "x"], "unknown flag --agianst; did you mean --against?"),
         (["inspect", "ckpt", "--against", "x"], "unknown flag --against"),
@@ -369,7 +379,8 @@ def test_a_dry_run_writes_nothing_and_says_everything(
     line = ["--model", str(source), "--out", "ckpt", "--quant", quant, "--tp", "4", "--dry-run", "--calib", str(calib)]
     assert main(line) == 0
     text, err = capsys.readouterr()
-    assert all(line.startswith(("warning: vLLM", "warning: transformers")) for line in err.splitlines())
+    known = ("warning: vLLM", "warning: transformers", "warning: --calib-length")
+    assert all(line.startswith(known) for line in err.splitlines())
     assert "dry run, nothing written: 4 ranks, buffers of at most" in text
     assert "self_attn.q_proj" in text
     assert "not quantised: lm_head" in text or quant == "none"

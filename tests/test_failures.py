@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from modelexport import export_rank
 from modelexport.errors import CheckpointError, PlanError, RankFailedError
 from modelexport.export_plan import Step
+from modelexport.export_slots import Quantised, Shards
 from modelexport.exporter import export
 from tests import _faults
 from tests._models import make_llama
@@ -238,7 +239,7 @@ def test_a_resumed_export_does_only_what_is_left(tmp_path: Path, monkeypatch: py
     quantised = []
     original = export_rank.RankExport.quantise
 
-    def noting(self: export_rank.RankExport, step: Step, shards: export_rank._Shards) -> export_rank._Quantised:
+    def noting(self: export_rank.RankExport, step: Step, shards: Shards) -> Quantised:
         quantised.append(step.id)
         return original(self, step, shards)
 

@@ -53,7 +53,17 @@ valid: dict[str, st.SearchStrategy[Any]] = {
     "out": st.none() | st.text(min_size=1),
     "quant": st.sampled_from(["none", "int8", "fp8", "int4", "*.mlp.*=int4:32,*=fp8"]),
     "group_size": st.none() | st.integers(1, 4096) | st.just(-1),
-    "algorithm": st.sampled_from(["rtn", "mse"]),
+    "algorithm": st.sampled_from(["rtn", "mse", "gptq", "rotation+smoothquant+awq+gptq"]),
+    "alpha": st.floats(0, 1),
+    "grid": st.integers(1, 100),
+    "damping": st.floats(1e-6, 0.5),
+    "block_size": st.integers(1, 1024),
+    "act_order": st.booleans(),
+    "bits": st.floats(1, 16),
+    "candidates": st.sampled_from(["int4,fp8", "int4:32,none"]),
+    "calib_range": st.sampled_from(["max", "percentile", "mse"]),
+    "calib_experts": st.sampled_from(["routed", "all"]),
+    "calib_memory": st.none() | st.integers(0, 2**40),
     "kv_cache": st.sampled_from([None, "fp8"]),
     "calib": st.none() | st.text(min_size=1),
     "calib_samples": st.integers(1, 10_000),
@@ -92,6 +102,43 @@ def test_yaml_and_arguments_say_the_same(scratch: Path, keys: dict[str, Any], ke
     assert dataclasses.replace(loaded) == loaded
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"algorithm": "gtpq"}, "did you mean 'gptq'"),
+        ({"algorithm": "gptq+rotation"}, "the order is rotation"),
+        ({"algorithm": "gptq+rtn"}, "one of rtn, mse and gptq"),
+        ({"algorithm": "awq+awq"}, "each once"),
+        ({"bits": 0.0}, "--bits 0"),
+        ({"alpha": 1.5}, "--alpha 1.5"),
+        ({"grid": 0}, "--grid 0"),
+        ({"damping": 0.0}, "--damping 0"),
+        ({"block_size": 0}, "--block-size 0"),
+        ({"calib_memory": -1}, "--calib-memory -1"),
+        ({"calib_range": "least"}, "--calib-range least"),
+        ({"calib_experts": "some"}, "--calib-experts some"),
+    ],
+)
+def test_settings_of_algorithms_are_checked(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        ExportRecipe(**settings)
+    assert said in str(caught.value)
+
+
+def test_the_names_in_an_algorithm() -> None:
+    recipe = ExportRecipe(algorithm="rotation+autoquant + gptq", bits=5)
+    assert recipe.algorithms == ("rotation", "autoquant", "gptq")
+    assert recipe.is_calibrated
+    assert recipe.algorithm_settings == {
+        "act_order": True,
+        "bits": 5,
+        "block_size": 128,
+        "candidates": "int4,fp8,none",
+        "damping": 0.01,
+    }
+    assert not ExportRecipe(algorithm="mse").is_calibrated
+
+
 def test_an_empty_recipe_is_the_default(tmp_path: Path) -> None:
     assert ExportRecipe.load(recipe_file(tmp_path, "# nothing yet\n")) == ExportRecipe()
 
@@ -120,9 +167,9 @@ def test_a_flag_can_take_a_setting_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("quantt: int4", "unknown key 'quantt'; did you mean 'quant'? known: algorithm, calib, "),
+        ("quantt: int4", "unknown key 'quantt'; did you mean 'quant'? known: act_order, algorithm, "),
         ("tpp: 4", "unknown key 'tpp'; did you mean 'tp'?"),
-        ("Q: 4", "unknown key 'Q'; known: algorithm, calib, "),
+        ("Q: 4", "unknown key 'Q'; known: act_order, algorithm, "),
         ("1: 2", "unknown key '1'"),
         ("tp: '4'", "tp must be int, found '4'"),
         ("tp: 4.0", "tp must be int, found 4.0"),

@@ -2,7 +2,8 @@
 
 For a target ``out`` the directory ``.{out name}.modelexport`` beside it (the same file system, so that the rename
 is one step) holds ``lock`` and ``ranks.lock`` (see :mod:`~modelexport.checkpoints.locks`), ``journal.jsonl`` (see
-:mod:`~modelexport.checkpoints.journal`) and ``ckpt/``, the checkpoint itself.
+:mod:`~modelexport.checkpoints.journal`), ``ckpt/``, the checkpoint itself, and perhaps ``beside/``, what a run needs
+only to be resumed.
 """
 
 from __future__ import annotations
@@ -44,6 +45,11 @@ class Staging:
     def done(self) -> dict[str, dict[str, Any]]:
         """The records of the steps that are finished, by step: an interrupted run's, and this object's own."""
         return self._journal.done
+
+    @property
+    def beside(self) -> Path:
+        """Where a run keeps what it needs to be resumed and the target does not; may not be there yet."""
+        return self._home / "beside"
 
     @property
     def resumed(self) -> bool:
@@ -206,6 +212,7 @@ def _take_up(target: Path, home: Path, fingerprint: Mapping[str, Any], overwrite
         journal = Journal.open(journal_path, fingerprint)
         if not journal.resumed:
             _remove_tree(home / "ckpt")
+            _remove_tree(home / "beside")
             (home / "ckpt").mkdir()
     except OtherExport as other:
         lines = "".join(f"\n  {key}: {old} then, {new} now" for key, old, new in other.differences)
@@ -266,7 +273,7 @@ def _was_published(home: Path) -> bool:
 
 def _empty(home: Path) -> None:
     """Remove everything but the locks; the journal last, for it tells what the rest is."""
-    for name in ("ckpt", "old"):
+    for name in ("ckpt", "old", "beside"):
         _remove_tree(home / name)
     (home / "journal.jsonl").unlink(missing_ok=True)
 

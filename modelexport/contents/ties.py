@@ -1,6 +1,8 @@
-"""Tied embeddings are written once: what is dropped must be what is kept."""
+"""Tied embeddings are written once, and what is dropped must be what is kept; or they are parted."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from modelexport.checkpoints import raw_io
 from modelexport.checkpoints.placement import itemsize
@@ -32,6 +34,32 @@ def check_ties(checkpoint: Checkpoint) -> None:
     )
     for head, embedding in zip(heads, embeddings, strict=False):
         check_tied(checkpoint, head, embedding)
+
+
+def untie(checkpoint: Checkpoint) -> Checkpoint:
+    """The same model, with a head that is a tensor of its own: a tied one is read where the embedding lies.
+
+    Raises:
+        CheckpointError: there is a head already, which differs from the embedding that it is tied to.
+        PlanError: the architecture is unknown.
+    """
+    config = checkpoint.config or {}
+    if not config.get("tie_word_embeddings"):
+        return checkpoint
+    check_ties(checkpoint)
+    family = family_of(config)
+    infos, placements = dict(checkpoint.infos), dict(checkpoint.placements)
+    heads, embeddings = (
+        [f"{m.path}.weight" for m in modules if m.kind == kind]
+        for modules, kind in ((family.after, "head"), (family.before, "embedding"))
+    )
+    for head, embedding in zip(heads, embeddings, strict=True):
+        if head not in infos and embedding in infos:
+            infos[head] = replace(infos[embedding], name=head)
+            if embedding in placements:
+                placements[head] = placements[embedding]
+    own = {**config, "tie_word_embeddings": False}
+    return replace(checkpoint, infos=infos, placements=placements, config=own)
 
 
 def check_tied(checkpoint: Checkpoint, head: TensorInfo, embedding: TensorInfo) -> None:

@@ -8,9 +8,9 @@ from functools import cache
 from typing import Any
 
 from modelexport.errors import CheckpointError, PlanError, nearest
-from modelexport.families.base import Dimensions, Family, Module, read_dimensions
+from modelexport.families.base import Dimensions, Family, Module, Scaling, read_dimensions
 
-__all__ = ["Dimensions", "Family", "Module", "family_of", "known_model_types", "read_dimensions"]
+__all__ = ["Dimensions", "Family", "Module", "Scaling", "family_of", "known_model_types", "read_dimensions"]
 
 
 @cache

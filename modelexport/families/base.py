@@ -92,6 +92,23 @@ class Axis:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """A module whose outputs may be divided by a number each, where those that read them are multiplied by it.
+
+    The function of the model stays the same: that is what activations' outliers are moved into weights by.
+
+    Attributes:
+        source: role of a norm, or of a linear (or of a part of one that is fused on disk) that nothing but products
+            lies between and its readers.
+        into: roles of all that read it, routers too; those that a layer has not are skipped. Where both are experts',
+            each expert's source goes into its own.
+    """
+
+    source: str
+    into: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Family:
     """A model family: every model whose ``model_type`` is ``name`` or one of ``aliases``.
 
@@ -104,6 +121,8 @@ class Family:
         axes: its own, beside those that every family has.
         dense_layers: the key of config.json that counts the first layers, which have no experts; None: all have.
         prediction_layers: the key that counts the layers behind the model's own that only predict further tokens.
+        scalings: what scales into what, in a decoder layer, in the order in which it is done. Linears come first: their
+            rows, which read a norm, are then no larger than others merely because what reads them is small.
     """
 
     name: str
@@ -118,6 +137,7 @@ class Family:
     axes: Mapping[str, Axis] = field(default_factory=dict)
     dense_layers: str | None = None
     prediction_layers: str | None = None
+    scalings: tuple[Scaling, ...] = ()
 
     def of_type(self, model_type: str) -> Family:
         """The family as the models of one of its types have it."""

@@ -9,7 +9,7 @@ included; ``q_b``, ``kv_b`` and ``o_proj`` are cut by heads, whose sizes differ:
 DeepSeek-V2's models have the same modules and names, without the correction of the router's choice.
 """
 
-from modelexport.families.base import Axis, Family, Module
+from modelexport.families.base import Axis, Family, Module, Scaling
 
 FAMILY = Family(
     name="deepseek_v3",
@@ -187,4 +187,16 @@ FAMILY = Family(
         Module(path="lm_head", kind="head", role="head", partition="column", axis="vocab"),
     ),
     ignored_tensors=("rotary_emb.inv_freq",),
+    scalings=(
+        Scaling(source="mlp.up", into=("mlp.down",)),
+        Scaling(source="expert.up", into=("expert.down",)),
+        Scaling(source="shared.up", into=("shared.down",)),
+        Scaling(source="attention.norm", into=("latent.q", "latent.q_a", "latent.kv_a")),
+        Scaling(source="latent.q_norm", into=("latent.q_b",)),
+        Scaling(source="latent.kv_norm", into=("latent.kv_b",)),
+        Scaling(
+            source="mlp.norm",
+            into=("mlp.gate", "mlp.up", "router", "expert.gate", "expert.up", "shared.gate", "shared.up"),
+        ),
+    ),
 )

@@ -5,7 +5,7 @@ features, the vocabulary by rows. Checkpoints converted from the first Llama car
 buffers, which every reader recomputes. Mistral's models have the same modules and names.
 """
 
-from modelexport.families.base import Family, Module
+from modelexport.families.base import Family, Module, Scaling
 
 FAMILY = Family(
     name="llama",
@@ -82,4 +82,10 @@ FAMILY = Family(
         Module(path="lm_head", kind="head", role="head", partition="column", axis="vocab"),
     ),
     ignored_tensors=("rotary_emb.inv_freq",),
+    scalings=(
+        Scaling(source="attention.v", into=("attention.o",)),
+        Scaling(source="mlp.up", into=("mlp.down",)),
+        Scaling(source="attention.norm", into=("attention.q", "attention.k", "attention.v")),
+        Scaling(source="mlp.norm", into=("mlp.gate", "mlp.up")),
+    ),
 )

@@ -4,7 +4,7 @@ On disk every expert has linears of its own: w1 is the gate, w3 the up and w2 th
 the engines stack them in memory.)
 """
 
-from modelexport.families.base import Family, Module
+from modelexport.families.base import Family, Module, Scaling
 
 FAMILY = Family(
     name="mixtral",
@@ -74,4 +74,10 @@ FAMILY = Family(
         Module(path="lm_head", kind="head", role="head", partition="column", axis="vocab"),
     ),
     ignored_tensors=("rotary_emb.inv_freq",),
+    scalings=(
+        Scaling(source="attention.v", into=("attention.o",)),
+        Scaling(source="expert.up", into=("expert.down",)),
+        Scaling(source="attention.norm", into=("attention.q", "attention.k", "attention.v")),
+        Scaling(source="mlp.norm", into=("router", "expert.gate", "expert.up")),
+    ),
 )

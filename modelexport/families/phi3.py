@@ -4,7 +4,7 @@ Each part is cut by itself: a rank's ``qkv_proj`` is its query heads, then its k
 shares of the rows, which is what transformers' own plan avoids by gathering the output, would mix them.)
 """
 
-from modelexport.families.base import Family, Module
+from modelexport.families.base import Family, Module, Scaling
 
 FAMILY = Family(
     name="phi3",
@@ -37,4 +37,10 @@ FAMILY = Family(
         Module(path="lm_head", kind="head", role="head", partition="column", axis="vocab"),
     ),
     ignored_tensors=("rotary_emb.inv_freq",),
+    scalings=(
+        Scaling(source="attention.v", into=("attention.o",)),
+        Scaling(source="mlp.up", into=("mlp.down",)),
+        Scaling(source="attention.norm", into=("attention.qkv",)),
+        Scaling(source="mlp.norm", into=("mlp.gate_up",)),
+    ),
 )

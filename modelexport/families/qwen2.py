@@ -1,6 +1,6 @@
 """Qwen2 and Qwen2.5: Llama's decoder with biases on q, k and v, always, and on nothing else."""
 
-from modelexport.families.base import Family, Module
+from modelexport.families.base import Family, Module, Scaling
 
 FAMILY = Family(
     name="qwen2",
@@ -62,4 +62,10 @@ FAMILY = Family(
         Module(path="lm_head", kind="head", role="head", partition="column", axis="vocab"),
     ),
     ignored_tensors=("rotary_emb.inv_freq",),
+    scalings=(
+        Scaling(source="attention.v", into=("attention.o",)),
+        Scaling(source="mlp.up", into=("mlp.down",)),
+        Scaling(source="attention.norm", into=("attention.q", "attention.k", "attention.v")),
+        Scaling(source="mlp.norm", into=("mlp.gate", "mlp.up")),
+    ),
 )

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from modelexport.checkpoints.hf import RECORD
 from modelexport.checkpoints.safetensors_file import Checkpoint, TensorInfo
 from modelexport.contents.modules import Architecture, StoredModule
 from modelexport.contents.rules import KV_SCALES
-from modelexport.errors import CheckpointError
+from modelexport.errors import CheckpointError, shown
 from modelexport.quantization.methods import (
     FLOATS,
     QuantizationConfig,
@@ -52,19 +53,25 @@ def compare_headers(
     result = Comparison()
     if source is None:
         return result
-    result.problems += _clipped(list(_config_differences(checkpoint.config or {}, source.config or {})), "keys differ")
+    changed = _changed(record, result)
+    head = _untied_head(checkpoint, modules, architecture, source)
+    differences = list(_config_differences(checkpoint.config or {}, source.config or {}, untied=head is not None))
+    result.problems += _clipped(differences, "keys differ")
     left = dict(source.infos)
     quantization = read_quantization_config(checkpoint.config)
     cached = quantization is not None and quantization.kv_cache_scheme is not None
-    unequal = []
+    unequal, other_values = [], 0
     for module in modules:
+        untied = None if head is None or module.kind != "head" else head
         if module.stored.quantised:
-            weight = left.pop(f"{module.name}.weight", None)
+            weight = left.pop(f"{module.name}.weight", untied)
             names = {suffix: info for suffix, info in module.tensors.items() if suffix == "bias"}
             if weight is None:
                 unequal.append(f"{module.name}.weight is not in {source.directory}")
             elif module.stored.shape is not None and weight.shape != module.stored.shape:
                 unequal.append(f"{module.name} is {list(module.stored.shape)}, the source's {list(weight.shape)}")
+            elif changed & {module.name, f"{module.name}.weight"}:
+                other_values += 1
             elif weight.dtype not in FLOATS:
                 result.notes.append(f"{weight.name} of the source is {weight.dtype}: not compared")
             else:
@@ -74,15 +81,25 @@ def compare_headers(
         for suffix, info in names.items():
             if suffix in KV_SCALES and cached:
                 continue
-            other = left.pop(info.name, None)
-            if other is None:
+            is_changed = bool(changed & {module.name, info.name})
+            other = left.pop(info.name, untied if suffix == "weight" else None)
+            if other is None and not is_changed:
                 unequal.append(f"{info.name} is not in {source.directory}")
-            elif (info.dtype, info.shape) != (other.dtype, other.shape):
+            elif other is not None and (info.dtype, info.shape) != (other.dtype, other.shape):
                 unequal.append(
                     f"{info.name} is {info.dtype} {list(info.shape)}, the source's {other.dtype} {list(other.shape)}"
                 )
-            else:
+            elif is_changed:
+                other_values += 1
+            elif other is not None:
                 result.sources[info.name] = other
+    if other_values:
+        algorithm = (record or {}).get("recipe", {}).get("algorithm")
+        result.notes.append(
+            f"{other_values} tensors hold other values than the source's, since {shown(algorithm)} scaled or rotated "
+            f"them so that the model computes the same: not compared here; modelexport eval {checkpoint.directory} "
+            f"--against {source.directory} compares what the two compute"
+        )
     dropped = set((record or {}).get("left_out", {}))
     family, dims = architecture.family, architecture.dimensions
     tied = bool((checkpoint.config or {}).get("tie_word_embeddings"))
@@ -94,6 +111,28 @@ def compare_headers(
         unequal.append(f"{name} of {source.directory} is not in the checkpoint")
     result.problems += _clipped(unequal, "tensors differ: is it another model?")
     return result
+
+
+def _changed(record: Mapping[str, Any] | None, result: Comparison) -> frozenset[str]:
+    """Tensors, or modules, whose values an export made others of, as its record says."""
+    names = (record or {}).get("changed", [])
+    if isinstance(names, list) and all(isinstance(name, str) for name in names):
+        return frozenset(names)
+    result.problems.append(f"{RECORD}: 'changed' is not a list of names: {shown(names)}")
+    return frozenset()
+
+
+def _untied_head(
+    checkpoint: Checkpoint, modules: Sequence[StoredModule], architecture: Architecture, source: Checkpoint
+) -> TensorInfo | None:
+    """The source's embedding, where that is its head too, but the checkpoint has a head of its own."""
+    if (checkpoint.config or {}).get("tie_word_embeddings") or not (source.config or {}).get("tie_word_embeddings"):
+        return None
+    if not any(module.kind == "head" for module in modules):
+        return None
+    before = () if architecture.family is None else architecture.family.before
+    names = [f"{module.path}.weight" for module in before if module.kind == "embedding"]
+    return next((source.infos[name] for name in (*names, "model.embed_tokens.weight") if name in source.infos), None)
 
 
 def plan_items(
@@ -152,10 +191,10 @@ def _stored_text(module: StoredModule) -> str:
     return f"{module.stored.number_format}{beside}"
 
 
-def _config_differences(config: Mapping[str, Any], source: Mapping[str, Any]) -> Iterator[str]:
+def _config_differences(config: Mapping[str, Any], source: Mapping[str, Any], *, untied: bool) -> Iterator[str]:
     missing = object()
     for key in dict.fromkeys((*source, *config)):
-        if key in _NOT_THE_MODEL:
+        if key in _NOT_THE_MODEL or (untied and key == "tie_word_embeddings"):
             continue
         here, there = config.get(key, missing), source.get(key, missing)
         if here != there:

@@ -3,35 +3,49 @@
 Perplexity alone moves little on a small model; the mean KL divergence of the next-token distributions and
 the paired difference in loss (both models on the same tokens, so most of the noise between texts cancels)
 tell formats apart.
+
+Checkpoints run layer by layer (:func:`compare_checkpoints`), whatever their size; models that are in memory anyway as
+they are (:func:`compare`).
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from modelexport.errors import UsageError
-from modelexport.inspection.models import load_dequantised, load_reference
+from modelexport.contents.opening import open_model
+from modelexport.errors import CheckpointError, UsageError
+from modelexport.inspection.losses import Comparison, Perplexity, Windows, comparison_of, cut_windows, perplexity_of
+from modelexport.inspection.models import PlainTensors, load_dequantised, load_reference
+from modelexport.inspection.streaming import Progress, measure, through_layers
+
+if TYPE_CHECKING:
+    from modelexport.checkpoints.safetensors_file import Checkpoint
 
 __all__ = [
     "DEMO_PROMPT",
     "Comparison",
     "Evaluation",
     "Perplexity",
+    "Windows",
     "compare",
+    "compare_checkpoints",
+    "cut_windows",
     "evaluate",
     "generate_sentence",
     "load_dequantised",
     "load_reference",
     "mean_kl",
     "perplexity",
+    "perplexity_of_checkpoint",
     "tokenise",
 ]
 
@@ -40,43 +54,6 @@ _LOGITS_PER_BATCH = 1 << 23
 
 DEMO_PROMPT = "The term \u2018hacker\u2019"
 """Of many tried, one where the demo model, quantised or not, finishes its sentence rather than go in circles."""
-
-
-@dataclass(frozen=True)
-class Perplexity:
-    """Loss of one model over windows of a text.
-
-    Attributes:
-        loss: mean negative log-likelihood, nats a token.
-        perplexity: exp(loss).
-        tokens: tokens predicted.
-        window_losses: mean loss of each window, in the order of the text.
-    """
-
-    loss: float
-    perplexity: float
-    tokens: int
-    window_losses: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A model against its reference, on the same tokens.
-
-    Attributes:
-        reference, model: each one's loss.
-        mean_kl: mean over tokens of KL(reference || model) of the next-token distributions, nats.
-        kl_standard_error: of ``mean_kl``, over windows.
-        loss_difference: model's loss minus reference's, nats a token.
-        loss_standard_error: of ``loss_difference``, from the windows' paired differences; NaN for one window.
-    """
-
-    reference: Perplexity
-    model: Perplexity
-    mean_kl: float
-    kl_standard_error: float
-    loss_difference: float
-    loss_standard_error: float
 
 
 def mean_kl(reference_logits: Tensor, logits: Tensor) -> Tensor:
@@ -109,7 +86,7 @@ def perplexity(
     losses = []
     for inputs, targets in _windows(model, token_ids, window, max_windows, batch):
         losses += _window_losses(_logits(model, inputs), targets).tolist()
-    return _perplexity(losses, inputs.shape[1])
+    return perplexity_of(losses, inputs.shape[1])
 
 
 def compare(
@@ -130,39 +107,92 @@ def compare(
         reference_losses += _window_losses(expected, targets).tolist()
         losses += _window_losses(got, targets).tolist()
         divergences += mean_kl(expected, got).tolist()
-    differences = [a - b for a, b in zip(losses, reference_losses, strict=True)]
-    kl, kl_error = _mean_and_error(divergences)
-    difference, difference_error = _mean_and_error(differences)
-    width = inputs.shape[1]
-    return Comparison(
-        reference=_perplexity(reference_losses, width),
-        model=_perplexity(losses, width),
-        mean_kl=kl,
-        kl_standard_error=kl_error,
-        loss_difference=difference,
-        loss_standard_error=difference_error,
-    )
+    return comparison_of(reference_losses, losses, divergences, inputs.shape[1])
+
+
+def perplexity_of_checkpoint(
+    checkpoint: Checkpoint,
+    windows: Windows,
+    *,
+    dtype: torch.dtype = torch.float32,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Perplexity:
+    """Loss of a checkpoint of which one decoder layer at a time is in memory.
+
+    Args:
+        checkpoint: quantised or not, of any format.
+        dtype: of weights and arithmetic. float32 leaves only the quantisation's own error.
+        threads: batches of windows in flight at once; by default one for each core that this process may use.
+        progress: called with (layers done, layers in all).
+
+    Raises:
+        CheckpointError: it is damaged, not whole, or cannot be decoded.
+        PlanError: transformers has no such model.
+    """
+    [losses], _ = _measure([checkpoint], windows, dtype, threads, progress)
+    return perplexity_of(losses, windows.inputs.shape[1])
+
+
+def compare_checkpoints(
+    reference: Checkpoint,
+    checkpoint: Checkpoint,
+    windows: Windows,
+    *,
+    dtype: torch.dtype = torch.float32,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Both checkpoints over the same windows, one after the other; arguments as :func:`perplexity_of_checkpoint`.
+
+    Raises:
+        CheckpointError: one is damaged, not whole, or cannot be decoded; or their vocabularies differ.
+        PlanError: transformers has no such model.
+    """
+    (before, after), divergences = _measure([reference, checkpoint], windows, dtype, threads, progress)
+    return comparison_of(before, after, divergences, windows.inputs.shape[1])
+
+
+def _measure(
+    checkpoints: Sequence[Checkpoint],
+    windows: Windows,
+    dtype: torch.dtype,
+    threads: int | None,
+    progress: Progress | None,
+) -> tuple[list[list[float]], list[float]]:
+    """Losses of each checkpoint's windows, and the divergences of two."""
+    with ExitStack() as stack:
+        tensors = [stack.enter_context(PlainTensors(checkpoint)) for checkpoint in checkpoints]
+        sizes = [each.vocabulary for each in tensors]
+        if len(set(sizes)) > 1:
+            raise CheckpointError(
+                f"{checkpoints[1].directory} has a vocabulary of {sizes[1]:,}, {checkpoints[0].directory} one of "
+                f"{sizes[0]:,}: what they predict cannot be compared; give the checkpoint that it was made from"
+            )
+
+        def done(number: int, layer: int, layers: int) -> None:
+            if progress is not None:
+                progress(number * layers + layer, len(tensors) * layers)
+
+        outputs = []
+        for number, each in enumerate(tensors):
+            step = partial(done, number)
+            outputs.append(through_layers(each, windows.inputs, dtype=dtype, threads=threads, progress=step))
+        found = measure(outputs, windows.targets, threads=threads)
+    divergences = [] if found.divergences is None else found.divergences.tolist()
+    return [losses.tolist() for losses in found.losses], divergences
 
 
 def _windows(
     model: nn.Module, token_ids: Tensor, window: int, max_windows: int | None, batch: int | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Batches of (inputs, targets), both int64 ``[batch, window]``."""
-    for name, value in (("window", window), ("max_windows", max_windows), ("batch", batch)):
-        if value is not None and value < 1:
-            raise UsageError(f"{name} is {value}; it must be at least 1")
-    if len(token_ids) < 2:
-        raise UsageError(f"the text has {len(token_ids)} tokens; at least 2 are needed to measure a loss")
-    window = min(window, len(token_ids) - 1)
-    count = (len(token_ids) - 1) // window
-    inputs = token_ids[: count * window].view(count, window)
-    targets = token_ids[1 : count * window + 1].view(count, window)
-    if max_windows is not None and max_windows < count:
-        chosen = torch.arange(max_windows) * count // max_windows
-        inputs, targets = inputs[chosen], targets[chosen]
+    if batch is not None and batch < 1:
+        raise UsageError(f"batch is {batch}; it must be at least 1")
+    cut = cut_windows(token_ids, window, max_windows)
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None) or 1 << 15
-    step = batch or max(1, _LOGITS_PER_BATCH // (vocabulary * window))
-    yield from zip(inputs.split(step), targets.split(step), strict=True)
+    step = batch or max(1, _LOGITS_PER_BATCH // (vocabulary * cut.inputs.shape[1]))
+    yield from zip(cut.inputs.split(step), cut.targets.split(step), strict=True)
 
 
 def _logits(model: nn.Module, inputs: Tensor) -> Tensor:
@@ -176,20 +206,6 @@ def _window_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """float64 ``[windows]``: mean loss of each."""
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     return loss.view(targets.shape).double().mean(-1)
-
-
-def _perplexity(losses: Sequence[float], width: int) -> Perplexity:
-    loss = math.fsum(losses) / len(losses)
-    # A broken model's loss can be beyond what exp() takes.
-    return Perplexity(loss, math.exp(loss) if loss < 700 else math.inf, len(losses) * width, tuple(losses))
-
-
-def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    mean = math.fsum(values) / len(values)
-    if len(values) < 2:
-        return mean, math.nan
-    variance = math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1)
-    return mean, math.sqrt(variance / len(values))
 
 
 def tokenise(tokenizer: Any, text: str | Sequence[str]) -> Tensor:
@@ -298,17 +314,15 @@ def evaluate(
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(source_dir), local_files_only=True, trust_remote_code=False)
-    token_ids = tokenise(tokenizer, text)
+    windows = cut_windows(tokenise(tokenizer, text), window, max_windows)
+    comparison = compare_checkpoints(open_model(source_dir), open_model(checkpoint_dir), windows, dtype=dtype)
     reference = load_reference(source_dir, dtype=dtype)
     model = load_dequantised(checkpoint_dir, dtype=dtype)
-    comparison = compare(reference, model, token_ids, window=window, max_windows=max_windows)
-    windows = len(comparison.model.window_losses)
-    used = comparison.model.tokens // windows
     return Evaluation(
         comparison=comparison,
-        windows=windows,
-        windows_in_text=(len(token_ids) - 1) // used,
-        window=used,
+        windows=windows.inputs.shape[0],
+        windows_in_text=windows.in_text,
+        window=windows.inputs.shape[1],
         prompt=prompt,
         sentence_before=generate_sentence(reference, tokenizer, prompt, max_new_tokens),
         sentence_after=generate_sentence(model, tokenizer, prompt, max_new_tokens),

@@ -1,37 +1,226 @@
-"""Load a checkpoint of ours as a plain transformers model: quantised weights decoded, activations rounded by hooks.
+"""A checkpoint as the plain transformers architecture: quantised weights decoded, activations rounded as engines do.
 
 Needs neither compressed-tensors nor an engine. Weights come only from the checkpoint's own files, checked as
-everywhere; what is missing is an error, never made up.
+everywhere; what is missing is an error, never made up. :class:`PlainTensors` decodes one linear at a time, when it is
+read; the other two functions make whole models of that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import threading
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from modelexport.checkpoints.safetensors_file import Checkpoint, Reader
+from modelexport.checkpoints.safetensors_file import Checkpoint, Reader, TensorInfo, torch_dtype
+from modelexport.contents.modules import StoredModule, read_architecture, read_modules
 from modelexport.contents.opening import open_model
-from modelexport.errors import CheckpointError
+from modelexport.contents.rules import left_out
+from modelexport.errors import CheckpointError, PlanError
+from modelexport.quantization.calibration_cut import WHOLE, Share
 from modelexport.quantization.decoding import dequantise
 from modelexport.quantization.formats import of_scheme
-from modelexport.quantization.methods import (
-    Part,
-    QuantizationConfig,
-    Scheme,
-    extras,
-    of_method,
-    promised,
-    read_quantization_config,
-)
+from modelexport.quantization.methods import Part, Scheme, extras, of_method, promised, read_quantization_config
 
 if TYPE_CHECKING:
     from modelexport.quantization.formats.base import NumberFormat
 
-__all__ = ["load_dequantised", "load_reference"]
+__all__ = ["PlainTensors", "load_dequantised", "load_reference"]
+
+Activation = Callable[[Tensor], Tensor]
+"""What an engine's rounding makes of a linear's input, ``[..., in_features]``, dtype kept."""
+
+
+class PlainTensors:
+    """A checkpoint's tensors by the names that the unquantised model has; quantised linears are decoded when read.
+
+    Thread-safe; a context manager, which closes the files.
+
+    Attributes:
+        names: every tensor that the unquantised model may have, in the checkpoint's order.
+        activations: linear -> how its input is rounded; of the linears that have been read and whose format rounds
+            them. The rounding of a KV cache is not among them.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.names: list[str] = []
+        self.activations: dict[str, Activation] = {}
+        self._reader = Reader(checkpoint)
+        self._linears: dict[str, _Linear] = {}
+        self._lock = threading.Lock()
+        self._list()
+        self._untaken = set(self.names)
+
+    def _list(self) -> None:
+        """Which tensors are a quantised linear's, and which are the model's as they are.
+
+        Raises:
+            CheckpointError: one is quantised, but config.json does not say how; or its tensors are not as it says.
+            PlanError: ``quant_method`` is not known.
+        """
+        config = self.checkpoint.config
+        quantization, architecture = read_quantization_config(config), read_architecture(config)
+        cached: tuple[str, ...] = ()
+        if quantization is not None:
+            method = of_method(quantization.method)  # raises where it is not known
+            if quantization.kv_cache_scheme is not None:
+                cached = tuple(f".{where}" for where in method.KV_SCALES.values())
+        for module in read_modules(self.checkpoint, architecture, quantization):
+            names = [info.name for info in module.tensors.values() if not info.name.endswith(cached)]
+            if module.stored.quantised:
+                scheme = None if quantization is None else quantization.scheme_of(module.name)
+                if scheme is None:
+                    raise CheckpointError(
+                        f"{self.checkpoint.directory}: {module.name} is stored as {module.stored.number_format}, but "
+                        "config.json does not say how it is quantised"
+                    )
+                linear = _Linear.of(self.checkpoint, self._reader, module, scheme, module.path in architecture.shapes)
+                self._linears[f"{module.name}.weight"] = linear
+                used = {info.name for info in linear.tensors.values()}
+                names = [f"{module.name}.weight", *(name for name in names if name not in used)]
+            self.names += names
+
+    def read(self, name: str, share: Share = WHOLE) -> Tensor:
+        """A tensor of the plain model: as stored, or decoded into float32; of which ``share`` says how much.
+
+        Raises:
+            CheckpointError: the file is damaged, or a linear holds what its number format cannot say.
+        """
+        with self._lock:
+            self._untaken.discard(name)
+        linear = self._linears.get(name)
+        if linear is not None:
+            weight = linear.decode(self._reader, self.activations)
+            if share.dim is None:
+                return weight
+            return torch.cat([weight.narrow(share.dim, start, stop - start) for start, stop in share.spans], share.dim)
+        info = self.checkpoint.infos[name]
+        if share.dim is None:
+            return self._reader.read(info)
+        extents = [stop - start for start, stop in share.spans]
+        shape = tuple(sum(extents) if dim == share.dim else size for dim, size in enumerate(info.shape))
+        out = torch.empty(shape, dtype=torch_dtype(info.dtype))
+        for span, part in zip(share.spans, out.split(extents, share.dim), strict=True):
+            rows, cols = (span, None) if share.dim == 0 else (None, span)
+            self._reader.read(info, rows=rows, cols=cols, out=part)
+        return out
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens there are, as config.json has it; 0 where it does not say."""
+        size = (self.checkpoint.config or {}).get("vocab_size")
+        return size if isinstance(size, int) else 0
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor of the plain model."""
+        linear = self._linears.get(name)
+        return self.checkpoint.infos[name].shape if linear is None else linear.shape
+
+    def is_decoded(self, name: str) -> bool:
+        """Whether reading ``name`` decodes a quantised linear, all of it."""
+        return name in self._linears
+
+    def check_all_read(self, but: Collection[str] = ()) -> None:
+        """Refuse a checkpoint of which something was not read, though it is not known to be no part of the model.
+
+        Args:
+            but: what is still to be read.
+
+        Raises:
+            CheckpointError: with the first such tensor.
+        """
+        if self._untaken <= set(but):
+            return
+        try:
+            spare = left_out(self.checkpoint)
+        except (CheckpointError, PlanError):  # a family that is not known: only a copy of the embedding is
+            spare = {"lm_head.weight": ""} if (self.checkpoint.config or {}).get("tie_word_embeddings") else {}
+        for name in self.names:
+            if name in self._untaken and name not in spare and name not in but:
+                raise CheckpointError(f"{self.checkpoint.directory}: {name} belongs to no part of the model")
+
+    def close(self) -> None:
+        """Close the checkpoint's files."""
+        self._reader.close()
+
+    def __enter__(self) -> PlainTensors:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Linear:
+    """One quantised linear: where its tensors lie, and what they mean."""
+
+    def __init__(
+        self, name: str, scheme: Scheme, shape: tuple[int, int], tensors: Mapping[str, TensorInfo], where: Path
+    ) -> None:
+        self.name, self.scheme, self.shape, self.tensors, self.where = name, scheme, shape, tensors, where
+        self.number_format = of_scheme(scheme)
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, reader: Reader, module: StoredModule, scheme: Scheme, known: bool) -> _Linear:
+        """Checked against what its scheme promises; ``known``: config.json tells its shape."""
+        where = checkpoint.directory
+        shape = module.stored.shape
+        said = module.tensors.get("weight_shape")
+        if not known and said is not None and said.shape == (2,):  # words are filled up: headers tell no exact width
+            shape = tuple(map(int, reader.read(said).tolist()))
+        if shape is None or len(shape) != 2:
+            raise CheckpointError(
+                f"{where}: {module.name} is {module.stored.number_format} of shape {shape}: no matrix"
+            )
+        size = (shape[0], shape[1])
+        spare = extras(scheme, size)
+        tensors = {}
+        for suffix, promise in {**promised(scheme, size), **spare}.items():
+            info = module.tensors.get(suffix)
+            if info is None:
+                if suffix in spare:
+                    continue
+                raise CheckpointError(f"{where}: {module.name}.{suffix} is missing ({scheme.describe()} needs it)")
+            if info.dtype not in promise.dtypes or info.shape not in promise.shapes:
+                raise CheckpointError(
+                    f"{where}: {info.name} is {info.dtype} {list(info.shape)}, but {scheme.describe()} stores {promise}"
+                )
+            tensors[suffix] = info
+        return cls(module.name, scheme, size, tensors, where)
+
+    def decode(self, reader: Reader, activations: dict[str, Activation]) -> Tensor:
+        """The weight, float32 ``[out, in]``; and how its inputs are rounded goes into ``activations``."""
+        stored = {suffix: reader.read(info) for suffix, info in self.tensors.items()}
+        try:
+            weight = dequantise(self.scheme.method, self.number_format, stored, self.shape)
+            if self.number_format.input_arguments() is not None and self.name not in activations:
+                activations[self.name] = self._activation(stored)
+        except CheckpointError as error:  # of one among hundreds
+            raise CheckpointError(f"{self.where}: {self.name}: {error}") from error
+        return weight
+
+    def _activation(self, stored: dict[str, Tensor]) -> Activation:
+        multiplied = stored.pop("pre_quant_scale", None)
+        small: dict[str, Tensor] = {}
+        if self.number_format.has_static_inputs:
+            native = of_method(self.scheme.method).decode(self.number_format, stored, Part.whole(self.shape))
+            small = {suffix: tensor.clone() for suffix, tensor in native.items() if suffix.startswith("input_")}
+        return partial(_rounded, self.number_format, small, multiplied)
+
+
+def _rounded(number_format: NumberFormat, small: Mapping[str, Tensor], multiplied: Tensor | None, x: Tensor) -> Tensor:
+    """A linear's input as engines round it; ``multiplied``: what it is multiplied by first, ``[in]``.
+
+    The weight has been multiplied by that, too, so that it is taken back after the rounding.
+    """
+    if multiplied is None:
+        return number_format.fake_quantise_activations(x, small)
+    rounded = number_format.fake_quantise_activations(x * multiplied.to(x.dtype), small)
+    return torch.where(multiplied == 0, 0.0, rounded / multiplied).to(x.dtype)
 
 
 def load_reference(directory: str | Path, *, dtype: torch.dtype = torch.float32) -> Any:
@@ -50,7 +239,9 @@ def load_dequantised(directory: str | Path, *, dtype: torch.dtype = torch.float3
     """A quantised checkpoint, decoded into the plain transformers architecture on CPU.
 
     Formats that quantise activations get a hook on every such linear that rounds its input as engines do.
-    An unquantised checkpoint loads as with :func:`load_reference`.
+    An unquantised checkpoint loads as with :func:`load_reference`. The model must have its linears under the names
+    that the checkpoint has: not so where transformers stacks a layer's experts, see
+    :mod:`modelexport.inspection.streaming`.
 
     Raises:
         CheckpointError: files damaged or missing, a tensor missing, left over or of the wrong shape, or a
@@ -66,51 +257,23 @@ def _load(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(str(checkpoint.directory), local_files_only=True, trust_remote_code=False)
-    quantization = read_quantization_config(checkpoint.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    tensors = _Tensors(checkpoint)
     state: dict[str, Tensor] = {}
-    try:
-        for name, module, scheme in _quantised_linears(model, quantization):
-            stored, shape = _take(tensors, name, module, scheme), (module.out_features, module.in_features)
-            number_format = of_scheme(scheme)
-            state[f"{name}.weight"] = dequantise(scheme.method, number_format, stored, shape, dtype=dtype)
-            if number_format.input_arguments() is not None:
-                multiplied = stored.pop("pre_quant_scale", None)
-                native = of_method(scheme.method).decode(number_format, stored, Part.whole(shape))
-                _hook_activations(module, number_format, native, multiplied)
-        tensors.untaken -= _kv_scales(tensors.untaken, quantization)
-        for name in sorted(tensors.untaken):
-            value = tensors.take(name)
+    with PlainTensors(checkpoint) as tensors:
+        for name in tensors.names:
+            value = tensors.read(name)
             state[name] = value.to(dtype) if value.is_floating_point() else value
-    finally:
-        tensors.reader.close()
     _fill(model, state, checkpoint)
+    for name, activation in tensors.activations.items():
+        model.get_submodule(name).register_forward_pre_hook(partial(_before, activation))
     return model.eval()
 
 
-def _kv_scales(names: Collection[str], quantization: QuantizationConfig | None) -> set[str]:
-    """The scales of a KV cache, which the plain model has not."""
-    if quantization is None or quantization.kv_cache_scheme is None:
-        return set()
-    ends = tuple(f".{where}" for where in of_method(quantization.method).KV_SCALES.values())
-    return {name for name in names if name.endswith(ends)}
-
-
-class _Tensors:
-    """A checkpoint's tensors, each handed out once."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint = checkpoint
-        self.reader = Reader(checkpoint)
-        self.untaken = set(checkpoint.infos)
-
-    def take(self, name: str) -> Tensor:
-        self.untaken.remove(name)
-        return self.reader.read(self.checkpoint.infos[name])
+def _before(activation: Activation, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (activation(inputs[0]), *inputs[1:])
 
 
 def _fill(model: Any, state: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
@@ -124,57 +287,3 @@ def _fill(model: Any, state: Mapping[str, Tensor], checkpoint: Checkpoint) -> No
     missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if missing:
         raise CheckpointError(f"{checkpoint.directory}: {missing[0]} is missing ({len(missing)} tensors are)")
-
-
-def _quantised_linears(
-    model: nn.Module, quantization: QuantizationConfig | None
-) -> Iterator[tuple[str, nn.Linear, Scheme]]:
-    """The linears that config.json says are quantised, and how."""
-    if quantization is None:
-        return
-    of_method(quantization.method)  # raises where it is not known
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            scheme = quantization.scheme_of(name)
-            if scheme is not None:
-                yield name, module, scheme
-
-
-def _take(tensors: _Tensors, name: str, module: nn.Linear, scheme: Scheme) -> dict[str, Tensor]:
-    """The tensors of one quantised linear."""
-    directory = tensors.checkpoint.directory
-    parts: dict[str, Tensor] = {}
-    shape = (module.out_features, module.in_features)
-    spare = extras(scheme, shape)
-    for suffix, promise in {**promised(scheme, shape), **spare}.items():
-        full = f"{name}.{suffix}"
-        if suffix in spare and full not in tensors.untaken:
-            continue
-        if full not in tensors.untaken:
-            raise CheckpointError(f"{directory}: {full} is missing ({scheme.describe()} needs it)")
-        info = tensors.checkpoint.infos[full]
-        if info.dtype not in promise.dtypes or info.shape not in promise.shapes:
-            raise CheckpointError(
-                f"{directory}: {full} is {info.dtype} {list(info.shape)}, but {scheme.describe()} stores {promise}"
-            )
-        parts[suffix] = tensors.take(full)
-    return parts
-
-
-def _hook_activations(
-    module: nn.Linear, number_format: NumberFormat, native: Mapping[str, Tensor], multiplied: Tensor | None
-) -> None:
-    """Rounds a linear's inputs as engines do; ``multiplied``: what they are multiplied by first, ``[in]``.
-
-    The weight has been multiplied by that, too, so that it is taken back after the rounding.
-    """
-    small = {suffix: tensor for suffix, tensor in native.items() if suffix.startswith("input_")}
-
-    def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        x = inputs[0]
-        if multiplied is None:
-            return (number_format.fake_quantise_activations(x, small), *inputs[1:])
-        rounded = number_format.fake_quantise_activations(x * multiplied.to(x.dtype), small)
-        return (torch.where(multiplied == 0, 0.0, rounded / multiplied).to(x.dtype), *inputs[1:])
-
-    module.register_forward_pre_hook(hook)

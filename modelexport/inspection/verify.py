@@ -219,12 +219,30 @@ def _check_values(
                 )
             )
     result.modules.sort(key=lambda m: (math.inf if m.sqnr_db is None else m.sqnr_db, m.name))
-    _judge_errors(result)
+    _judge_errors(result, compensated=_compensated(record))
 
 
-def _judge_errors(result: Verification) -> None:
-    """Turn the linears' errors into problems: far from the source, or not what was recorded."""
-    far = [m for m in result.modules if m.sqnr_db is not None and _deficit(m) > FAR_DB]
+def _compensated(record: Mapping[str, Any] | None) -> bool:
+    """Whether weights were rounded for the least error of outputs rather than of their own."""
+    algorithm = (record or {}).get("recipe", {}).get("algorithm")
+    return isinstance(algorithm, str) and "gptq" in map(str.strip, algorithm.split("+"))
+
+
+def _judge_errors(result: Verification, *, compensated: bool = False) -> None:
+    """Turn the linears' errors into problems: far from the source, or not what was recorded.
+
+    Args:
+        compensated: they may be further from the source than rounding to nearest, if the record says as far.
+    """
+    if compensated:
+        further = [m for m in result.modules if m.recorded_db is not None and _deficit(m) > NOTICEABLE_DB]
+        if further:
+            result.notes.append(
+                f"{len(further)} linears are up to {max(map(_deficit, further)):.1f} dB further from {result.against} "
+                f"than rounding to nearest: gptq makes their outputs' error small, not their own"
+            )
+    judged = [m for m in result.modules if not (compensated and m.recorded_db is not None)]
+    far = [m for m in judged if m.sqnr_db is not None and _deficit(m) > FAR_DB]
     if len(far) > 1 and 2 * len(far) > len(result.modules):
         result.problems.append(
             f"{len(far)} of {len(result.modules)} linears are far from {result.against} (e.g. {far[0].name}: SQNR "
@@ -237,7 +255,7 @@ def _judge_errors(result: Verification) -> None:
                 f"{module.name}: SQNR {_db(module.sqnr_db)} against {result.against}, rounding to nearest gives "
                 f"{_db(module.nearest_db)}: its scales or values are not its own"
             )
-        elif _deficit(module) > NOTICEABLE_DB:
+        elif module in judged and _deficit(module) > NOTICEABLE_DB:
             result.notes.append(
                 f"{module.name}: SQNR {_db(module.sqnr_db)}, rounding to nearest gives {_db(module.nearest_db)}"
             )

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelexport.assets import demo_documents
+from modelexport.assets import Split, demo_documents
 from modelexport.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["LENGTH", "SAMPLES", "TOKENIZER_FILES", "token_batches_from"]
+__all__ = ["DATASET", "LENGTH", "SAMPLES", "TOKENIZER_FILES", "TokenDocuments", "file_of", "token_batches_from"]
 
 SAMPLES, LENGTH = 64, 256
 
@@ -22,6 +25,39 @@ _POOL = 8
 """Windows are drawn from the first tokens of a text, this many times what is needed: a text may be a whole corpus."""
 _BLOCK = 1 << 18  # characters of a plain text that are tokenised at a time
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
+DATASET = "hf:"
+"""What the name of a data set begins with: ``hf:NAME``, ``hf:NAME:SPLIT`` or ``hf:NAME:CONFIGURATION:SPLIT``."""
+
+
+def file_of(text: str | os.PathLike[str] | None, flag: str = "--calib") -> Path | None:
+    """The file that a text is in; None for a data set and for the text of the package.
+
+    Raises:
+        UsageError: there is no such file; or it is a data set, and the package that reads these is not installed.
+    """
+    if text is None:
+        return None
+    if str(text).startswith(DATASET):
+        _dataset(str(text), flag)
+        if "datasets" not in sys.modules and importlib.util.find_spec("datasets") is None:
+            raise UsageError(f"{flag} {text}: the package that reads data sets is missing: pip install datasets")
+        return None
+    path = Path(os.path.expanduser(text))
+    if not path.is_file():
+        raise UsageError(
+            f'{flag} {path}: no such file; give a text, a .jsonl file with "text" or "input_ids", or a data set of the '
+            f"hub as {DATASET}NAME:SPLIT"
+        )
+    return path
+
+
+def _dataset(text: str, flag: str) -> tuple[str, str | None, str]:
+    """Name, configuration and split of a data set."""
+    name, *further = text.removeprefix(DATASET).split(":")
+    if not name or len(further) > 2 or not all(further):
+        spelled = ", or ".join(DATASET + form for form in ("NAME", "NAME:SPLIT", "NAME:CONFIGURATION:SPLIT"))
+        raise UsageError(f"{flag} {text}: a data set is {spelled}")
+    return name, further[0] if len(further) == 2 else None, further[-1] if further else "train"
 
 
 def token_batches_from(
@@ -36,8 +72,9 @@ def token_batches_from(
     """Windows of a text that do not overlap, drawn by a seed: int64 ``[samples, length]``.
 
     Args:
-        text: a plain text in UTF-8, or a ``.jsonl`` file with an object a line that has ``"text"`` or
-            ``"input_ids"``; None: the text that comes with the package.
+        text: a plain text in UTF-8; a ``.jsonl`` file with an object a line that has ``"text"`` or ``"input_ids"``;
+            a data set with such rows (see :data:`DATASET`), of which no more is fetched than is needed; None: the
+            text that comes with the package.
         tokenizer: directory that holds the model's tokenizer; not opened where every line gives ``input_ids``. Before
             each document stands its beginning-of-text token, or its end-of-text token, if it has one.
         vocabulary: rows of the model's embedding. Tokens of a text beyond it (tokenizers may know more than the model)
@@ -46,7 +83,8 @@ def token_batches_from(
         seed: which windows; the same whenever text, tokenizer and numbers are.
 
     Raises:
-        UsageError: no such file, a line that is not as above, no tokenizer, or fewer tokens than asked for.
+        UsageError: no such file or data set, a line that is not as above, no tokenizer, or fewer tokens than asked
+            for.
         CheckpointError: a tokenizer that cannot be loaded.
     """
     import torch
@@ -55,12 +93,8 @@ def token_batches_from(
         if value < 1:
             raise UsageError(f"--calib-{name} {value}: at least 1 is needed")
     needed = samples * length
-    documents = _Documents(text, Path(tokenizer), vocabulary)
-    ids: list[int] = []
-    for document in documents:
-        ids += document
-        if len(ids) >= _POOL * needed:
-            break
+    documents = TokenDocuments(text, Path(tokenizer), vocabulary)
+    ids = documents.first(_POOL * needed)
     if len(ids) < needed:
         raise UsageError(
             f"{documents.label} has {len(ids):,} tokens, but {samples} samples of {length} are {needed:,}: give a "
@@ -74,21 +108,51 @@ def token_batches_from(
     return windows[chosen.sort().values]
 
 
-class _Documents:
-    """The token ids of one document, or of one block of a long one, after the other."""
+class TokenDocuments:
+    """The token ids of one document, or of one block of a long one, after the other.
 
-    def __init__(self, text: str | os.PathLike[str] | None, directory: Path, vocabulary: int) -> None:
-        self.path = None if text is None else Path(os.path.expanduser(text))
-        self.label = "the calibration text of the package" if self.path is None else f"--calib {self.path}"
+    Arguments as for :func:`token_batches_from`; ``split`` is which text of the package, ``flag`` names ``text`` to
+    people.
+
+    Attributes:
+        label: what the text is, for people.
+    """
+
+    def __init__(
+        self,
+        text: str | os.PathLike[str] | None,
+        directory: Path,
+        vocabulary: int,
+        *,
+        split: Split = "calibration",
+        flag: str = "--calib",
+    ) -> None:
+        self.path = file_of(text, flag)
+        self.dataset = str(text) if text is not None and self.path is None else None
+        kind = {"calibration": "calibration", "heldout": "held-out"}[split]
+        self.label = f"the {kind} text of the package" if text is None else f"{flag} {self.path or text}"
+        self.split, self.flag = split, flag
         self.directory = directory
         self.vocabulary = vocabulary
         self._tokenizer: Any = None
-        if self.path is not None and not self.path.is_file():
-            raise UsageError(f'{self.label}: no such file; give a text, or a .jsonl file with "text" or "input_ids"')
+
+    def first(self, tokens: int) -> list[int]:
+        """The documents in a row, until there are so many tokens, or some more."""
+        ids: list[int] = []
+        for document in self:
+            ids += document
+            if len(ids) >= tokens:
+                break
+        return ids
 
     def __iter__(self) -> Iterator[list[int]]:
+        """Tokenised as they are asked for."""
+        if self.dataset is not None:
+            for number, row in enumerate(self._rows(self.dataset), 1):
+                yield self._row(row, f"{self.label}, row {number}")
+            return
         if self.path is None:
-            for document in demo_documents("calibration"):
+            for document in demo_documents(self.split):
                 yield self._tokenise(document)
             return
         try:
@@ -115,6 +179,20 @@ class _Documents:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise UsageError(f"{where} is not JSON: {error}") from error
+        return self._row(value, where)
+
+    def _rows(self, dataset: str) -> Iterator[Any]:
+        """Rows as they are asked for: a data set may be larger than the disk."""
+        name, configuration, split = _dataset(dataset, self.flag)
+        datasets: Any = importlib.import_module("datasets")
+        if hasattr(datasets, "config"):  # older versions run what a data set brings along, or ask whether to
+            datasets.config.HF_DATASETS_TRUST_REMOTE_CODE = False
+        try:
+            yield from datasets.load_dataset(name, configuration, split=split, streaming=True)
+        except Exception as error:  # of any kind: the hub's, the network's, a parser's
+            raise UsageError(f"{self.label}: cannot be read: {type(error).__name__}: {error}") from error
+
+    def _row(self, value: Any, where: str) -> list[int]:
         if isinstance(value, dict) and isinstance(value.get("text"), str):
             return self._tokenise(value["text"])
         ids = value.get("input_ids") if isinstance(value, dict) else None
@@ -141,8 +219,8 @@ class _Documents:
 
         if not any((self.directory / name).is_file() for name in TOKENIZER_FILES):
             raise UsageError(
-                f"{self.directory} has no tokenizer, which calibration needs to read {self.label}: copy the model's "
-                f'tokenizer files there, or give --calib FILE.jsonl with a list of "input_ids" on each line'
+                f"{self.directory} has no tokenizer, which is needed to read {self.label}: copy the model's "
+                f'tokenizer files there, or give {self.flag} FILE.jsonl with a list of "input_ids" on each line'
             )
         try:
             return AutoTokenizer.from_pretrained(str(self.directory), local_files_only=True, trust_remote_code=False)

@@ -14,8 +14,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from modelexport.contents.opening import open_model
 from modelexport.exporter import export
-from modelexport.inspection.models import load_dequantised
+from modelexport.inspection.models import PlainTensors, load_dequantised
+from modelexport.inspection.streaming import through_layers
 from modelexport.quantization import formats
 from tests._models import make_llama
 from tests.conformance._kv_cache import round_kv_cache
@@ -109,6 +111,41 @@ def test_mixed_formats_in_one_checkpoint(tmp_path: Path, tokens: dict[str, Any])
         assert torch.equal(module.weight.data, linears(ours)[path].weight.data), path
     print(f"mixed: logits differ by {described((got - expected).abs(), expected)}")
     assert (got - expected).abs().mean() <= 0.05 * expected.std()  # for the sake of int8, see above
+
+
+@pytest.mark.parametrize(
+    ("kind", "experts", "linears"),
+    [("mixtral", "block_sparse_moe", ("w1", "w3", "w2")), ("qwen3_moe", "mlp", ("gate_proj", "up_proj", "down_proj"))],
+)
+def test_experts_that_were_calibrated(
+    tmp_path: Path, tokens: dict[str, Any], kind: str, experts: str, linears: tuple[str, str, str]
+) -> None:
+    """transformers stacks them; compressed-tensors decodes these into bfloat16, whatever dtype is asked for."""
+    model = str(make_llama(model_type=kind, kv_heads=2, vocab=1003, hidden=256))
+    settings = {"quiet": True, "evaluate": False, **tokens}
+    export(model=model, out=str(tmp_path / "out"), quant="int4:32", algorithm="gptq", **settings)
+    theirs = loaded(tmp_path / "out", torch.float32)
+    logits_of(theirs)  # the first run decodes the weights
+    with PlainTensors(open_model(tmp_path / "out")) as tensors:
+        for index, layer in enumerate(theirs.model.layers):
+            path = f"model.layers.{index}.{experts}.experts"
+            own = [
+                [tensors.read(f"{path}.{expert}.{linear}.weight") for linear in linears]
+                for expert in range(len(layer.mlp.experts.down_proj))
+            ]
+            stacked = {
+                "gate_up_proj": torch.stack([torch.cat(each[:2]) for each in own]),
+                "down_proj": torch.stack([each[2] for each in own]),
+            }
+            for name, weight in stacked.items():
+                parameter = getattr(layer.mlp.experts, name)
+                assert torch.equal(parameter.data, weight.bfloat16())
+                parameter.data = weight
+        ours = through_layers(tensors, IDS)
+        ours.select(0, ours.vocabulary)
+        expected, got = ours.logits(0), logits_of(theirs)[0]
+    print(f"{kind}: logits differ by {described((got - expected).abs(), expected)}")
+    assert (got - expected).abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize("quant", ["none", "int4"])

@@ -40,12 +40,17 @@ def run(out: Path, model_type: str, quant: str, **settings: object) -> dict[str,
         ("deepseek_v3", "none"),
         ("deepseek_v3", "int8"),
         ("deepseek_v2", "fp8"),
+        ("qwen3", "int4"),
+        ("qwen3_moe", "int4"),
+        ("qwen3_moe", "fp8"),
     ],
 )
 def test_every_parallelism_gives_the_same_directory(tmp_path: Path, model_type: str, quant: str) -> None:
     alone = run(tmp_path / "alone", model_type, quant)
     assert run(tmp_path / "2", model_type, quant, tp=2, gather="shm") == alone
     assert run(tmp_path / "3", model_type, quant, tp=3, gather="direct") == alone
+    if model_type.startswith("qwen3"):
+        assert run(tmp_path / "4", model_type, quant, tp=4, gather="direct") == alone
     found = inspect_checkpoint(tmp_path / "alone")
     assert found.warnings == []
     assert (
@@ -64,6 +69,9 @@ def test_every_parallelism_gives_the_same_directory(tmp_path: Path, model_type: 
             assert rows[path] == (count, "bf16" if quant == "none" else quant)
         assert rows["mlp.gate"] == (1, "bf16")
         assert found.tensor_parallel_sizes == [1, 2, 4]
+    if model_type == "qwen3_moe":
+        assert rows["mlp.experts.*.down_proj"] == (8, quant)
+        assert rows["mlp.gate"] == (2, "bf16")
     if model_type == "phi3":
         assert rows["self_attn.qkv_proj"] == (2, "bf16" if quant == "none" else quant)
 
@@ -94,6 +102,10 @@ def decoded(source: Path, out: Path, quant: str) -> dict[str, torch.Tensor]:
         ("qwen2", "int8"),
         ("deepseek_v3", "int4"),
         ("deepseek_v3", "fp8"),
+        ("qwen3", "int4"),
+        ("qwen3", "fp8"),
+        ("qwen3_moe", "int4"),
+        ("qwen3_moe", "fp8"),
     ],
 )
 def test_transformers_loads_it(tmp_path: Path, model_type: str, quant: str) -> None:

@@ -15,13 +15,17 @@ from modelexport.families.llama import FAMILY as LLAMA
 from modelexport.families.mixtral import FAMILY as MIXTRAL
 from modelexport.families.phi3 import FAMILY as PHI3
 from modelexport.families.qwen2 import FAMILY as QWEN2
+from modelexport.families.qwen3 import FAMILY as QWEN3
+from modelexport.families.qwen3_moe import FAMILY as QWEN3_MOE
 from tests._models import LlamaShape, config_json, describe, make_llama, tensor_shapes
 
 DEEPSEEK_V2 = DEEPSEEK.of_type("deepseek_v2")
-FAMILIES = (DEEPSEEK, DEEPSEEK_V2, LLAMA, MIXTRAL, PHI3, QWEN2)
+FAMILIES = (DEEPSEEK, DEEPSEEK_V2, LLAMA, MIXTRAL, PHI3, QWEN2, QWEN3, QWEN3_MOE)
 SHAPES = [
     LlamaShape(model_type="mistral", head_dim=48),
     LlamaShape(model_type="qwen2", tied=True, heads=6, kv_heads=3, hidden=96),
+    LlamaShape(model_type="qwen3", head_dim=48, tied=True, attention_bias=True),
+    LlamaShape(model_type="qwen3_moe", experts=3, layers=1, expert_intermediate=64),
     LlamaShape(model_type="phi3", intermediate=200),
     LlamaShape(model_type="mixtral", experts=3, layers=1, kv_heads=1),
     LlamaShape(model_type="deepseek_v3", layers=3, dense_layers=2, query_rank=24, kv_rank=40, shared_experts=2),
@@ -38,6 +42,7 @@ IN_MEMORY = {
     "mlp.experts.{e}.up_proj": "mlp.experts.gate_up_proj",
     "mlp.experts.{e}.down_proj": "mlp.experts.down_proj",
 }
+DENSE = {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
 EXPERTS = {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
 
 
@@ -52,7 +57,8 @@ def saved_tensors(directory: Path) -> dict[str, tuple[int, ...]]:
 
 
 def test_the_model_types_there_are() -> None:
-    assert known_model_types() == ["deepseek_v2", "deepseek_v3", "llama", "mistral", "mixtral", "phi3", "qwen2"]
+    types = ["deepseek_v2", "deepseek_v3", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe"]
+    assert known_model_types() == types
     assert family_of({"model_type": "mistral"}) is LLAMA
     for family in FAMILIES:
         assert family_of({"model_type": family.name}) == family
@@ -100,6 +106,9 @@ def test_partitions_are_those_of_transformers_own_tensor_parallelism(family: Fam
     assert plan.pop("self_attn.kv_a_proj_with_mqa", "mla_kv_a_proj") == "mla_kv_a_proj", "whole; gradients are summed"
     if family is DEEPSEEK:  # whose plan leaves its attention whole: that of deepseek_v2, with the same, does not
         linears = [module for module in linears if not module.path.startswith("self_attn.")]
+    if family is QWEN3_MOE:  # layers without experts, which are not in its data
+        plan = {path: style for path, style in plan.items() if path not in DENSE}
+    plan = {path: style for path, style in plan.items() if not style.startswith("replicated")}  # norms over heads
     assert linears
     for module in linears:
         style = plan[IN_MEMORY.get(module.path, module.path)]
@@ -135,7 +144,8 @@ def test_declarations_hold_together(family: Family) -> None:
     latent = {"self_attn.fused_qkv_a_proj": ["q_a", "kv_a"]} | {
         fused: ["gate", "up"] for fused in ("mlp.gate_up_proj", "mlp.experts.w13", "mlp.shared_experts.gate_up_proj")
     }
-    special = {"mixtral": experts, "phi3": {}, "deepseek_v3": latent, "deepseek_v2": latent}
+    many = {"self_attn.qkv_proj": ["q", "k", "v"], "mlp.experts.w13": ["gate", "up"]}
+    special = {"mixtral": experts, "qwen3_moe": many, "phi3": {}, "deepseek_v3": latent, "deepseek_v2": latent}
     assert fused == special.get(family.name, pairs)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from modelexport.inspection.evaluate import tokenise
 from modelexport.quantization.calibration import Ranges, observe, token_batches_from
 from modelexport.quantization.calibration_layers import LayerRunner
 from tests._models import copy_checkpoint, make_llama
+from tests.quantization._forward_ranks import forward_reader
 
 VOCABULARY = 211
 
@@ -31,7 +34,7 @@ def observed(directory: Path, tokens: Tensor, **settings: Any) -> Ranges:
     checkpoint = open_checkpoint(directory)
     assert checkpoint.config is not None
     with Reader(checkpoint) as reader:
-        read = lambda name: reader.read(checkpoint.infos[name])  # noqa: E731
+        read = forward_reader(lambda name: reader.read(checkpoint.infos[name]))
         return observe(checkpoint.config, checkpoint.infos, read, tokens, **settings)
 
 
@@ -131,20 +134,19 @@ def test_one_layer_is_in_memory_at_a_time() -> None:
             reads.append(name)
             return reader.read(checkpoint.infos[name])
 
-        with LayerRunner(checkpoint.config, checkpoint.infos, read, some_tokens()) as runner:
+        with LayerRunner(checkpoint.config, checkpoint.infos, forward_reader(read), some_tokens()) as runner:
             constants = in_memory()
             assert not {name for name in constants if "layers" in name or "embed" in name or "head" in name}
             for index in range(3):
                 assert len(runner.layers) == 3
-                with runner.filled(index) as linears:
+                with runner.filled(index) as layer:
                     assert in_memory() - constants == {f"model.layers.{index}"}
-                    runner.run(index, linears)
+                    runner.advance(layer)
                 assert in_memory() == constants
             runner.head_input()
             assert in_memory() == constants
-    around = ["model.embed_tokens.weight", "model.norm.weight"]
     layers = {name for name in checkpoint.infos if ".layers." in name}
-    assert sorted(reads) == sorted([*layers, *around, *around])  # what is around the layers, before and after them
+    assert sorted(reads) == sorted([*layers, "model.embed_tokens.weight", "model.norm.weight", "model.norm.weight"])
 
 
 def test_in_bfloat16_it_sees_nearly_the_same() -> None:
@@ -179,11 +181,6 @@ def test_experts_without_tokens_take_their_siblings() -> None:
         of_all = [v for name, v in ranges.inputs.items() if ".experts." in name and name.endswith(linear)]
         assert len(of_all) == 8
         assert len(set(of_all)) == 1
-
-
-def test_as_json_and_back() -> None:
-    ranges = observed(make_llama(model_type="mixtral", experts=8, layers=1), some_tokens(1, 2))
-    assert Ranges.from_json(json.loads(json.dumps(ranges.as_json(), allow_nan=False))) == ranges
 
 
 def test_progress_is_told() -> None:
@@ -297,6 +294,43 @@ def test_text_that_cannot_be_used(tmp_path: Path, content: str | None, name: str
         (tmp_path / name).write_text(content, encoding="utf-8")
     with pytest.raises(UsageError, match=said):
         token_batches_from(tmp_path / name, demo_model_path(), vocabulary=2048, length=4)
+
+
+def test_a_data_set_is_read_as_far_as_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    served: list[int] = []
+
+    def rows(name: str) -> Iterator[dict[str, Any]]:
+        for number in range(1000):
+            served.append(number)
+            if name == "broken":
+                raise ConnectionError("reset")
+            yield {"input_ids": [number] * 10} if name == "ids" else {"content": "x"}
+
+    def load_dataset(name: str, configuration: str | None, *, split: str, streaming: bool) -> Any:
+        asked.append((name, configuration, split, streaming, stand_in.config.HF_DATASETS_TRUST_REMOTE_CODE))
+        return rows(name)
+
+    stand_in = SimpleNamespace(load_dataset=load_dataset, config=SimpleNamespace(HF_DATASETS_TRUST_REMOTE_CODE=True))
+
+    def batches(text: str) -> Tensor:
+        return token_batches_from(text, "no-tokenizer-needed", vocabulary=1000, samples=2, length=10)
+
+    monkeypatch.setitem(sys.modules, "datasets", stand_in)
+    assert batches("hf:ids:one:validation").shape == batches("hf:ids:validation").shape == batches("hf:ids").shape
+    splits = [("one", "validation"), (None, "validation"), (None, "train")]
+    assert asked == [("ids", *each, True, False) for each in splits]
+    assert len(served) == 3 * 16, "eight times what is needed to draw from, of a thousand rows"
+    with pytest.raises(UsageError, match=r'hf:other, row 1 has neither "text"'):
+        batches("hf:other")
+    with pytest.raises(UsageError, match="hf:broken: cannot be read: ConnectionError: reset"):
+        batches("hf:broken")
+    with pytest.raises(UsageError, match="hf:a:b:c:d: a data set is hf:NAME"):
+        batches("hf:a:b:c:d")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.delitem(sys.modules, "datasets")
+    with pytest.raises(UsageError, match="pip install datasets"):
+        batches("hf:ids")
 
 
 def test_more_errors_of_text(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from modelexport.quantization import kernels
 from modelexport.quantization.formats import _activations
-from modelexport.quantization.formats.base import NumberFormat, Reach
+from modelexport.quantization.formats.base import Grid, NumberFormat, Reach
 from modelexport.quantization.kernels import searching
 
 
@@ -34,6 +34,23 @@ class ByteFormat(NumberFormat):
     def stored_shape(self, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
         rows, cols = tensors["weight"].shape
         return (rows, cols)
+
+    def _steps(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The scales of each row, ``[rows, n]``."""
+        return tensors["weight_scale"]
+
+    def _columns(self, cols: int) -> int:
+        """Columns that share a scale."""
+        return max(1, cols)
+
+    def grid(self, tensors: Mapping[str, Tensor]) -> Grid:
+        """See the base."""
+        low, high = (-128.0, 127.0) if self.storage == torch.int8 else (-self.limit, self.limit)
+        columns = self._columns(tensors["weight"].shape[1])
+        return Grid(self._steps(tensors).float(), None, columns, self.storage, low, high)
+
+    def _put(self, numbers: Tensor, rows: slice, tensors: Mapping[str, Tensor]) -> None:
+        tensors["weight"][rows] = numbers.to(self.storage)
 
     def _arguments(self) -> dict[str, Any]:
         kind = "int" if self.storage == torch.int8 else "float"

@@ -1,9 +1,17 @@
-"""What number formats say of a weight that they refuse."""
+"""What number formats say of what they refuse: weights, tensors to be filled, widths."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+from modelexport.errors import PlanError
+
+if TYPE_CHECKING:
+    from modelexport.quantization.formats.base import NumberFormat, TensorSpec
 
 _ROWS_AT_A_TIME = 256
 
@@ -29,4 +37,41 @@ def describe_non_finite(weight: Tensor, amax: Tensor | None, row: int, name: str
     return (
         f"{name}: {nans} NaN and {infs} Inf among {weight.numel()} values, the first at row {first[0]}, "
         f"column {first[1]}: such a model cannot be exported. Repair the source checkpoint"
+    )
+
+
+def allocate(specs: Sequence[TensorSpec], weight: Tensor) -> dict[str, Tensor]:
+    """New tensors for what a weight's rows become."""
+    return {spec.suffix: torch.empty(spec.shape, dtype=spec.dtype, device=weight.device) for spec in specs}
+
+
+def checked(specs: Sequence[TensorSpec], out: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """The given tensors in the specs' order, once they are seen to fit."""
+    wanted = {spec.suffix: spec for spec in specs}
+    if set(wanted) != set(out):
+        raise ValueError(f"{name}: out holds {sorted(out)}, but the format stores {sorted(wanted)}")
+    for suffix, spec in wanted.items():
+        shape, dtype = tuple(out[suffix].shape), out[suffix].dtype
+        if (shape, dtype) != (spec.shape, spec.dtype):
+            raise ValueError(f"{name}: out[{suffix!r}] is {dtype} {shape}, but {spec.dtype} {spec.shape} is stored")
+    return {suffix: out[suffix] for suffix in wanted}
+
+
+def refuse_indivisible(number_format: NumberFormat, module: str, in_features: int) -> None:
+    """Refuses an input width that the groups do not divide, with the choices there are.
+
+    Raises:
+        PlanError: with the width, the group size, the sizes that would do and the formats without groups.
+    """
+    group = number_format.group_size
+    assert group is not None
+    if in_features % group == 0:
+        return
+    choices = [f"--group-size {size}" for size in number_format.group_sizes if in_features % size == 0]
+    known = ", ".join(map(str, number_format.group_sizes))
+    why = "" if choices else f" (nor by any other that it has: {known})"
+    choices.append("a format without groups (--quant fp8, --quant int8)")
+    raise PlanError(
+        f"{module}: in_features {in_features} is not divisible by the group size {group} of number format "
+        f"{number_format.name}{why}: {', or '.join(choices)}"
     )

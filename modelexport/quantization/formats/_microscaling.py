@@ -15,8 +15,8 @@ from torch import Tensor
 
 from modelexport.errors import PlanError
 from modelexport.quantization import kernels
-from modelexport.quantization.formats.base import NumberFormat, Reach
-from modelexport.quantization.kernels import microscaling
+from modelexport.quantization.formats.base import Grid, NumberFormat, Reach
+from modelexport.quantization.kernels import microscaling, microscaling_reference, reference
 
 __all__ = ["MicroscalingFormat", "MxActivationsFormat", "MxFormat", "NvFormat", "global_scale"]
 
@@ -78,6 +78,16 @@ class MicroscalingFormat(NumberFormat):
     def _fill(self, weight: Tensor, amax: Tensor | None, out: Mapping[str, Tensor]) -> int:
         search = self.observer == "mse"
         return microscaling.quantise(weight, out[self.values], out["weight_scale"], self._factor(out), search=search)
+
+    def grid(self, tensors: Mapping[str, Tensor]) -> Grid:
+        """See the base."""
+        step = microscaling_reference.decode_scales(tensors["weight_scale"], self._factor(tensors))
+        most = microscaling_reference.E2M1_MAX if self.storage == torch.uint8 else reference.FP8_MAX
+        return Grid(step, None, self.group, self.storage, -most, most)
+
+    def _put(self, numbers: Tensor, rows: slice, tensors: Mapping[str, Tensor]) -> None:
+        codes = microscaling_reference.encode(numbers, torch.ones_like(numbers), self.storage)
+        tensors[self.values][rows] = microscaling_reference.pack(codes) if self.storage == torch.uint8 else codes
 
     def _dequantise(self, tensors: Mapping[str, Tensor], out: Tensor) -> None:
         microscaling.dequantise(tensors[self.values], tensors["weight_scale"], out, self._factor(tensors))

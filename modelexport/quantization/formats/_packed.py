@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from modelexport.quantization import kernels
-from modelexport.quantization.formats.base import NumberFormat, Reach
+from modelexport.quantization.formats.base import Grid, NumberFormat, Reach
 from modelexport.quantization.kernels import reference, searching
 
 
@@ -90,6 +90,16 @@ class PackedFormat(NumberFormat):
             return None
         packed, rows = tensors["weight_zero_point"], tensors["weight_packed"].shape[0]
         return reference.unpack(packed.t(), self.weight_bits, rows).t().to(torch.int8).contiguous()
+
+    def grid(self, tensors: Mapping[str, Tensor]) -> Grid:
+        """See the base."""
+        zero, half = self._zero(tensors), 2.0 ** (self.weight_bits - 1)
+        columns = self._group(self.stored_shape(tensors)[1])
+        shift = None if zero is None else zero.float()
+        return Grid(tensors["weight_scale"].float(), shift, columns, torch.int8, -half, half - 1)
+
+    def _put(self, numbers: Tensor, rows: slice, tensors: Mapping[str, Tensor]) -> None:
+        tensors["weight_packed"][rows] = reference.pack(numbers, self.weight_bits)
 
     def _dequantise(self, tensors: Mapping[str, Tensor], out: Tensor) -> None:
         stored, group = (tensors["weight_packed"], tensors["weight_scale"]), self._group(out.shape[1])

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from modelexport.errors import CheckpointError, PlanError, UsageError
 from modelexport.quantization import kernels
-from modelexport.quantization.formats._checks import describe_non_finite
+from modelexport.quantization.formats._checks import allocate, checked, describe_non_finite, refuse_indivisible
+from modelexport.quantization.formats._grid import Grid
 from modelexport.quantization.methods import compressed_tensors, of_method
 from modelexport.quantization.methods.base import Axes, Scheme
 
-__all__ = ["NumberFormat", "TensorSpec"]
+__all__ = ["Grid", "NumberFormat", "TensorSpec"]
 
 SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -41,6 +42,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 Reach = Literal["block", "row", "tensor"]
 OBSERVERS = ("amax", "mse")
+_BLOCK_ELEMENTS = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -283,7 +285,7 @@ class NumberFormat(ABC):
         if amax is not None:
             self._check_amax(amax, shape[0], name)
         specs = self.specs(shape, weight.dtype)
-        tensors = _allocate(specs, weight) if out is None else _checked(specs, out, name)
+        tensors = allocate(specs, weight) if out is None else checked(specs, out, name)
         bad = self._fill(weight, amax, tensors)
         if bad >= 0:
             raise CheckpointError(describe_non_finite(weight, amax, bad, name))
@@ -323,6 +325,39 @@ class NumberFormat(ABC):
         self._squared_error(weight, tensors, out)
         return out
 
+    def grid(self, tensors: Mapping[str, Tensor]) -> Grid:
+        """What a weight's values can be, given native tensors of which only the scales and zero points are looked at.
+
+        Raises:
+            ValueError: the format rounds nothing.
+        """
+        raise ValueError(f"number format {self.name} has no scales")
+
+    def _put(self, numbers: Tensor, rows: slice, tensors: Mapping[str, Tensor]) -> None:
+        """Writes the rows' numbers, float32 as :meth:`Grid.numbers` has them, as they are stored."""
+        raise ValueError(f"number format {self.name} has no scales")
+
+    def store(self, values: Tensor, tensors: Mapping[str, Tensor]) -> None:
+        """Fills native tensors whose scales are there with what is nearest to ``values``, float32 ``[rows, cols]``.
+
+        :meth:`dequantise` gives values of the grid back as they were (a zero as +0 or -0).
+
+        Raises:
+            ValueError: they have another shape than is stored, or the format rounds nothing.
+        """
+        grid, stored = self.grid(tensors), self.stored_shape(tensors)
+        if tuple(values.shape) != stored:
+            raise ValueError(f"the values are {tuple(values.shape)}, but {stored} is stored")
+
+        def work(part: slice) -> None:
+            step = max(1, _BLOCK_ELEMENTS // max(1, values.shape[1]))
+            for start in range(part.start, part.stop, step):
+                rows = slice(start, min(part.stop, start + step))
+                self._put(grid.part(rows).numbers(values[rows]), rows, tensors)
+
+        if values.numel():
+            kernels.split_rows(values, work)
+
     def bits_per_weight(self, shape: Sequence[int], dtype: torch.dtype) -> float:
         """Bits stored per weight, scales and all; 0.0 for an empty weight."""
         weights = math.prod(shape)
@@ -345,39 +380,3 @@ class NumberFormat(ABC):
         wanted = (rows,) if self.reach == "row" else (1,)
         if tuple(amax.shape) != wanted or amax.dtype != torch.float32:
             raise ValueError(f"{name}: amax is {amax.dtype} {tuple(amax.shape)}, not torch.float32 {wanted}")
-
-
-def _allocate(specs: Sequence[TensorSpec], weight: Tensor) -> dict[str, Tensor]:
-    return {spec.suffix: torch.empty(spec.shape, dtype=spec.dtype, device=weight.device) for spec in specs}
-
-
-def _checked(specs: Sequence[TensorSpec], out: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """The given tensors in the specs' order, once they are seen to fit."""
-    wanted = {spec.suffix: spec for spec in specs}
-    if set(wanted) != set(out):
-        raise ValueError(f"{name}: out holds {sorted(out)}, but the format stores {sorted(wanted)}")
-    for suffix, spec in wanted.items():
-        shape, dtype = tuple(out[suffix].shape), out[suffix].dtype
-        if (shape, dtype) != (spec.shape, spec.dtype):
-            raise ValueError(f"{name}: out[{suffix!r}] is {dtype} {shape}, but {spec.dtype} {spec.shape} is stored")
-    return {suffix: out[suffix] for suffix in wanted}
-
-
-def refuse_indivisible(number_format: NumberFormat, module: str, in_features: int) -> None:
-    """Refuses an input width that the groups do not divide, with the choices there are.
-
-    Raises:
-        PlanError: with the width, the group size, the sizes that would do and the formats without groups.
-    """
-    group = number_format.group_size
-    assert group is not None
-    if in_features % group == 0:
-        return
-    choices = [f"--group-size {size}" for size in number_format.group_sizes if in_features % size == 0]
-    known = ", ".join(map(str, number_format.group_sizes))
-    why = "" if choices else f" (nor by any other that it has: {known})"
-    choices.append("a format without groups (--quant fp8, --quant int8)")
-    raise PlanError(
-        f"{module}: in_features {in_features} is not divisible by the group size {group} of number format "
-        f"{number_format.name}{why}: {', or '.join(choices)}"
-    )

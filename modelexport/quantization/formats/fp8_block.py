@@ -39,11 +39,17 @@ class Fp8BlockFormat(ByteFormat):
             found = searching.search_blocks(weight, SIDE, self.storage, scale.dtype, self.limit)
         return kernels.quantise_blocks(weight, SIDE, found, out["weight"], scale, self.limit)
 
+    def _steps(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        return tensors["weight_scale"].repeat_interleave(SIDE, dim=0)[: tensors["weight"].shape[0]]
+
+    def _columns(self, cols: int) -> int:
+        return SIDE
+
     def _dequantise(self, tensors: Mapping[str, Tensor], out: Tensor) -> None:
-        kernels.dequantise(tensors["weight"], _per_row(tensors["weight_scale"], out.shape[0]), out, group=SIDE)
+        kernels.dequantise(tensors["weight"], self._steps(tensors), out, group=SIDE)
 
     def _squared_error(self, weight: Tensor, tensors: Mapping[str, Tensor], out: Tensor) -> None:
-        scales = _per_row(tensors["weight_scale"], weight.shape[0])
+        scales = self._steps(tensors)
         kernels.squared_error(weight, tensors["weight"], scales, out, group=SIDE)
 
     def weight_arguments(self) -> dict[str, Any]:
@@ -54,11 +60,6 @@ class Fp8BlockFormat(ByteFormat):
 
     def fake_quantise_activations(self, x: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
         return _activations.dynamic(x, self.storage, SIDE)
-
-
-def _per_row(scale: Tensor, rows: int) -> Tensor:
-    """The scales of a weight's first ``rows`` rows."""
-    return scale.repeat_interleave(SIDE, dim=0)[:rows]
 
 
 FORMAT = Fp8BlockFormat

@@ -59,11 +59,14 @@ class Fp8StaticFormat(ByteFormat):
             scale.copy_(reference.scale_of(amax, self.limit, self.storage, scale.dtype, weight.dtype))
         return bad
 
+    def _steps(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        return tensors["weight_scale"].reshape(1, 1).expand(tensors["weight"].shape[0], 1)
+
     def _dequantise(self, tensors: Mapping[str, Tensor], out: Tensor) -> None:
-        kernels.dequantise(tensors["weight"], _per_row(tensors["weight_scale"], out.shape[0]), out)
+        kernels.dequantise(tensors["weight"], self._steps(tensors), out)
 
     def _squared_error(self, weight: Tensor, tensors: Mapping[str, Tensor], out: Tensor) -> None:
-        kernels.squared_error(weight, tensors["weight"], _per_row(tensors["weight_scale"], weight.shape[0]), out)
+        kernels.squared_error(weight, tensors["weight"], self._steps(tensors), out)
 
     def weight_arguments(self) -> dict[str, Any]:
         return {**self._arguments(), "strategy": "tensor", "dynamic": False}
@@ -76,10 +79,6 @@ class Fp8StaticFormat(ByteFormat):
 
     def fake_quantise_activations(self, x: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
         return _activations.static(x, tensors["input_scale"], self.storage)
-
-
-def _per_row(scale: Tensor, rows: int) -> Tensor:
-    return scale.reshape(1, 1).expand(rows, 1)
 
 
 FORMAT = Fp8StaticFormat

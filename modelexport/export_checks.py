@@ -1,0 +1,65 @@
+"""What is wrong with an export and shows before a weight is read: said before ranks are started."""
+
+from __future__ import annotations
+
+from modelexport.checkpoints.safetensors_file import Checkpoint
+from modelexport.checkpoints.source import Source
+from modelexport.errors import PlanError, UsageError
+from modelexport.export_plan import ExportPlan
+from modelexport.quantization.assignment import KEEP
+from modelexport.quantization.calibration_text import TOKENIZER_FILES, file_of
+from modelexport.quantization.methods import QUANTIZATION_KEYS
+from modelexport.recipe import ExportRecipe
+
+__all__ = ["check_calibration", "check_kept", "check_work"]
+
+
+def check_calibration(recipe: ExportRecipe, source: Source, checkpoint: Checkpoint) -> None:
+    """What is seen at once, before ranks are started: the rest is said where the text is read.
+
+    Raises:
+        PlanError: the source is quantised.
+        UsageError: the text or the tokenizer is missing.
+    """
+    if any((checkpoint.config or {}).get(key) for key in QUANTIZATION_KEYS):
+        needed = recipe.is_calibrated or "autoquant" in recipe.algorithms
+        what = f"the statistics for {recipe.algorithm}" if needed else "static scales"
+        instead = "" if recipe.kv_cache is None else ", or leave out --kv-cache"
+        raise PlanError(
+            f"{checkpoint.directory} is quantised, and {what} are made from an unquantised model's activations: "
+            f"write it with --quant none first{instead}"
+        )
+    file_of(recipe.calib)
+    if recipe.calib is None and not any((source.directory / name).is_file() for name in TOKENIZER_FILES):
+        raise UsageError(
+            f"{source.directory} has no tokenizer, which calibration needs to read its text: copy the model's "
+            'tokenizer files there, or give --calib FILE.jsonl with a list of "input_ids" on each line'
+        )
+
+
+def check_work(recipe: ExportRecipe, plan: ExportPlan) -> None:
+    """Refuse algorithms that there is nothing for.
+
+    Raises:
+        UsageError: no linear is quantised, and an algorithm is for those that are.
+    """
+    idle = [name for name in recipe.algorithms if name not in ("rotation", "rtn")]
+    if idle and not plan.formats() and "autoquant" not in recipe.algorithms and recipe.quant != KEEP:
+        raise UsageError(
+            f"--algorithm {recipe.algorithm}: --quant {recipe.quant} leaves every linear as it is, so that there is "
+            f"nothing for {' and '.join(idle)} to do: choose a number format, e.g. --quant int4, or leave out "
+            "--algorithm"
+        )
+
+
+def check_kept(source: Source, checkpoint: Checkpoint) -> None:
+    """Refuse to convert what is not quantised.
+
+    Raises:
+        PlanError: it is not.
+    """
+    if not any((checkpoint.config or {}).get(key) for key in QUANTIZATION_KEYS):
+        raise PlanError(
+            f"{source.directory} is not quantised, so that there is nothing to convert: modelexport --model "
+            f"{source.directory} --quant FORMAT quantises it, modelexport reshard writes it in another format"
+        )

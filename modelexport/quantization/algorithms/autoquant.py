@@ -1,0 +1,166 @@
+"""autoquant: of the number formats allowed, each group of modules gets the one that serves the whole model best.
+
+Given what every format would do to every group (see :mod:`~modelexport.quantization.sensitivity`) and how many bits it
+takes, formats are chosen so that the errors' sum is least within a budget: the multiple-choice knapsack problem. It is
+solved by lists of undominated totals, as Nemhauser and Ullmann (1969) do for the plain knapsack: group after group, of
+all totals (bits, error) only those are kept that no other betters in both. Layers of a model being alike, there are few
+of them, and the choice is exact; where there are more than :data:`STATES`, they are thinned out, the best of each
+stretch of sizes staying, and it is exact but for that.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from typing import ClassVar, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from modelexport.errors import PlanError
+from modelexport.quantization.algorithms.base import Algorithm, Kind
+
+__all__ = ["ALGORITHM", "STATES", "AutoQuant", "choose", "patterns"]
+
+STATES = 1 << 14
+"""Totals kept after each group."""
+
+_EXPERT = re.compile(r"(experts\.)\d+\.")
+
+Group = TypeVar("Group", bound=Hashable)
+
+
+class AutoQuant(Algorithm):
+    """See the file: :func:`choose`. It has no settings of its own: budget and candidates are the recipe's."""
+
+    name: ClassVar[str] = "autoquant"
+    description: ClassVar[str] = "a number format for each group of modules, within a budget of bits per weight"
+    kind: ClassVar[Kind] = "assign"
+
+
+ALGORITHM = AutoQuant
+
+
+def choose(
+    sensitivities: Mapping[Group, Mapping[str, float]],
+    weights: Mapping[Group, int],
+    bits: Mapping[Group, Mapping[str, float]],
+    budget: float,
+) -> dict[Group, str]:
+    """A format for each group: the least sum of errors of all that are within the budget.
+
+    Of equal errors the smaller size counts, then the format named first. The outcome depends on nothing but the
+    arguments and their order.
+
+    Args:
+        sensitivities: group -> format -> error that it makes; what is not finite is not chosen. The formats named are
+            those that the group can have.
+        weights: group -> how many weights it has.
+        bits: group -> format -> bits per weight, scales and all.
+        budget: bits per weight, on average over all groups.
+
+    Returns:
+        group -> format, in the order of ``sensitivities``.
+
+    Raises:
+        PlanError: the smallest formats need more than the budget.
+    """
+    groups = list(sensitivities)
+    tables = [_table(group, sensitivities[group], weights[group], bits[group]) for group in groups]
+    total = sum(weights[group] for group in groups)
+    least = sum(table[0].size for table in tables)
+    if least > round(budget * total):
+        raise PlanError(
+            f"--bits {budget:g}: the smallest of the candidates take {least / total:.3f} bits per weight: "
+            f"give --bits {math.ceil(least / total * 100) / 100:g} or more, or a smaller format in --candidates"
+        )
+    picked = _solve(tables, round(budget * total))
+    return {group: table[index].name for group, table, index in zip(groups, tables, picked, strict=True)}
+
+
+class _Row(NamedTuple):
+    """A format that a group may have: what it takes, in bits, and the error that it makes."""
+
+    name: str
+    size: int
+    error: float
+
+
+def _table(group: Hashable, errors: Mapping[str, float], weights: int, bits: Mapping[str, float]) -> list[_Row]:
+    """Of the formats those that no other betters, the smallest first."""
+    found = [_Row(name, round(bits[name] * weights), error) for name, error in errors.items() if math.isfinite(error)]
+    if not found:
+        raise PlanError(f"autoquant: none of the candidates {', '.join(errors)} is of use to {group}")
+    kept: list[_Row] = []
+    for row in sorted(found, key=lambda row: (row.size, row.error)):
+        if not kept or row.error < kept[-1].error:
+            kept.append(row)
+    return kept
+
+
+def _solve(tables: Sequence[Sequence[_Row]], capacity: int) -> list[int]:
+    """For each table which row to take."""
+    left = sum(table[0].size for table in tables)  # what the groups to come take at least
+    sizes, errors = np.zeros(1, dtype=np.int64), np.zeros(1)
+    steps: list[tuple[NDArray[np.intp], NDArray[np.intp]]] = []
+    for table in tables:
+        left -= table[0].size
+        size = np.concatenate([sizes + row.size for row in table])
+        error = np.concatenate([errors + row.error for row in table])
+        order = np.lexsort((error, size))
+        order = order[size[order] <= capacity - left]
+        best_before = np.minimum.accumulate(np.concatenate([[np.inf], error[order]]))[:-1]
+        order = _thinned(order[error[order] < best_before], size)
+        steps.append(np.divmod(order, len(sizes)))
+        sizes, errors = size[order], error[order]
+    state = len(sizes) - 1  # of undominated totals the largest has the least error
+    picked = []
+    for row_of, came_from in reversed(steps):
+        picked.append(int(row_of[state]))
+        state = int(came_from[state])
+    return picked[::-1]
+
+
+def _thinned(order: NDArray[np.intp], size: NDArray[np.int64]) -> NDArray[np.intp]:
+    """Undominated totals, :data:`STATES` at most: of each stretch of sizes the one with the least error."""
+    if len(order) <= STATES:
+        return order
+    ascending = size[order]
+    stretch = (ascending - ascending[0]) * STATES // (ascending[-1] - ascending[0] + 1)
+    return order[np.append(stretch[1:] != stretch[:-1], True)]
+
+
+def patterns(choice: Mapping[str, str], layers: str) -> str:
+    """``--quant`` for a format of each linear, short where layers agree.
+
+    Of each of a layer's linears the most frequent format is said once, with ``*`` for the layer, after the layers that
+    have another (the first pattern that fits counts). The experts of a layer are one ``*`` where they agree.
+
+    Args:
+        choice: linear, by its module's name -> format. Others are named by nothing, and stay as they are.
+        layers: what the names of the decoder's layers begin with, e.g. ``model.layers``.
+    """
+    found: dict[str, dict[str, str]] = {}  # path within a layer -> layer -> format
+    for name, chosen in choice.items():
+        number, _, path = name.removeprefix(f"{layers}.").partition(".")
+        found.setdefault(path, {})[number] = chosen
+    rules = []
+    for path, of_layer in _experts_together(found).items():
+        frequent = Counter(of_layer.values()).most_common(1)[0][0]
+        rules += [f"{layers}.{number}.{path}={chosen}" for number, chosen in of_layer.items() if chosen != frequent]
+        rules.append(f"{layers}.*.{path}={frequent}")
+    return ",".join(rules)
+
+
+def _experts_together(found: Mapping[str, Mapping[str, str]]) -> dict[str, Mapping[str, str]]:
+    """The same with ``*`` for the numbers of experts that have the same format in every layer."""
+    siblings: dict[str, list[str]] = {}
+    for path in found:
+        siblings.setdefault(_EXPERT.sub(r"\1*.", path), []).append(path)
+    out: dict[str, Mapping[str, str]] = {}
+    for together, paths in siblings.items():
+        alike = all(found[path] == found[paths[0]] for path in paths)
+        out.update({together: found[paths[0]]} if alike else {path: found[path] for path in paths})
+    return out

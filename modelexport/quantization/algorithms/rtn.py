@@ -1,0 +1,24 @@
+"""rtn: every weight goes to the nearest number of its format, whose scale follows from the largest magnitude."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from torch import Tensor
+
+from modelexport.quantization.algorithms.base import Linear, Rounding
+
+
+class RoundToNearest(Rounding):
+    """See the file."""
+
+    name: ClassVar[str] = "rtn"
+    description: ClassVar[str] = "round to nearest; scales from the largest magnitudes"
+
+    def quantise(self, linears: Sequence[Linear]) -> Mapping[str, dict[str, Tensor]]:
+        """See the base."""
+        return {linear.name: linear.rounded() for linear in linears}
+
+
+ALGORITHM = RoundToNearest

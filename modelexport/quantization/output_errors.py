@@ -1,0 +1,86 @@
+"""How far a linear's outputs are from what they were: measured on some of the tokens that came to it.
+
+``|| Q(x) Q(W)^T - x W^T ||^2 / || x W^T ||^2``, over the tokens and all outputs, with activations rounded where the
+number format does. Rows are multiplied in chunks of a fixed size and added in their order, so that the figure is the
+same on any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from modelexport.distributed import collectives
+from modelexport.quantization.algorithms.base import Linear
+from modelexport.quantization.calibration_cut import ROWS
+from modelexport.quantization.formats.base import NumberFormat
+from modelexport.quantization.kernels.searching import sum_in_halves
+
+TOKENS = 128
+"""Of the sample that is kept of a linear's inputs: enough for two digits."""
+
+
+@dataclass
+class OutputErrors:
+    """The errors of a layer's linears; every rank adds its rows, and :meth:`ratios` adds the ranks'."""
+
+    tables: dict[str, tuple[Tensor, tuple[int, int], int]] = field(default_factory=dict)
+
+    def add(self, linear: Linear, native: Mapping[str, Tensor]) -> None:
+        """Note what ``native``, the tensors of this rank's rows, make of the linear's outputs."""
+        assert linear.number_format is not None
+        if linear.inputs is None or linear.inputs.sample is None:
+            return
+        table = torch.zeros(len(linear.weight), 2, dtype=torch.float64)
+        if len(linear.weight):
+            x = linear.inputs.sample[_spread(len(linear.inputs.sample))]
+            rounded = linear.number_format.fake_quantise_activations(x, input_tensors(linear.number_format, linear))
+            decoded = linear.number_format.dequantise(native)
+            for start in range(0, len(table), ROWS):
+                part = slice(start, start + ROWS)
+                right = x @ linear.weight[part].t()
+                wrong = rounded @ decoded[part].t() - right
+                table[part, 0] = wrong.double().square().sum(0).cpu()
+                table[part, 1] = right.double().square().sum(0).cpu()
+        self.tables[linear.name] = (table, linear.rows, linear.shape[0])
+
+    def ratios(self) -> dict[str, float]:
+        """Linear -> error, as a part of the output's own square. All ranks call it together, with the same linears."""
+        if not self.tables:
+            return {}
+        whole = torch.zeros(sum(count for _, _, count in self.tables.values()), 2, dtype=torch.float64)
+        at, places = 0, {}
+        for name, (table, (start, stop), count) in self.tables.items():
+            if stop > start:
+                whole[at + start : at + stop] = table
+            places[name] = slice(at, at + count)
+            at += count
+        if collectives.get_world_size() > 1:
+            collectives.all_reduce(whole, op=collectives.reduce_op.SUM)  # each row is of one rank: exact
+        found = {}
+        for name, place in places.items():
+            wrong, right = sum_in_halves(whole[place]).tolist()
+            found[name] = float(f"{wrong / right:.4g}") if right else 0.0
+        return found
+
+
+def input_tensors(number_format: NumberFormat, linear: Linear) -> dict[str, Tensor]:
+    """What a number format stores of a linear's inputs; empty where nothing."""
+    if not number_format.has_static_inputs:
+        return {}
+    assert linear.reach is not None, linear.name
+    scale = number_format.input_scale(linear.reach)
+    specs = number_format.specs(linear.shape, torch.float32)
+    return {
+        spec.suffix: torch.full(spec.shape, scale, dtype=spec.dtype)
+        for spec in specs
+        if spec.suffix.startswith("input_")
+    }
+
+
+def _spread(tokens: int) -> Tensor:
+    """Which of so many tokens are looked at."""
+    return torch.arange(min(TOKENS, tokens)) * tokens // min(TOKENS, tokens)

@@ -1,0 +1,265 @@
+"""What linears are given while samples run through a layer, as numbers of a size that does not grow with the samples.
+
+Every statistic is gathered batch by batch in the order of the batches, from whole inputs (ranks that hold a part of one
+put it together first), so that it is the same to the bit on any number of ranks. See :class:`InputStatistics`.
+
+Only the Hessian is work worth sharing: its columns are cut into panels that depend on the number of features alone, and
+each rank computes some of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from modelexport.distributed import collectives
+
+__all__ = ["BINS", "SAMPLE", "Collector", "Hessian", "InputStatistics", "owners", "panel_edges"]
+
+SAMPLE = 512
+"""Tokens of :attr:`InputStatistics.sample`."""
+BINS = 1 << 15
+"""Of :attr:`InputStatistics.histogram`: bin n counts magnitudes whose bfloat16 (rounded towards 0) has the bits n."""
+
+_WANTS = frozenset({"amax", "mean", "sample", "histogram", "hessian"})
+_PANELS = 16  # enough for as many ranks, and so that the unequal panels of a triangle can be dealt out evenly
+_NARROWEST = 64  # below that a matrix product is slow
+_ALIGNED = 16  # float32 numbers in 64 bytes: a product's bits may depend on how its operands lie in cache lines
+
+
+@dataclass
+class InputStatistics:
+    """Of what one or several linears are given. What was not asked for is None.
+
+    Attributes:
+        features: ``in_features``.
+        tokens: how many were seen.
+        amax: float32 ``[features]``, largest magnitudes.
+        mean: float32 ``[features]``, mean magnitudes.
+        sample: float32 ``[n, features]``: up to :data:`SAMPLE` tokens, spread evenly over those that came.
+        histogram: int64 ``[BINS]``, of magnitudes.
+        hessian: the sum of x x^T over the tokens; ranks hold parts of it.
+        finite: whether no NaN or Inf came, whatever was asked for.
+    """
+
+    features: int
+    tokens: int = 0
+    amax: Tensor | None = None
+    mean: Tensor | None = None
+    sample: Tensor | None = None
+    histogram: Tensor | None = None
+    hessian: Hessian | None = None
+    finite: bool = True
+
+
+@dataclass
+class Hessian:
+    """The sum of x x^T over tokens, float32 ``[features, features]``, in panels of columns, some of them on each rank.
+
+    Only the upper triangle is held: of the panel of columns ``start .. stop``, the rows ``0 .. stop``.
+
+    Attributes:
+        features: ``in_features``.
+        panels: this rank's, by their first column: float32 ``[stop, stop - start]``. Which ones: :func:`owners`.
+    """
+
+    features: int
+    panels: dict[int, Tensor] = field(default_factory=dict)
+
+    def whole(self, rank: int) -> Tensor | None:
+        """The full symmetric matrix, new memory, on that rank; None on the others, which take part.
+
+        All ranks call it for the same matrices in the same order. It ends when the panels have been handed over, so
+        where several ranks are to have one each, let them gather all before the first computes with its own.
+
+        Without a process group nothing is sent, and this rank holds all panels, wherever they were cut.
+        """
+        world = collectives.get_world_size()
+        if world == 1:
+            return self._assembled(sorted(self.panels.items()))
+        edges = panel_edges(self.features)
+        owner = dict(zip(edges[:-1], owners(self.features, world), strict=True))
+        if collectives.get_rank() == rank:
+            return self._assembled(self._received(edges, owner, rank))
+        sent = [collectives.isend(self.panels[start], rank) for start in sorted(self.panels)]
+        for request in sent:
+            assert request is not None, "this rank does not belong to the job"
+            request.wait()
+        return None
+
+    def _received(self, edges: list[int], owner: dict[int, int], rank: int) -> Iterator[tuple[int, Tensor]]:
+        """All panels in order, each of which may be overwritten by the next."""
+        largest = max((stop * (stop - start) for start, stop in pairwise(edges)), default=0)
+        scratch = torch.empty(largest, device=self._device())  # fresh pages for each would take longer than the sending
+        for start, stop in pairwise(edges):
+            panel = self.panels.get(start)
+            if panel is None:
+                panel = scratch[: stop * (stop - start)].view(stop, stop - start)
+                collectives.recv(panel, owner[start])
+            else:
+                assert owner[start] == rank, "panels were made for another number of ranks"
+            yield start, panel
+
+    def _device(self) -> torch.device | None:
+        return next((panel.device for panel in self.panels.values()), None)
+
+    def _assembled(self, panels: Iterable[tuple[int, Tensor]]) -> Tensor:
+        out = torch.empty(self.features, self.features, device=self._device())
+        for start, panel in panels:
+            stop = panel.shape[0]
+            out[:stop, start:stop] = panel
+            out[start:stop, :start] = panel[:start].T
+            # The product may have rounded the two halves of the square on the diagonal differently.
+            square = panel[start:].triu()
+            out[start:stop, start:stop] = square + square.triu(1).T
+        return out
+
+
+def panel_edges(features: int) -> list[int]:
+    """Where the columns of a Hessian are cut: 0, ..., ``features``; the same for any number of ranks."""
+    width = max(_NARROWEST, -(-features // _PANELS))
+    width += -width % _ALIGNED
+    return [*range(0, features, width), features]
+
+
+def owners(features: int, world: int) -> list[int]:
+    """For each panel, in the order of the columns, the rank that computes it: each gets about the same work."""
+    edges = panel_edges(features)
+    load = [0] * world
+    found = [0] * (len(edges) - 1)
+    # The panels on the right are the longest: dealing them out first evens out what is left.
+    for number in reversed(range(len(found))):
+        rank = min(range(world), key=lambda r: (load[r], r))
+        load[rank] += edges[number + 1] * (edges[number + 1] - edges[number])
+        found[number] = rank
+    return found
+
+
+class Collector:
+    """Gathers the statistics of one input: :meth:`add` its batches in order, then :meth:`finish`.
+
+    Args:
+        features: ``in_features``.
+        wants: names of the attributes of :class:`InputStatistics` to gather.
+        rank, world: whose panels of the Hessian to compute, see :func:`owners`; all else every rank gathers.
+        pool: computes panels next to each other; None: one after the other. Its threads, like the caller's, must run
+            each of torch's operations on one thread, or the bits depend on the machine. :meth:`add` must not be called
+            from within it.
+    """
+
+    def __init__(
+        self, features: int, wants: Collection[str], rank: int = 0, world: int = 1, pool: Executor | None = None
+    ) -> None:
+        if unknown := sorted(set(wants) - _WANTS):
+            raise ValueError(f"no statistic {unknown[0]!r}; there are {', '.join(sorted(_WANTS))}")
+        if not 0 <= rank < world:
+            raise ValueError(f"rank {rank} of {world}")
+        self.features, self.wants, self.pool = features, frozenset(wants), pool
+        self.tokens = 0
+        edges = panel_edges(features)
+        dealt = zip(pairwise(edges), owners(features, world), strict=True)
+        self._spans = [span for span, owner in dealt if owner == rank]
+        self._step, self._kept = 1, 0  # of the sample: every so many tokens, and how many there are
+        self._amax: Tensor | None = None
+
+    def _begin(self, device: torch.device) -> None:
+        """Makes the tensors, as ordinary ones also where batches come in inference mode."""
+        with torch.inference_mode(False):
+            self._amax = torch.zeros(self.features, device=device)
+            self._sum = torch.zeros(self.features if "mean" in self.wants else 0, dtype=torch.float64, device=device)
+            self._sample = torch.zeros(SAMPLE if "sample" in self.wants else 0, self.features, device=device)
+            self._histogram = torch.zeros(BINS if "histogram" in self.wants else 0, dtype=torch.int64, device=device)
+            spans = self._spans if "hessian" in self.wants else []
+            self._panels = {start: torch.zeros(stop, stop - start, device=device) for start, stop in spans}
+
+    @torch.no_grad()
+    def add(self, x: Tensor) -> None:
+        """The next batch.
+
+        Args:
+            x: float32 ``[tokens, features]``: the whole input, the same on every rank; no token at all is fine.
+
+        Raises:
+            ValueError: another dtype or shape.
+        """
+        if x.dtype != torch.float32 or x.dim() != 2 or x.shape[1] != self.features:
+            wanted = f"torch.float32 [tokens, {self.features}]"
+            raise ValueError(f"a batch of {x.dtype} {list(x.shape)} came, where {wanted} was expected")
+        if self._amax is None:
+            self._begin(x.device)
+        if not x.shape[0]:
+            return
+        x = x.contiguous()
+        if x.data_ptr() % (4 * _ALIGNED):
+            x = x.clone()
+        self._add_elementwise(x)
+        self._add_to_sample(x)
+        self.tokens += x.shape[0]
+
+        def multiply(item: tuple[int, Tensor]) -> None:
+            start, panel = item
+            stop = panel.shape[0]
+            with torch.no_grad():  # which is a setting of each thread
+                panel.addmm_(x[:, :stop].T, x[:, start:stop])
+
+        _each(self.pool, multiply, self._panels.items())
+
+    def _add_elementwise(self, x: Tensor) -> None:
+        magnitudes = x.abs()
+        assert self._amax is not None
+        torch.maximum(self._amax, magnitudes.amax(dim=0), out=self._amax)
+        if self._sum.numel():
+            self._sum += magnitudes.sum(dim=0, dtype=torch.float64)
+        if self._histogram.numel():
+            bins = magnitudes.view(torch.int32) >> 16
+            self._histogram += torch.bincount(bins.flatten(), minlength=BINS)
+
+    def _add_to_sample(self, x: Tensor) -> None:
+        """Keeps every ``_step``-th token of all; when these become too many, every second of them."""
+        if not self._sample.shape[0]:
+            return
+        while True:
+            chosen = x[-self.tokens % self._step :: self._step]
+            if self._kept + chosen.shape[0] <= SAMPLE:
+                break
+            rest = self._sample[: self._kept : 2].clone()
+            self._kept, self._step = rest.shape[0], self._step * 2
+            self._sample[: self._kept] = rest
+        self._sample[self._kept : self._kept + chosen.shape[0]] = chosen
+        self._kept += chosen.shape[0]
+
+    @property
+    def finite(self) -> bool:
+        """Whether no NaN or Inf has come so far, whatever was asked for."""
+        return self._amax is None or bool(torch.isfinite(self._amax).all())
+
+    @torch.no_grad()
+    def finish(self) -> InputStatistics:
+        """What was asked for, of all that came; zeros where nothing came. Nothing can be added after it."""
+        if self._amax is None:
+            self._begin(torch.device("cpu"))
+        with torch.inference_mode(False):
+            return InputStatistics(
+                self.features,
+                self.tokens,
+                amax=self._amax if "amax" in self.wants else None,
+                mean=(self._sum / max(1, self.tokens)).float() if "mean" in self.wants else None,
+                sample=self._sample[: self._kept].clone() if "sample" in self.wants else None,
+                histogram=self._histogram if "histogram" in self.wants else None,
+                hessian=Hessian(self.features, self._panels) if "hessian" in self.wants else None,
+                finite=self.finite,
+            )
+
+
+def _each(
+    pool: Executor | None, work: Callable[[tuple[int, Tensor]], None], items: Collection[tuple[int, Tensor]]
+) -> None:
+    """``work`` on every item; the costly ones, which come last, first."""
+    ordered = reversed(list(items))
+    for _ in map(work, ordered) if pool is None else pool.map(work, ordered):
+        pass

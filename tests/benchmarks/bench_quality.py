@@ -1,0 +1,238 @@
+"""Every algorithm in every number format: mean KL and loss against the source on held-out text, as markdown tables.
+
+    python tests/benchmarks/bench_quality.py                   everything, all 197 windows: the tables of the README
+    python tests/benchmarks/bench_quality.py --quick           32 windows
+    python tests/benchmarks/bench_quality.py --models hard --formats int8-static int4 --algorithms rtn awq smoothquant
+    python tests/benchmarks/bench_quality.py --json FILE       what FILE has already is not made again (delete it when
+                                                               the code has changed)
+
+Models: the demo model, and the same made hard (``tests/_hard_model.py``: the same function, with the activation
+outliers that large models have). Each cell is an export of 64 x 256 calibration tokens, in this process, decoded into
+float32 again and held against the source, whose log-probabilities are computed once.
+
+int3 has no checkpoint format. Its integers, -4..3, are among int4's: what is exported is an int4 checkpoint of a format
+that rounds to those only (``three_bits``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import torch
+from torch import Tensor
+
+from modelexport.assets import demo_model_path
+from modelexport.errors import ModelExportError
+from modelexport.exporter import export
+from modelexport.quantization.formats import int4
+from modelexport.quantization.formats.base import Grid
+from modelexport.quantization.kernels import reference
+from tests._hard_model import make_hard
+from tests.benchmarks._fake_formats import Int3Format
+from tests.benchmarks._quality import Figures, Reference, demo_samples, write_samples
+
+SAMPLES, LENGTH = 64, 256
+MODELS = ("demo", "hard")
+ALGORITHMS = (
+    "rtn",
+    "mse",
+    "smoothquant",
+    "awq",
+    "gptq",
+    "rotation+rtn",
+    "rotation+gptq",
+    "smoothquant+gptq",
+    "awq+gptq",
+)
+FORMATS: dict[str, dict[str, Any]] = {
+    "int4 g128": {"quant": "int4", "group_size": 128},
+    "int4 per channel": {"quant": "int4", "group_size": -1},
+    "int3 g128": {"quant": "int4", "group_size": 128},
+    "nvfp4": {"quant": "nvfp4"},
+    "nvfp4-wo": {"quant": "nvfp4-wo"},
+    "int8-static": {"quant": "int8-static"},
+    "fp8-static": {"quant": "fp8-static"},
+}
+
+
+# ------------------------------------------------------------------------------------------------------- int3
+
+
+class ThreeBitsInFour(int4.Int4Format):
+    """The numbers -4..3 and the scales of :class:`Int3Format`, stored as int4 stores its own."""
+
+    description: ClassVar[str] = "W3A16 in the layout of int4; for comparison only"
+    limit: ClassVar[float] = 3.5
+
+    def _fill(self, weight: Tensor, amax: Tensor | None, out: Mapping[str, Tensor]) -> int:
+        own = Int3Format(group_size=self.group_size, observer=self.observer, scale_dtype=self.scale_dtype)
+        numbers = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+        bad = own._fill(weight, amax, {"weight": numbers, "weight_scale": out["weight_scale"]})
+        if bad < 0:
+            out["weight_packed"].copy_(reference.pack(numbers, self.weight_bits))
+        return bad
+
+    def grid(self, tensors: Mapping[str, Tensor]) -> Grid:
+        return replace(super().grid(tensors), low=-4.0, high=3.0)
+
+
+@contextmanager
+def three_bits() -> Iterator[None]:
+    """Exports of this process to "int4" round to three bits."""
+    before, int4.FORMAT = int4.FORMAT, ThreeBitsInFour
+    try:
+        yield
+    finally:
+        int4.FORMAT = before
+
+
+# ------------------------------------------------------------------------------------------------------ cells
+
+
+@dataclass
+class Cell:
+    """One export: how far it is from the source, or why there is none; seconds of the export."""
+
+    model: str
+    number_format: str
+    algorithm: str
+    windows: int
+    figures: Figures | None
+    refused: str = ""
+    seconds: float = 0.0
+
+    @property
+    def key(self) -> tuple[str, str, str, int]:
+        return (self.model, self.number_format, self.algorithm, self.windows)
+
+
+def measured(key: tuple[str, str, str], directory: Path, samples: Path, out: Path, yardstick: Reference) -> Cell:
+    """Export a model, and judge what came of it."""
+    _, number_format, algorithm = key
+    began, windows = time.perf_counter(), len(yardstick.windows.inputs)
+    settings: dict[str, Any] = {
+        "model": str(directory),
+        "out": str(out),
+        "algorithm": algorithm,
+        "calib": str(samples),
+        "calib_samples": SAMPLES,
+        "calib_length": LENGTH,
+        "evaluate": False,
+        "quiet": True,
+        "overwrite": True,
+        **FORMATS[number_format],
+    }
+    try:
+        with three_bits() if number_format.startswith("int3") else nullcontext():
+            export(**settings)
+    except ModelExportError as error:
+        return Cell(*key, windows, None, refused=" ".join(str(error).split()))
+    seconds = time.perf_counter() - began
+    return Cell(*key, windows, yardstick.judge_checkpoint(out), seconds=seconds)
+
+
+def read_cells(path: Path | None) -> dict[tuple[str, str, str, int], Cell]:
+    """What an earlier run has written."""
+    if path is None or not path.exists():
+        return {}
+    found = [
+        Cell(**{**cell, "figures": Figures(**cell["figures"]) if cell["figures"] else None})
+        for cell in json.loads(path.read_text())
+    ]
+    return {cell.key: cell for cell in found if cell.figures is not None}
+
+
+# ------------------------------------------------------------------------------------------------------ report
+
+
+def report(cells: list[Cell]) -> Iterator[str]:
+    """For each model a table of KL and one of loss; then what is not below rounding to nearest."""
+    for model in dict.fromkeys(cell.model for cell in cells):
+        own = {(cell.number_format, cell.algorithm): cell for cell in cells if cell.model == model}
+        windows = next(iter(own.values())).windows
+        yield f"\n{model}: mean KL to the source, nats a token (0.001), {windows} windows of 256 tokens\n"
+        yield from _markdown(own, lambda found: f"{1e3 * found.kl:.2f} +- {1e3 * found.kl_error:.2f}")
+        yield f"\n{model}: loss minus the source's, nats a token (0.001)\n"
+        yield from _markdown(own, lambda found: f"{1e3 * found.loss:+.1f} +- {1e3 * found.loss_error:.1f}")
+        yield ""
+        yield from _verdict(own)
+
+
+def _markdown(cells: Mapping[tuple[str, str], Cell], text: Any) -> Iterator[str]:
+    formats = list(dict.fromkeys(number_format for number_format, _ in cells))
+    yield "| | " + " | ".join(formats) + " |"
+    yield "|---" * (len(formats) + 1) + "|"
+    for algorithm in dict.fromkeys(algorithm for _, algorithm in cells):
+        row = [cells.get((number_format, algorithm)) for number_format in formats]
+        shown = ["" if cell is None else text(cell.figures) if cell.figures else "refused" for cell in row]
+        yield f"| {algorithm} | " + " | ".join(shown) + " |"
+
+
+def _verdict(cells: Mapping[tuple[str, str], Cell]) -> Iterator[str]:
+    for (number_format, algorithm), cell in cells.items():
+        if cell.refused:
+            yield f"{number_format}, {algorithm}: refused: {cell.refused}"
+            continue
+        nearest = cells.get((number_format, "rtn"))
+        if algorithm == "rtn" or nearest is None or nearest.figures is None or cell.figures is None:
+            continue
+        ratio = cell.figures.kl / nearest.figures.kl
+        if ratio >= 1:
+            yield f"{number_format}, {algorithm}: KL is {ratio:.2f} of rtn's: NOT BELOW"
+        elif algorithm == "gptq":
+            yield f"{number_format}, gptq: KL is {ratio:.2f} of rtn's"
+
+
+# ------------------------------------------------------------------------------------------------------- running
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=list(FORMATS), metavar="FORMAT")
+    parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS), choices=ALGORITHMS, metavar="NAME")
+    parser.add_argument("--quick", action="store_true", help="32 windows of held-out text rather than all 197")
+    parser.add_argument("--windows", type=int, help="so many windows")
+    parser.add_argument("--scratch", type=Path, help="where targets go (default: a temporary directory)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every cell here, and take what is there")
+    options = parser.parse_args()
+    known, cells = read_cells(options.json), []
+    with tempfile.TemporaryDirectory(prefix="bench_quality.", dir=options.scratch) as temporary:
+        scratch = Path(temporary)
+        samples = write_samples(scratch / "samples.jsonl", demo_samples(demo_model_path(), SAMPLES, LENGTH))
+        # The hard model's function is the demo's: one yardstick for both.
+        yardstick = Reference(demo_model_path(), options.windows or (32 if options.quick else None))
+        windows = len(yardstick.windows.inputs)
+        for model in options.models:
+            directory = demo_model_path()
+            if model == "hard":
+                directory = make_hard(directory, scratch / "hard")
+                print(f"hard, not quantised: KL {yardstick.judge_checkpoint(directory).kl_text()}", flush=True)
+            for number_format in options.formats:
+                for algorithm in options.algorithms:
+                    key = (model, number_format, algorithm)
+                    cell = known.get((*key, windows))
+                    if cell is None:
+                        cell = measured(key, directory, samples, scratch / "out", yardstick)
+                        shown = cell.figures.kl_text() if cell.figures else cell.refused
+                        print(f"{', '.join(key)}: {shown}, {cell.seconds:.1f} s", file=sys.stderr, flush=True)
+                    cells.append(cell)
+                    known[cell.key] = cell
+                    if options.json:
+                        options.json.write_text(json.dumps([asdict(c) for c in known.values()], indent=1) + "\n")
+    print("\n".join(report(cells)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""Quantised copies of small models, written with the safetensors package rather than our writer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from modelexport.checkpoints import hf
+from modelexport.quantization import formats
+from modelexport.quantization.formats.base import NumberFormat
+from modelexport.quantization.methods.base import Announced
+from modelexport.quantization.methods.compressed_tensors import announce
+
+REACH = 12.0
+"""Largest magnitude that static scales of inputs are made for."""
+
+
+def is_linear(name: str) -> bool:
+    """Whether a tensor is the weight of a linear that gets quantised."""
+    kept = ("norm.weight", "embed_tokens.weight", "lm_head.weight", "gate.weight")
+    return name.endswith(".weight") and not name.endswith(kept)
+
+
+def save_quantised(source: Path, directory: Path, quant: str) -> Path:
+    """All linears of a checkpoint of one file in a number format, its head and its routers not."""
+    number_format = formats.get(quant)
+    tensors: dict[str, Tensor] = {}
+    linears: dict[str, NumberFormat] = {}
+    kept = []
+    for name, weight in load_file(source / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        if is_linear(name):
+            parts = number_format.quantise(weight, inputs=REACH if number_format.has_static_inputs else None)
+            tensors.update({f"{module}.{suffix}": part for suffix, part in parts.items()})
+            linears[module] = number_format
+        else:
+            tensors[name] = weight
+            kept += [module] if name.endswith(("gate.weight", "lm_head.weight")) else []
+    directory.mkdir()
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    quantization = announce(Announced(linears, [*kept, "lm_head"])).config
+    content = (source / "config.json").read_bytes()
+    (directory / "config.json").write_bytes(hf.config_bytes(content, quantization))
+    return directory
+
+
+def save_decoded(source: Path, quantised: Path, directory: Path, quant: str) -> Path:
+    """The weights that a quantised checkpoint stands for, in float32, as a plain checkpoint."""
+    number_format = formats.get(quant)
+    stored = load_file(quantised / "model.safetensors")
+    tensors: dict[str, Tensor] = {}
+    for name in load_file(source / "model.safetensors"):
+        module = name.removesuffix("weight")
+        if is_linear(name):
+            parts = {key.removeprefix(module): part for key, part in stored.items() if key.startswith(module)}
+            tensors[name] = number_format.dequantise(parts)
+        else:
+            tensors[name] = stored[name].float()
+    directory.mkdir()
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "dtype": "float32"}))
+    return directory
