@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -63,6 +64,17 @@ class Processes:
                 found.append(("killed", -process.exitcode))
         return found
 
+    def said(self) -> str:
+        """What the ranks wrote to stderr, without what torch's rpc says where a process is late.
+
+        A graceful shutdown ends with a request to each worker. The master leaves when it has read the answers; a worker
+        whose thread has not yet looked at the end of its sending by then finds the pipe closed, and logs that.
+        """
+        late = re.compile(
+            r"tensorpipe_agent\.cpp:\d+\] RPC agent for \w+ encountered error when sending response .*: pipe"
+        )
+        return "".join(line for line in self.log.read_text().splitlines(keepends=True) if not late.search(line))
+
     def explain(self, ends: list[tuple[str, Any]]) -> str:
         """For the message of a failed assertion."""
         told = "\n".join(f"rank {rank}: {how}\n{what}" for rank, (how, what) in enumerate(ends))
@@ -115,7 +127,7 @@ def test_from_the_master(processes: Processes, scenario: Callable, world_size: i
     processes.start(world_size, targets.run, where, scenario)
     ends = processes.ends()
     assert ends == [NOTHING_LEFT] * world_size, processes.explain(ends)
-    assert processes.log.read_text() == ""
+    assert processes.said() == ""
     assert not (processes.directory / "store").exists()
 
 
@@ -187,7 +199,7 @@ def test_again_and_again(processes: Processes) -> None:
         assert later == [first] * 4
         assert not told["taken"]
         assert not told["extended"]
-    assert processes.log.read_text() == ""
+    assert processes.said() == ""
 
 
 def test_handles_of_another_session(processes: Processes) -> None:
