@@ -70,9 +70,7 @@ class Processes:
         A graceful shutdown ends with a request to each worker. The master leaves when it has read the answers; a worker
         whose thread has not yet looked at the end of its sending by then finds the pipe closed, and logs that.
         """
-        late = re.compile(
-            r"tensorpipe_agent\.cpp:\d+\] RPC agent for \w+ encountered error when sending response .*: pipe"
-        )
+        late = re.compile(r"RPC agent for \w+ encountered error when sending response to request .*: pipe closed")
         return "".join(line for line in self.log.read_text().splitlines(keepends=True) if not late.search(line))
 
     def explain(self, ends: list[tuple[str, Any]]) -> str:
