@@ -18,7 +18,7 @@ def check_calibration(recipe: ExportRecipe, source: Source, checkpoint: Checkpoi
     """What is seen at once, before ranks are started: the rest is said where the text is read.
 
     Raises:
-        PlanError: the source is quantised.
+        PlanError: the source is quantised, or calibration cannot run it.
         UsageError: the text or the tokenizer is missing.
     """
     if any((checkpoint.config or {}).get(key) for key in QUANTIZATION_KEYS):
@@ -28,6 +28,12 @@ def check_calibration(recipe: ExportRecipe, source: Source, checkpoint: Checkpoi
         raise PlanError(
             f"{checkpoint.directory} is quantised, and {what} are made from an unquantised model's activations: "
             f"write it with --quant none first{instead}"
+        )
+    if not isinstance((checkpoint.config or {}).get("vocab_size"), int):
+        raise PlanError(
+            f"{checkpoint.directory}: config.json has no vocab_size, as where a language model is a part of another "
+            "one: calibration runs language models only; choose --algorithm rtn or mse, a --quant without static "
+            "scales, and no --kv-cache"
         )
     file_of(recipe.calib)
     if recipe.calib is None and not any((source.directory / name).is_file() for name in TOKENIZER_FILES):
@@ -41,6 +47,7 @@ def check_work(recipe: ExportRecipe, plan: ExportPlan) -> None:
     """Refuse algorithms that there is nothing for.
 
     Raises:
+        PlanError: the model's family does not say what scales into what.
         UsageError: no linear is quantised, and an algorithm is for those that are.
     """
     idle = [name for name in recipe.algorithms if name not in ("rotation", "rtn")]
@@ -49,6 +56,12 @@ def check_work(recipe: ExportRecipe, plan: ExportPlan) -> None:
             f"--algorithm {recipe.algorithm}: --quant {recipe.quant} leaves every linear as it is, so that there is "
             f"nothing for {' and '.join(idle)} to do: choose a number format, e.g. --quant int4, or leave out "
             "--algorithm"
+        )
+    folding = [name for name in recipe.algorithms if name in ("awq", "smoothquant")]
+    if folding and not plan.family.scalings:
+        raise PlanError(
+            f"--algorithm {recipe.algorithm}: which weights of a {plan.family.name} model take the scales that "
+            f"{' and '.join(folding)} would move is not known: rtn, mse and gptq work for every model"
         )
 
 

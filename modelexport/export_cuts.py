@@ -18,8 +18,6 @@ from modelexport.sharding.plan import (
     replicated,
 )
 
-_DIMS = {"column": 0, "row": 1, "replicated": None}
-
 
 class Cuts:
     """Cuts the modules of one model.
@@ -45,6 +43,8 @@ class Cuts:
         for task in tasks:
             if task.module.kind == "vector" and task.module.role.endswith("_cache"):
                 cut = replicated(1, self.tp)
+            elif task.module.kind == "other":  # any rows will do to pass it on
+                cut = self._rows(task)
             elif task.parameter == "bias":  # a column-parallel bias is cut like its weight's rows, another stays whole
                 cut = weights[task.path]
                 cut = cut if cut.dim == 0 else replicated(task.info.shape[0], self.tp)
@@ -56,9 +56,14 @@ class Cuts:
             found.append(replace(task, cut=cut))
         return found
 
+    def _rows(self, task: TensorTask) -> Cut:
+        if len(task.info.shape) < 2:
+            return replicated(task.rows[1], self.tp)
+        return cut_along(0, block_cut(task.info.shape[0], 1, self.tp))
+
     def _cut(self, task: TensorTask, tasks: Iterable[TensorTask], units: dict[str, int]) -> Cut:
         module, shape, number_format = task.module, task.info.shape, task.number_format
-        dim, kept = _DIMS[module.partition], task.alignment
+        dim, kept = module.cut_dim, task.alignment
         if self.rows is not None and module.kind == "linear":
             return cut_along(0, block_cut(shape[0], math.lcm(kept[0], self.rows), self.tp))
         if dim is None:
@@ -92,7 +97,7 @@ class Cuts:
             module = task.module
             if module.kind != "linear" or module.axis is None or task.number_format is None:
                 continue
-            other, dim = self.dims.axis(module.axis), _DIMS[module.partition]
+            other, dim = self.dims.axis(module.axis), module.cut_dim
             if dim is None or task.parameter != "weight":
                 continue
             if module.axis == axis or (own.heads and other.heads == own.heads and module.axis != "kv_heads"):

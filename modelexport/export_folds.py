@@ -2,7 +2,8 @@
 
 Whatever is stored in the model's own dtype decides which scales there can be: a norm's weight is divided and rounded,
 and what it was divided by after rounding is what its readers are multiplied by; a router, or any linear that is not
-quantised, takes powers of two, and so does a source that has a bias or is not quantised itself.
+quantised, takes powers of two, and so does a source that has a bias or is not quantised itself. Some models multiply
+by 1 + a norm's weight: then that sum is divided, and what is stored rounded.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ class LayerFold:
         rows: of the source's whole weight, that give its features; None for a norm.
         source: the source, where that is a linear.
         dtype: that a norm is stored in.
+        offset: what is added to a norm's weight before anything is multiplied by it.
     """
 
     fold: Fold
     rows: Range | None
     source: Linear | None
     dtype: torch.dtype
+    offset: float = 0.0
 
 
 def folds_of_layer(
@@ -60,7 +63,7 @@ def folds_of_layer(
         name, rows, features = prefix + source[0], None, dimensions.weight_shape(source[1])[0]
         own = linears.get(name)
         if source[1].kind == "norm":
-            weight, exact = tensors[f"{name}.weight"], False
+            weight, exact = tensors[f"{name}.weight"], f"{name}.bias" in tensors
         else:
             assert own is not None, f"{name} is folded from, but was not given"
             rows = _rows_of_part(source[1], dimensions, part)
@@ -73,7 +76,7 @@ def folds_of_layer(
         exact = exact or not all(_is_quantised(linear) for linear in reading)
         columns = _columns(source[1], part, readers[0][1], dimensions)
         fold = Fold(name, weight, reading, columns, exact, features)
-        found.append(LayerFold(fold, rows, own, dtype_of(f"{name}.weight")))
+        found.append(LayerFold(fold, rows, own, dtype_of(f"{name}.weight"), family.norm_offset))
     return found
 
 
@@ -99,6 +102,8 @@ def apply_fold(tensors: Mapping[str, Tensor], shares: Mapping[str, Share], fold:
     weight = tensors[f"{name}.weight"]
     if fold.rows is None:
         scale = _divide_norm(weight, fold, scale)
+        if f"{name}.bias" in tensors:
+            tensors[f"{name}.bias"].div_(scale.to(weight.device))
     else:
         held = _held(shares.get(name, WHOLE), 0, weight.shape[0])
         divisor = _for_rows(held, fold.rows, scale).to(weight.device)
@@ -172,12 +177,14 @@ def _divide_norm(weight: Tensor, fold: LayerFold, scale: Tensor) -> Tensor:
     1 where nothing can be: at a weight of 0, and where a quotient leaves the dtype's range.
     """
     scale = scale.to(weight.device)
-    divided = (weight / scale).to(fold.dtype).float()
-    found = weight / divided
+    factor = weight + fold.offset
+    stored = (factor / scale - fold.offset).to(fold.dtype).float()
+    divided = stored + fold.offset
+    found = factor / divided
     usable = torch.isfinite(found) & torch.isfinite(divided) & (divided != 0) & (found > 0)
     if fold.fold.exact:
         usable &= found == scale
-    weight.copy_(torch.where(usable, divided, weight))
+    weight.copy_(torch.where(usable, stored, weight))
     return torch.where(usable, found, torch.ones_like(found))
 
 

@@ -6,7 +6,7 @@ states are the same to the bit (see :mod:`~modelexport.quantization.calibration_
 
 A rank holds whole groups of the heads that share keys and values, or some heads of one group: transformers' modules
 know no other. Ranks beyond the number of tiles have no part in a module; they build it with one head or feature, and
-what that gives is not looked at.
+what that gives is not looked at. An attention whose queries go through a norm all together is whole on every rank.
 """
 
 from __future__ import annotations
@@ -57,28 +57,37 @@ def forward_cut(family: Family, dimensions: Dimensions, rank: int, world: int) -
     Raises:
         PlanError: the family cuts along an axis that this does not know to cut.
     """
+    if family.dimensions is not None:  # what a derived family's layers compute is not known: each rank does all of it
+        return ForwardCut()
     queries, kv = _heads(dimensions.heads, dimensions.kv_heads, rank, world)
-    config = {
+    counts = {
         "num_attention_heads": queries.span[1] - queries.span[0],
         "num_key_value_heads": kv.span[1] - kv.span[0],
     }
+    used = {axis for module in family.layer for _, axis in module.axes}
+    latent = "kv_heads" not in used and not any(axis.of == "heads" for axis in family.axes.values())
+    together = any(
+        module.kind == "norm" and dimensions.axis_heads(axis) for module in family.layer for _, axis in module.axes
+    )
+    # Where heads are fused one by one, modules take their number from the width of what they are given.
+    config = dict(counts) if not together and (latent or "kv_heads" in used) else {}
     axes: dict[str, _Held] = {}
     shares: dict[str, Share] = {}
-    latent = True
     for module in family.layer:
-        if module.kind != "linear" or module.partition == "replicated":
+        if module.partition == "replicated" or module.kind not in ("linear", "vector"):
             continue
         if not all(dimensions.axis_size(axis) for _, axis in module.axes):
             continue  # this model lacks it
+        if together and any(dimensions.axis_heads(axis) for _, axis in module.axes):
+            continue
         parts, start = [], 0
         for _, axis in module.axes:
-            latent = latent and axis != "kv_heads"
             if axis not in axes:
                 axes[axis] = _held(family, dimensions, axis, (queries, kv), config, (rank, world))
             parts.append((start, axes[axis]))
             start += dimensions.axis_size(axis)
         shares[module.general_path] = _share(module, parts)
-    if latent:
+    if latent or together:
         return ForwardCut(config, shares)
     config["head_dim"] = dimensions.head_dim
     return ForwardCut(config, shares, (kv.span if kv.tiles else (0, 0)))
@@ -140,9 +149,9 @@ def _held(
     unit = dimensions.axis_unit(axis)
     if axis in ("heads", "kv_heads"):
         return attention[axis == "kv_heads"].times(unit)
-    declared = family.axes.get(axis)
-    if declared is not None and declared.heads:
+    if dimensions.axis_heads(axis):
         return attention[0].times(unit)
+    declared = family.axes.get(axis)
     keys = ("intermediate_size",) if axis == "intermediate" else declared.features if declared is not None else ()
     if len(keys) != 1:
         raise PlanError(

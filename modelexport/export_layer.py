@@ -95,7 +95,8 @@ class CalibratedLayer:
             if task.cached is None
         }
         self.tasks = {name: step.tasks[number] for name, number in self.numbers.items()}
-        self.shares = {name: filled.share(name) for name in filled.linears}
+        modules = {name.rpartition(".")[0] for name in self.tasks}
+        self.shares = {name: filled.share(name) for name in modules}
         self.rows = to_rows(self.tasks, filled.tensors, self.share)
         self.linears = self._linears(rank)
         self.clips: dict[str, Tensor] = {}
@@ -234,7 +235,8 @@ class CalibratedLayer:
             # What is known of inputs was divided, as far as that goes; what the cache is given was not.
             self.seen = frozenset() if self.job.plan.kv_cache else self.seen - {"histogram", "hessian"}
             if fold.rows is None:
-                changed[fold.fold.source + ".weight"] = None
+                own = (f"{fold.fold.source}.{parameter}" for parameter in ("weight", "bias"))
+                changed.update(dict.fromkeys(name for name in own if name in self.tasks))
             else:
                 changed[fold.fold.source] = None
             changed.update(dict.fromkeys(linear.name for linear in fold.fold.linears))

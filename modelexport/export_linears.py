@@ -37,8 +37,9 @@ class SourceLinears:
         self.infos = infos
         self.config = checkpoint.config or {}
         self.quantization = read_quantization_config(checkpoint.config)
-        if self.quantization is not None:
-            of_method(self.quantization.method)  # raises where it is not known
+        method = None if self.quantization is None else of_method(self.quantization.method)  # raises where unknown
+        if why := getattr(method, "NO_SOURCE", ""):
+            raise PlanError(f"{checkpoint.directory}: {why}")
 
     @property
     def has_kv_scales(self) -> bool:
@@ -164,9 +165,7 @@ def cache_tasks(family: Family, method: Method, layer: str, sources: SourceLinea
         CheckpointError: what the source has is not one number.
         PlanError: the method or the family has no place for them.
     """
-    attention = next(
-        (m.path.rpartition(".")[0] for m in family.layer if m.role.startswith("attention.") and m.kind == "linear"), ""
-    )
+    attention = family.attention
     if made and not method.KV_SCALES:
         raise PlanError(f"--kv-cache: quant_method '{method.METHOD}' has no place for its scales; --format hf has")
     if made and not attention:

@@ -88,7 +88,7 @@ class _Planner:
     ) -> None:
         self.checkpoint = checkpoint
         self.infos = dict(checkpoint.infos)
-        self.config = checkpoint.config or {}
+        self.config = family.complete(checkpoint.config or {})
         self.directory = checkpoint.directory
         self.family = family
         self.dims = dimensions
@@ -116,8 +116,7 @@ class _Planner:
         self._drop_buffers()
         tied = self._drop_tied_head()
         steps: list[Step] = []
-        for module in self.family.before:
-            steps += self._single(module)
+        steps += self._outside(self.family.before)
         for i in range(self.dims.layers):
             layer = self.family.layer_prefix.format(i=i)
             modules = self.family.modules_of_layer(self.dims, i)
@@ -125,8 +124,7 @@ class _Planner:
             tasks += self._cache(layer, kv_cache)
             self._check_fused(layer, tasks)
             steps.append(Step(layer, layer, i, tuple(self.cuts.layer(tasks))))
-        for module in self.family.after:
-            steps += self._single(module)
+        steps += self._outside(self.family.after)
         self.problems[:0] = [f"{name} is missing{nearest_hint(name, self.infos)}" for name in self.missing]
         if self.infos:
             names = sorted(self.infos)
@@ -189,16 +187,23 @@ class _Planner:
         self.left_out[head] = f"tied to {embedding}, written once"
         return self.infos.pop(head), self.infos[embedding]
 
-    def _single(self, module: Module) -> list[Step]:
+    def _outside(self, modules: Sequence[Module]) -> list[Step]:
+        """Steps of the modules outside the decoder layers, one for all that have the same name."""
+        groups: dict[str, list[Module]] = {}
+        for module in modules:
+            groups.setdefault(module.path, []).append(module)
+        return [step for path, own in groups.items() for step in self._single(path, own)]
+
+    def _single(self, path: str, modules: Sequence[Module]) -> list[Step]:
         """Steps of a module outside the decoder layers, in slabs of rows if it is large."""
-        tasks = self.cuts.layer(self._module_tasks(module.path, "", module))
+        tasks = self.cuts.layer([task for module in modules for task in self._module_tasks(path, "", module)])
         if not tasks:
             return []
         weight = tasks[0].info
+        if len(tasks) > 1 or weight.nbytes <= SLAB_BYTES:
+            return [Step(path, path, None, tuple(tasks))]
         row_bytes = max(1, weight.nbytes // max(1, weight.shape[0]))
         rows_per_slab = max(1, SLAB_BYTES // row_bytes)
-        if len(tasks) > 1 or weight.nbytes <= SLAB_BYTES:
-            return [Step(module.path, module.path, None, tuple(tasks))]
         steps = []
         for start in range(0, weight.shape[0], rows_per_slab):
             rows = (start, min(start + rows_per_slab, weight.shape[0]))
@@ -206,20 +211,20 @@ class _Planner:
             # The owned ranges tile the slab, not the tensor.
             task = TensorTask(
                 weight,
-                module,
+                tasks[0].module,
                 "",
-                "weight",
+                tasks[0].parameter,
                 rows,
                 Cut(0, held, held),
                 tasks[0].number_format,
                 tasks[0].outputs,
             )
-            steps.append(Step(f"{module.path}[{rows[0]}:{rows[1]}]", module.path, None, (task,)))
+            steps.append(Step(f"{path}[{rows[0]}:{rows[1]}]", path, None, (task,)))
         return steps
 
     def _module_tasks(self, layer: str, path: str, module: Module) -> list[TensorTask]:
         name = full_name(layer, path)
-        if module.kind == "linear":
+        if module.kind == "linear" and not module.why:
             self.linears.append(name)
         if module.kind == "head" and self.dims.tied_embeddings:
             own = [tensor for tensor in self.infos if tensor.startswith(f"{name}.")]
@@ -234,11 +239,13 @@ class _Planner:
         except CheckpointError as error:
             self.problems.append(str(error))
             return []
-        weight = self.infos.pop(f"{name}.{module.parameter}", None) if stored is None else stored.weight
+        tensor = full_name(name, module.parameter)
+        weight = self.infos.pop(tensor, None) if stored is None else stored.weight
         if weight is None:
-            self.missing.append(f"{name}.{module.parameter}")
+            self.missing.append(tensor)
             return []
-        bias = self.infos.pop(f"{name}.bias", None)  # also of what is refused: it is no stranger
+        # Also of what is refused: it is no stranger.
+        bias = self.infos.pop(f"{name}.bias", None) if module.kind != "other" else None
         linear = None if stored is None else stored.linear
         number_format = self._number_format(name, module, weight, linear)
         if not self._shape_is_right(weight, module, number_format, linear):
@@ -251,7 +258,7 @@ class _Planner:
                 module,
                 path,
                 module.parameter,
-                (0, weight.shape[0]),
+                (0, _rows(weight)),
                 UNCUT,
                 number_format,
                 outputs,
@@ -279,7 +286,7 @@ class _Planner:
                     f"({found.name} is what its weights are): --quant none writes it unquantised",
                     {},
                 )[f"*.{module.general_path}"] = None
-        elif self.assignment is not None and module.kind == "linear":
+        elif self.assignment is not None and module.kind == "linear" and not module.why:
             found = self.assignment.of(name)
             if found is not None and not found.quantised:
                 found = None
@@ -289,11 +296,13 @@ class _Planner:
                     "it unquantised, modelexport convert keeps its numbers in another --format",
                     {},
                 )[f"*.{module.general_path}"] = None
-        if found is None and module.kind not in ("norm", "vector"):
+        if found is None and (module.why or module.kind not in ("norm", "vector", "other")):
             self.unquantised[name] = self._why_unquantised(name, module)
         return found
 
     def _why_unquantised(self, name: str, module: Module) -> str:
+        if module.why:
+            return module.why
         if module.kind == "linear":
             if self.assignment is None:
                 return "not quantised in the source"
@@ -361,6 +370,11 @@ class _Planner:
             nbytes = tensor_nbytes(info.dtype, info.shape)
             return (OutputTensor(name, info.dtype, info.shape, axes, nbytes),)
         return linear_outputs(self.method, number_format, (info.shape[0], info.shape[1]), info.dtype)
+
+
+def _rows(info: TensorInfo) -> int:
+    """Elements along dim 0; 1 of a single number."""
+    return info.shape[0] if info.shape else 1
 
 
 def _numbers(number_format: NumberFormat | None) -> NumberFormat | None:

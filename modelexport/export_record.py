@@ -59,11 +59,13 @@ def make_record(
             "kv_cache": recipe.kv_cache,
             "format": recipe.format,
             "max_shard_bytes": recipe.max_shard_bytes,
+            **target_of(recipe.target_tp, recipe.target_pp, recipe.target_ep),
         },
         "calibration": _calibration(recipe, seen),
         "changed": changed,
         "output_error": errors,
         "tensor_parallel_sizes": plan.admissible_tp(),
+        "notes": list(plan.family.notes),
         "unquantised": plan.unquantised,
         "left_out": {**plan.left_out, **side.left_out},
         "file_sha256": {n: hashlib.sha256(path.read_bytes()).hexdigest() for n, path in sorted(files.items())},
@@ -71,6 +73,11 @@ def make_record(
         "sqnr_db": {n: c["sqnr_db"] for n, c in sorted(checks.items()) if c["sqnr_db"] is not None},
         "sha256": {t: h for _, check in sorted(checks.items()) for t, h in check["sha256"].items()},
     }
+
+
+def target_of(tp: int, pp: int, ep: int) -> dict[str, int]:
+    """The settings of a recipe that say for which parallelism it is written; none for a whole checkpoint."""
+    return {f"target_{axis}": size for axis, size in (("tp", tp), ("pp", pp), ("ep", ep)) if size != 1}
 
 
 def _calibration(recipe: ExportRecipe, seen: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -156,6 +163,7 @@ class ExportResult:
         source_bytes, output_bytes: of the weights.
         peak_rank_bytes: estimate of the largest rank's buffers, beyond what importing torch takes.
         tensor_parallel_sizes: at which an engine can load the result.
+        notes: what to know of how the model's family is exported.
         seconds: wall time of the export, 0 for a dry run.
         evaluation: perplexity and a sentence before and after; of the demo model only.
         cuts: which part of each kind of module the ranks read.
@@ -165,6 +173,7 @@ class ExportResult:
         calibration: the text that static scales were made with; None where there are none.
         calibrated_bytes: what calibration holds of a model, beside ``peak_rank_bytes``: the largest layer in float32
             (all ranks together), and the samples' hidden states (each rank); None where nothing is calibrated.
+        pushed: the address of the hub's repository that it was uploaded to; None where it was not.
         target: lines that say which rank of the written checkpoint holds what; empty where it is whole.
     """
 
@@ -178,6 +187,7 @@ class ExportResult:
     files: list[str]
     peak_rank_bytes: int
     tensor_parallel_sizes: list[int]
+    notes: list[str] = field(default_factory=list)
     unquantised: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
@@ -189,6 +199,7 @@ class ExportResult:
     warnings: list[str] = field(default_factory=list)
     calibration: dict[str, Any] | None = None
     calibrated_bytes: tuple[int, int] | None = None
+    pushed: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         """JSON-able form, for ``--json``."""
@@ -238,6 +249,7 @@ class ExportResult:
             files=[file.name for file in target.layout.files],
             peak_rank_bytes=plan.peak_rank_bytes(),
             tensor_parallel_sizes=plan.admissible_tp(),
+            notes=list(plan.family.notes),
             unquantised=plan.unquantised,
             left_out=record["left_out"],
             seconds=seconds,

@@ -70,6 +70,7 @@ class RotatedReader:
         self._source = source
         self._reader = Reader(source)
         self._rotation = Rotation(options or Options(), Ranks())
+        self._offset = family_of(source.config or {}).norm_offset
         self._norms: dict[str, Tensor] = {}
         self._balances: dict[Balance, Tensor] = {}
         self._linears = _linear_weights(source) if quantised is None else {f"{name}.weight" for name in quantised}
@@ -110,7 +111,7 @@ class RotatedReader:
         elif tuple(out.shape) != shape or not out.is_floating_point():
             raise ValueError(f"tensor {info.name!r}: the rectangle is {list(shape)}, out is {list(out.shape)}")
         if change.ones:
-            return out.fill_(1)
+            return out.fill_(1 - self._offset)
         matrix = out if len(shape) == 2 else out.unsqueeze(1)
         read = functools.partial(self._original, self._source.infos[change.source])
         cols_asked = asked[1] if len(asked) == 2 else (0, 1)
@@ -124,7 +125,7 @@ class RotatedReader:
 
     def _norm(self, name: str) -> Tensor:
         if name not in self._norms:
-            self._norms[name] = self._reader.read(self._source.infos[name]).float()
+            self._norms[name] = self._reader.read(self._source.infos[name]).float() + self._offset
         return self._norms[name]
 
     def _factors(self, change: Change) -> Factors:
@@ -202,6 +203,8 @@ class _Table:
             PlanError: one is otherwise.
         """
         name = self.family.name
+        if self.family.norms_centre:
+            raise PlanError(f"rotation: norms of {name} models take the mean away, which no rotation keeps: {_INSTEAD}")
         inside = {module.role for module in self.family.layer if module.role in self.norms}
         if idle := sorted(inside - set(self.feeds.values())):
             raise PlanError(
@@ -215,6 +218,8 @@ class _Table:
             if module.kind in _READERS and _reads(module) != (module.role in self.feeds):
                 state = "no norm feeds it" if _reads(module) else "a norm feeds it, but it does not read all features"
                 raise PlanError(f"rotation: {module.path} of {name} models: {state}: {_INSTEAD}")
+            if module.kind == "other":
+                raise PlanError(f"rotation: {module.path} of {name} models stays as it is: {_INSTEAD}")
             if module.kind == "vector" and not module.axes:
                 raise PlanError(f"rotation: {module.path} of {name} models scales single features: {_INSTEAD}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -201,11 +202,11 @@ class ExportPlan:
         """Tensor-parallel sizes at which an engine can load the result (vocabulary padded by the engine)."""
         limits, kv_units = set(), set()
         for task in self._weights():
-            dim = {"column": 0, "row": 1, "replicated": None}[task.module.partition]
+            dim = task.module.cut_dim
             if task.module.kind != "linear" or dim is None:
                 continue
             for _, axis in task.module.axes:
-                if axis == "kv_heads":
+                if self.dimensions.axis(axis).shared:
                     kv_units.add(task.alignment[dim])
                     continue
                 unit = math.lcm(self.dimensions.axis_unit(axis), task.alignment[dim])
@@ -217,21 +218,23 @@ class ExportPlan:
 
         A head is among them unless the source has quantised it.
         """
-        heads = [module.path for module in self.family.after if module.kind == "head"]
         quantised = self.formats()
-        heads = [path for path in heads if path not in quantised]
-        kept = (
-            full_name(step.layer, task.path)
-            for step in self.steps
-            for task in step.tasks
-            if task.parameter == "weight"
-            and (task.module.kind == "router" or (task.module.kind == "linear" and task.number_format is None))
-        )
-        return list(dict.fromkeys((*heads, *kept)))
+        heads = [m for m in self.family.after if m.kind == "head" and m.path not in quantised]
+        names = [name for head in heads for name in (head.path, head.in_memory) if name]
+        for step in self.steps:
+            for task in step.tasks:
+                kept = task.module.kind == "linear" and task.number_format is None
+                if task.module.stacked and task.module.why:  # engines that take it apart must not quantise its parts
+                    names.append(rf"re:{re.escape(full_name(step.layer, task.path))}\..*")
+                if task.parameter == "weight" and (kept or task.module.kind == "router"):
+                    names.append(full_name(step.layer, task.path))
+                    if task.module.in_memory:
+                        names.append(task.module.in_memory.replace("{i}", str(step.index)))
+        return list(dict.fromkeys(names))
 
     def general_path(self, step: Step, task: TensorTask) -> str:
         """The name under which a task's module is taken together with its like: of all layers, and all experts."""
-        return task.module.general_path if task.path else step.layer
+        return task.module.general_path if task.path else _NUMBER.sub("*", step.layer)
 
     def peak_rank_bytes(self) -> int:
         """Upper estimate of a rank's buffers: two steps' shards of the source and two of the output."""
@@ -262,12 +265,15 @@ class ExportPlan:
             yield from (task for task in step.tasks if task.parameter == "weight")
 
 
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
 def alignment(outputs: Iterable[OutputTensor]) -> tuple[int, int]:
     """Elements of a weight along dim 0 and dim 1 that all of these tensors keep together."""
     units = [1, 1]
     for output in outputs:
         for axis in output.axes:
-            if axis is not None:
+            if axis is not None and axis[0] < len(units):
                 units[axis[0]] = math.lcm(units[axis[0]], axis[1])
     return (units[0], units[1])
 

@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from modelexport import __version__
-from modelexport.checkpoints.hf import SideFiles, config_bytes
+from modelexport.checkpoints.card_metadata import read_card_metadata
+from modelexport.checkpoints.hf import CARD, RECORD, SOURCE_CARD, SideFiles, config_bytes
 from modelexport.checkpoints.safetensors_file import Checkpoint, Layout
 from modelexport.checkpoints.source import Source
 from modelexport.contents.opening import config_path
 from modelexport.contents.targets import TargetPlan
+from modelexport.errors import CheckpointError
 from modelexport.export_plan import ExportPlan
 from modelexport.export_record import make_record
 from modelexport.inspection.inspect import read_record
+from modelexport.inspection.model_card import model_card
 from modelexport.quantization.assignment import KEEP
 from modelexport.quantization.calibration_text import file_of
 from modelexport.quantization.methods import methods, of_method
@@ -52,10 +55,12 @@ def export_target(prepared: Prepared) -> Target:
 
     def record(side: SideFiles, beside: Mapping[str, Path], outcome: dict[str, Any]) -> dict[str, Any]:
         made = make_record(prepared.plan, recipe, prepared.source.label, side, beside, outcome)
-        return {**made, **_inherited(before, made)}
+        facts = {"model": _model_facts(prepared), "warnings": list(prepared.warnings)}
+        return {**made, **facts, **_inherited(before, made)}
 
     announced = announcement(prepared.plan)
     beside = {} if announced is None else announced.files
+    stale, renamed = cards(prepared.checkpoint.directory)
     files = TargetFiles(
         source=prepared.checkpoint,
         target=replace(prepared.target, side_files={**prepared.target.side_files, **beside}),
@@ -64,9 +69,48 @@ def export_target(prepared: Prepared) -> Target:
             prepared.checkpoint, recipe.config, None if announced is None else announced.config, replaced=True
         ),
         record=record,
-        stale=frozenset(name for method in methods().values() for name in method.SIDE_FILES),
+        stale=stale | {name for method in methods().values() for name in method.SIDE_FILES},
+        card=model_card,
+        renamed=renamed,
     )
     return Target(recipe.out, files, overwrite=recipe.overwrite, quiet=recipe.quiet)
+
+
+def cards(source: Path) -> tuple[frozenset[str], dict[str, str]]:
+    """What becomes of a source's README.md where ours takes its place.
+
+    Returns:
+        Files that stay behind, and those that come along under another name: a card that was made of the source's
+        record is made anew, any other one is kept beside ours.
+    """
+    try:
+        record = read_record(source)
+        own = record is not None and (source / CARD).read_text(encoding="utf-8") == model_card(record)
+    except (CheckpointError, OSError, UnicodeDecodeError):  # damaged, or gone: nobody can tell, so it is kept
+        own = False
+    return (frozenset({CARD}), {}) if own else (frozenset(), {CARD: SOURCE_CARD})
+
+
+def _model_facts(prepared: Prepared) -> dict[str, Any]:
+    """What is known of the model beside its numbers: what it is, where it came from, and under which licence."""
+    source, config = prepared.source, prepared.checkpoint.config or {}
+    said = read_card_metadata(source.directory)
+    declared = next(iter(said.pop("base_model", [])), None)
+    is_quantised_base = said.pop("base_model_relation", None) == "quantized" and prepared.recipe.quant == KEEP
+    base = source.hub_id
+    if declared is not None and (is_quantised_base or (base is None and (source.directory / RECORD).is_file())):
+        base = declared
+    architectures = config.get("architectures")
+    return {
+        "model_type": config.get("model_type"),
+        "architecture": architectures[0] if isinstance(architectures, list) and architectures else None,
+        "is_demo": source.is_demo,
+        "hub_id": source.hub_id,
+        "revision": prepared.recipe.revision,
+        "base_model": base,
+        "source_bytes": sum(step.source_bytes for step in prepared.plan.steps),
+        **said,
+    }
 
 
 def _inherited(before: Mapping[str, Any] | None, made: Mapping[str, Any]) -> dict[str, Any]:

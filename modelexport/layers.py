@@ -69,7 +69,7 @@ class ModuleConfig:
     """One module of a layer (a linear, norm, embedding or head) as one rank holds it.
 
     Attributes:
-        kind: ``linear``, ``norm``, ``embedding``, ``head``, ``router`` or ``vector``.
+        kind: ``linear``, ``norm``, ``embedding``, ``head``, ``router``, ``vector`` or ``other``.
         role: what it does, e.g. ``"attention.q"``.
         partition: ``column`` (cut along dim 0), ``row`` (dim 1) or ``replicated``.
         global_shape, local_shape: of its weight in elements, ``[out_features, in_features]`` for a linear;
@@ -80,7 +80,7 @@ class ModuleConfig:
             empty where another rank emits what this one holds.
     """
 
-    kind: Literal["linear", "norm", "embedding", "head", "router", "vector"]
+    kind: Literal["linear", "norm", "embedding", "head", "router", "vector", "other"]
     role: str
     partition: Literal["column", "row", "replicated"]
     global_shape: tuple[int, ...]

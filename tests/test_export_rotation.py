@@ -23,6 +23,7 @@ from modelexport.quantization.algorithms.base import Options
 from modelexport.sharding.plan import Parallelism
 from tests._hard_model import make_hard
 from tests._models import copy_checkpoint, headers_only, make_llama, quantised_headers
+from tests._tiny_models import tiny_checkpoint
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama with biases, 3 * 64": {"hidden": 192, "head_dim": 24, "attention_bias": True, "mlp_bias": True},
@@ -32,6 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"model_type": "deepseek_v3", "attention_bias": True, "mlp_bias": True},
     "deepseek_v2": {"model_type": "deepseek_v2", "query_rank": None},
 }
+TINY = ("gemma", "granite", "smollm3", "qwen3_moe")  # gemma: norms multiply by 1 + their weights
 
 
 def write_rotated(source: Path, target: Path, *, dtype: torch.dtype = torch.float32) -> Path:
@@ -66,9 +68,31 @@ def write_in_float32(source: Path, target: Path) -> Path:
     return target
 
 
-@pytest.mark.parametrize("name", ["demo", *MODELS])
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [
+        ("gemma2", "have a norm (attention.post_norm) whose weight goes into no linear"),
+        ("glm4", "have a norm (attention.post_norm) whose weight goes into no linear"),
+        ("olmo2", "have a norm (attention.post_norm) whose weight goes into no linear"),
+        ("cohere2", "norms of cohere2 models take the mean away"),
+        ("starcoder2", "norms of starcoder2 models take the mean away"),
+        ("gpt_neox", "norms of gpt_neox models take the mean away"),
+        ("gpt_oss", "have a norm (mlp.norm) whose weight goes into no linear"),
+    ],
+)
+def test_what_cannot_be_rotated_is_refused(model_type: str, why: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        rotation_changes(open_model(tiny_checkpoint(model_type)))
+    assert why in str(caught.value)
+    assert str(caught.value).endswith("leave rotation out of --algorithm")
+
+
+@pytest.mark.parametrize("name", ["demo", *MODELS, *TINY])
 def test_the_function_stays_the_same(name: str, tmp_path: Path) -> None:
-    saved = demo_model_path() if name == "demo" else make_llama(**MODELS[name])
+    if name in TINY:
+        saved = tiny_checkpoint(name)
+    else:
+        saved = demo_model_path() if name == "demo" else make_llama(**MODELS[name])
     source = write_in_float32(saved, tmp_path / "source")
     rotated = write_rotated(source, tmp_path / "rotated")
     before, after = logits(source), logits(rotated)

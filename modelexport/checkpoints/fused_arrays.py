@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from modelexport.checkpoints.arrays import Array, Share
 from modelexport.checkpoints.sharded_safetensors import widened
@@ -86,6 +86,20 @@ def check_roles(rules: Collection[TensorRule], format_name: str, slots: Mapping[
         raise PlanError(
             f"--format {format_name}: {len(unknown)} tensors have no place in what the engine reads ({roles}), "
             f"the first {unknown[0].name}; --format hf and --format dcp hold them"
+        )
+
+
+def check_type(config: Mapping[str, Any], format_name: str, known: Collection[str]) -> None:
+    """Refuse models whose names an engine has, but which it may compute as another model: Llama's names are widespread.
+
+    Raises:
+        PlanError: config.json's model_type is not one that was tried.
+    """
+    kind = config.get("model_type")
+    if kind not in known:
+        raise PlanError(
+            f"--format {format_name} is known to hold {', '.join(sorted(known))} models; that its engine computes a "
+            f"{kind} model was never tried: use --format hf or dcp"
         )
 
 

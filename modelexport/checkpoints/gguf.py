@@ -86,9 +86,10 @@ class _Target:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> _Target:
+        interleaved = architecture(config) == "llama"
         heads = int(config["num_attention_heads"])
         kv_heads = int(config.get("num_key_value_heads") or heads)
-        return cls(architecture(config) == "llama", {"attention.q": heads, "attention.k": kv_heads})
+        return cls(interleaved, {"attention.q": heads, "attention.k": kv_heads})
 
 
 def arrays(plan: ShardPlan, config: dict[str, Any]) -> list[Array]:

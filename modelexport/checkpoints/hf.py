@@ -10,14 +10,19 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from modelexport.errors import CheckpointError
 
 RECORD = "modelexport.json"
+CARD = "README.md"
+"""The model card: what the Hub shows, and takes a model's licence and base model from."""
+SOURCE_CARD = "README.source.md"
+"""What the source's own card is called beside ours."""
 _WEIGHTS = (
     ".safetensors",
     ".bin",
@@ -63,7 +68,11 @@ def config_bytes(content: bytes, quantization: dict[str, Any] | None, *, replace
 
 
 def copy_side_files(
-    source: Path, target: Path, weights: Collection[Path] = (), not_the_models: Collection[str] = ()
+    source: Path,
+    target: Path,
+    weights: Collection[Path] = (),
+    not_the_models: Collection[str] = (),
+    renamed: Mapping[str, str] = MappingProxyType({}),
 ) -> SideFiles:
     """Copy everything of the checkpoint that is neither weights nor rewritten: tokenizer, templates, licence.
 
@@ -73,17 +82,23 @@ def copy_side_files(
     Args:
         weights: the files that the checkpoint's tensors were read from; other safetensors files are noted.
         not_the_models: names of files that belong to the source's format alone.
+        renamed: name -> what it is called in the target; a file that has this name already stays behind.
 
     Raises:
         CheckpointError: a file or a directory cannot be read.
     """
     side = SideFiles()
+    taken = {new: old for old, new in renamed.items() if (source / old).is_file()}
     for path in sorted(_files_below(source, side)):
         name = path.relative_to(source)
         if path.name in _NOT_A_MODELS or str(name) in _REWRITTEN or str(name) in not_the_models:
             continue
         if path in weights or path.name.endswith(".index.json"):
             continue
+        if str(name) in taken:
+            side.left_out[str(name)] = f"another file has its name here: the source's {taken[str(name)]}"
+            continue
+        name = Path(renamed.get(str(name), name))
         if path.suffix in _WEIGHTS:
             other = (
                 "weights that the checkpoint does not use"

@@ -23,6 +23,7 @@ from modelexport.checkpoints import dcp_container as container
 from modelexport.checkpoints.arrays import Array, Share
 from modelexport.checkpoints.dcp_container import Option, Spelling
 from modelexport.checkpoints.dcp_metadata import METADATA_NAME, listed, metadata_bytes, read_metadata
+from modelexport.checkpoints.fused_arrays import check_type
 from modelexport.checkpoints.fused_rows import Heads, Span, heads_of, row_spans
 from modelexport.checkpoints.safetensors_file import Checkpoint, Layout
 from modelexport.checkpoints.torch_zip import object_archive
@@ -32,6 +33,8 @@ from modelexport.sharding.rules import TensorRule
 from modelexport.sharding.shard_plan import ShardPlan
 
 NAME = "megatron"
+HOLDS_QUANTISED = False
+_TYPES = frozenset({"llama", "mistral", "mixtral", "phi3", "qwen2"})
 SIDE_FILES = (".metadata", "metadata.json", "common.pt")
 BACKEND = "torch_dist"
 VOCABULARY_UNIT = 128
@@ -205,6 +208,7 @@ def _check(config: Mapping[str, Any], rules: Sequence[TensorRule], kept: Mapping
                 problems.append(f"{rule.name} is {rule.dtype}, other tensors of Megatron's {spelling.key} are {first}")
     if problems:
         raise PlanError(f"--format megatron cannot hold this model, hf and dcp can:\n  {listed(problems)}")
+    check_type(config, NAME, _TYPES)
 
 
 def _within(share: Share, box: Box) -> Share | None:

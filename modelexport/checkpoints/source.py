@@ -26,11 +26,16 @@ _NOT_NEEDED = [
 
 @dataclass(frozen=True)
 class Source:
-    """A model on this machine's disk; ``label`` names it in records: a hub id or a directory's name."""
+    """A model on this machine's disk; ``label`` names it in records: a hub id or a directory's name.
+
+    Attributes:
+        hub_id: where it came from the hub.
+    """
 
     directory: Path
     label: str
     is_demo: bool = False
+    hub_id: str | None = None
 
 
 def resolve_source(model: str | None, revision: str | None = None) -> Source:
@@ -53,7 +58,7 @@ def resolve_source(model: str | None, revision: str | None = None) -> Source:
         raise UsageError(f"--model {model} is a file; give the directory that holds it: --model {path.parent}")
     if not _HUB_ID.fullmatch(model):
         raise UsageError(f"--model {model}: no such directory (a hub id looks like ORGANISATION/NAME)")
-    return Source(_download(model, revision), model)
+    return Source(_download(model, revision), model, hub_id=model)
 
 
 def _download(model: str, revision: str | None) -> Path:

@@ -26,7 +26,7 @@ from typing import Any
 
 from modelexport.checkpoints.arrays import Array
 from modelexport.checkpoints.engine_reading import Rules, open_arrays
-from modelexport.checkpoints.fused_arrays import Engine, Slot, check_plain, rank_arrays
+from modelexport.checkpoints.fused_arrays import Engine, Slot, check_plain, check_type, rank_arrays
 from modelexport.checkpoints.safetensors_header import Header, TensorInfo, read_header
 from modelexport.checkpoints.safetensors_layout import DEFAULT_MAX_SHARD_BYTES, Layout
 from modelexport.checkpoints.safetensors_reader import Checkpoint, read_json
@@ -37,8 +37,10 @@ from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.shard_plan import ShardPlan
 
 NAME = "vllm-sharded"
+HOLDS_QUANTISED = False
 SIDE_FILES = ()
 VOCABULARY_UNIT = 64
+_TYPES = frozenset({"llama", "mistral", "mixtral", "phi3", "qwen2"})
 _FILE = re.compile(r"model-rank-(\d{1,6})-part-(\d{1,6})\.safetensors")
 _LAYER = "model.layers.{layer}."
 _SCALES = ("k", "v", "q", "prob")
@@ -82,6 +84,7 @@ def arrays(plan: ShardPlan, config: dict[str, Any]) -> list[Array]:
         "vLLM stores what its kernels have made of them, which depends on the device. Write --format hf and let vLLM "
         f"cut it: --tensor-parallel-size {grid.tp}",
     )
+    check_type(config, NAME, _TYPES)
     problems = []
     if grid.pp > 1:
         problems.append(f"pp is {grid.pp}, and vLLM loads sharded state without pipeline stages; use --pp 1")

@@ -7,7 +7,7 @@ What is not in the table is not known to fail, which is less than known to load.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from modelexport.sharding.plan import admissible_tp
 
@@ -61,6 +61,7 @@ class Refusal:
         experts: only linears that are experts (True), or only those that are not.
         roles: only these.
         partition: only linears that are cut so.
+        models: only models of these types.
         groups: only these group sizes.
         groups_but: only other group sizes than these.
         units: only shapes that are no multiple of this, ``(out, in)``, on one rank.
@@ -74,14 +75,16 @@ class Refusal:
     experts: bool | None = None
     roles: tuple[str, ...] = ()
     partition: str | None = None
+    models: tuple[str, ...] = ()
     groups: tuple[int, ...] = ()
     groups_but: tuple[int, ...] = ()
     units: tuple[int, int] | None = None
 
-    def means(self, linear: Linear, tp: int) -> bool:
-        """Whether the row is about that linear, on ``tp`` ranks."""
+    def means(self, linear: Linear, tp: int, model: str) -> bool:
+        """Whether the row is about that linear, of a model of that type, on ``tp`` ranks."""
         return (
-            (not self.number_formats or linear.number_format in self.number_formats)
+            (not self.models or model in self.models)
+            and (not self.number_formats or linear.number_format in self.number_formats)
             and (self.experts is None or linear.is_expert is self.experts)
             and (not self.roles or linear.role in self.roles)
             and (self.partition is None or linear.partition == self.partition)
@@ -99,6 +102,15 @@ REFUSALS: tuple[Refusal, ...] = (
     # auto_gptq.py: TYPE_MAP has (4, True) and (8, True) alone. Run: the configuration is refused as it is read.
     Refusal(VLLM, ("gptq",), ("int4-asym",), "it reads symmetric gptq only", "--format awq or hf"),
     Refusal(VLLM, ("gptq",), ("int8-wo-asym",), "it reads symmetric gptq only", "--quant int8-wo"),
+    # gpt_oss.py looks for quantised experts in a quantised model. Run: KeyError 'layers.0.mlp.experts.w2_bias'.
+    Refusal(
+        VLLM,
+        _HF,
+        (),
+        "it does not load bfloat16 experts beside quantised attention",
+        "--quant none",
+        models=("gpt_oss",),
+    ),
     # auto_awq.py: in_features of a rank // in_features groups, which is none. Run: tp 2 fails, groups of 32 load.
     Refusal(
         VLLM,
@@ -273,33 +285,41 @@ def loadable_tp(
     """Tensor-parallel sizes at which an engine can load a checkpoint; one rank can always, since nothing is cut.
 
     Args:
-        limits: for each dimension that an engine cuts, its size and the unit that must stay whole.
+        limits: for each dimension that an engine cuts, its size and the unit that must stay whole; none: of what is
+            not known how it is cut, one rank is all that can be promised.
         kv_heads, head_dim: key/value heads, of which a rank holds at least one, and the rows of each.
         kv_units: rows of key and value projections that must stay whole.
     """
-    units = set(kv_units)
+    units, limits = set(kv_units), sorted(set(limits))
+    if not limits:
+        return [1]
     cut = [
         tp
-        for tp in admissible_tp(sorted(set(limits)), kv_heads)
+        for tp in admissible_tp(limits, kv_heads)
         if tp > 1 and all(max(1, kv_heads // tp) * head_dim % unit == 0 for unit in units)
     ]
     return [1, *cut]
 
 
-def warnings(format_name: str, linears: Iterable[Linear], *, tp: int = 1) -> list[str]:
+def warnings(format_name: str, linears: Iterable[Linear], *, tp: int = 1, model: str = "") -> list[str]:
     """What engines are known to refuse of these linears: one line for each row of the table that means any.
 
     Args:
         format_name: as ``--format`` spells it.
         linears: those that will be written; the ones that are kept (``number_format`` ``"none"``) may be among them.
         tp: the tensor-parallel size that the checkpoint is meant for, 1 where that is open.
+        model: config.json's model_type.
     """
-    quantised = [linear for linear in linears if linear.number_format != "none"]
+    alike: dict[Linear, Linear] = {}  # whatever their names: a line tells how many kinds there are
+    for linear in linears:
+        if linear.number_format != "none":
+            alike.setdefault(replace(linear, name=""), linear)
+    quantised = list(alike.values())
     lines = []
     for refusal in REFUSALS:
         if format_name not in refusal.formats:
             continue
-        meant = [linear for linear in quantised if refusal.means(linear, tp)]
+        meant = [linear for linear in quantised if refusal.means(linear, tp, model)]
         if meant:
             lines.append(_line(refusal, format_name, meant, len(quantised)))
     return lines
@@ -310,6 +330,6 @@ def _line(refusal: Refusal, format_name: str, meant: list[Linear], of: int) -> s
     where = ""
     if len(meant) < of:
         first = meant[0]
-        others = f" and {len(meant) - 1} more" if len(meant) > 1 else ""
+        others = f" and {len(meant) - 1} more of another kind" if len(meant) > 1 else ""
         where = f" ({first.name}, {first.shape[0]} x {first.shape[1]}{others})"
     return f"{refusal.engine} and {names} as {format_name}{where}: {refusal.why}; use {refusal.instead}"

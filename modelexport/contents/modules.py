@@ -6,7 +6,7 @@ Works on headers, for checkpoints of any maker: nothing is read and torch is not
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -109,7 +109,7 @@ def read_modules(
     """Every module of a checkpoint, in the order of its tensors."""
     grouped: dict[str, dict[str, TensorInfo]] = {}
     for name, info in checkpoint.infos.items():
-        module, suffix = _split(name)
+        module, suffix = _split(name, checkpoint.infos)
         grouped.setdefault(module, {})[suffix] = info
     modules = []
     for name, tensors in grouped.items():
@@ -270,7 +270,7 @@ def _needs_scale(info: TensorInfo) -> bool:
     return info.dtype in ("I8", "U8", "I32", "F8_E4M3", "F8_E5M2", "F4") and len(info.shape) >= 2
 
 
-def _split(name: str) -> tuple[str, str]:
+def _split(name: str, names: Collection[str]) -> tuple[str, str]:
     """A tensor's module and its name within it."""
     module, _, suffix = name.rpartition(".")
     if module.endswith(".weight") and suffix.startswith(_BITSANDBYTES):
@@ -278,8 +278,9 @@ def _split(name: str) -> tuple[str, str]:
     if module.endswith(".weight.quant_state"):
         return module.removesuffix(".weight.quant_state"), f"quant_state.{suffix}"
     for ending in ("blocks", "scales", "bias"):  # gpt-oss: experts.gate_up_proj_blocks
-        if module.endswith(".experts") and suffix.endswith(f"_{ending}"):
-            return f"{module}.{suffix.removesuffix(f'_{ending}')}", ending
+        own = suffix.removesuffix(f"_{ending}")
+        if module.endswith(".experts") and own != suffix and f"{module}.{own}_blocks" in names:
+            return f"{module}.{own}", ending
     return module, suffix
 
 

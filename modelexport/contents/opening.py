@@ -11,6 +11,7 @@ from modelexport.checkpoints.safetensors_file import Checkpoint, open_checkpoint
 from modelexport.contents.formats import formats
 from modelexport.contents.rules import expected_rules
 from modelexport.errors import CheckpointError
+from modelexport.families import declared_family
 from modelexport.quantization.methods import QUANTIZATION_KEYS, methods
 
 
@@ -36,7 +37,19 @@ def open_model(directory: str | os.PathLike[str], config: str | os.PathLike[str]
         if module is not None:
             return module.open(directory, given, expected_rules)
     found = open_checkpoint(directory)
-    return _with_side_config(found) if given is None else replace(found, config=given)
+    return _with_prefix(_with_side_config(found) if given is None else replace(found, config=given))
+
+
+def _with_prefix(found: Checkpoint) -> Checkpoint:
+    """The tensors of an old checkpoint by the names that newer ones of its family have."""
+    family = declared_family((found.config or {}).get("model_type"))
+    if family is None or not family.old_prefix or any(name.startswith(family.old_prefix) for name in found.infos):
+        return found
+    own = {f"{module.path}." for module in family.after if module.kind == "head"}
+    new = {name: name if name.startswith(tuple(own)) else family.old_prefix + name for name in found.infos}
+    infos = {new[name]: replace(info, name=new[name]) for name, info in found.infos.items()}
+    placements = {new[name]: place for name, place in found.placements.items()}
+    return replace(found, infos=infos, placements=placements)
 
 
 def _with_side_config(found: Checkpoint) -> Checkpoint:

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from modelexport.checkpoints.safetensors_file import Checkpoint, TensorInfo
+from modelexport.checkpoints.safetensors_file import Checkpoint, TensorInfo, dtype_names
 from modelexport.errors import CheckpointError, PlanError, nearest
 from modelexport.families import Dimensions, Family, Module, family_of, read_dimensions
+from modelexport.families.base import AxisSize
 from modelexport.quantization.methods import (
     FLOATS,
     Promise,
@@ -30,7 +31,6 @@ from modelexport.sharding.rules import Part, Spread, TensorRule
 Stages = tuple[Literal["first", "last"], ...]
 
 KV_SCALES = ("q_scale", "k_scale", "v_scale", "k_zero_point", "v_zero_point")
-_SPREADS: dict[str, Spread] = {"kv_heads": "kv_heads", "vocab": "padded"}
 _LISTED = 8
 MOST_BLOCKS = 1_000_000
 
@@ -54,7 +54,7 @@ def places(family: Family, dims: Dimensions) -> Iterator[Place]:
     for i in range(dims.layers):
         prefix = family.layer_prefix.format(i=i)
         for path, expert, module in family.modules_of_layer(dims, i):
-            yield Place(f"{prefix}.{path}", module, i, expert)
+            yield Place(f"{prefix}.{path}" if path else prefix, module, i, expert)
     for module in family.after:
         if not (module.kind == "head" and dims.tied_embeddings):
             yield Place(module.path, module, stages=("last",))
@@ -96,11 +96,12 @@ def left_out(checkpoint: Checkpoint) -> dict[str, str]:
     found = {}
     embedding = next((m.path for m in model.family.before if m.kind == "embedding"), "")
     heads = tuple(f"{m.path}." for m in model.family.after if m.kind == "head")
+    own = {f"{m.path}.{m.parameter}" for m in model.family.before if m.kind == "other"}  # a tied head's bias
     for name in checkpoint.infos:
         reason = model.family.left_out(name, model.dims)
         if reason is not None:
             found[name] = reason
-        elif model.dims.tied_embeddings and name.startswith(heads):
+        elif model.dims.tied_embeddings and name.startswith(heads) and name not in own:
             found[name] = f"tied to {embedding}.weight, written once"
     return found
 
@@ -146,7 +147,9 @@ class _Model:
                 f"{where}: the model is quantised (quant_method '{quantization.method}'), and how such tensors may be "
                 f"cut is known for {', '.join(methods())} only; give a checkpoint of these, or an unquantised one"
             )
-        return cls(config, family, read_dimensions(config, family), quantization)
+        if quantization is not None and (why := getattr(methods()[quantization.method], "NO_SOURCE", "")):
+            raise PlanError(f"{where}: {why}")
+        return cls(family.complete(config), family, read_dimensions(config, family), quantization)
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> _Model:
@@ -184,7 +187,7 @@ class _Builder:
         """The rules of a module's tensors; they are taken from ``infos``."""
         promises = self._promises(place)
         bias = f"{place.name}.bias"
-        if bias in self.infos or place.module.has_bias(self.model.config):
+        if place.module.kind != "other" and (bias in self.infos or place.module.has_bias(self.model.config)):
             promises["bias"] = self._bias(place)
         tensors = {}
         for suffix, promise in promises.items():
@@ -234,7 +237,8 @@ class _Builder:
                 return {**promised(scheme, (shape[0], shape[1])), **present}
             except CheckpointError as error:
                 self.problems.append(str(error))
-        plain = Promise((*FLOATS, "F64"), (shape,), tuple((d, 1) for d in range(len(shape))))
+        dtypes = dtype_names() if place.module.kind == "other" else (*FLOATS, "F64")
+        plain = Promise(dtypes, (shape,), tuple((d, 1) for d in range(len(shape))))
         return {place.module.parameter: plain}
 
     def _bias(self, place: Place) -> Promise:
@@ -254,7 +258,7 @@ def _rules(
 ) -> list[TensorRule]:
     """The rules of one module's tensors: ``suffix -> (dtype, shape)``."""
     module = place.module
-    along = {"column": 0, "row": 1, "replicated": None}[module.partition]
+    along = module.cut_dim
     parts: tuple[Part, ...] = ()
     if along is not None:
         kept = math.lcm(
@@ -276,6 +280,7 @@ def _rules(
                 layer=place.layer,
                 stages=place.stages,
                 expert=place.expert,
+                experts=shape[0] if module.stacked and shape else 0,
                 dim=dim,
                 parts=() if dim is None else tuple(_per(part, unit) for part in parts),
             )
@@ -292,9 +297,10 @@ def weight_parts(module: Module, dims: Dimensions, kept: int = 1) -> tuple[Part,
     parts: list[Part] = []
     start = 0
     for role, axis in module.axes:
-        size, heads = dims.axis_size(axis), dims.axis_heads(axis)
-        unit = math.lcm(dims.axis_unit(axis), kept)
-        if axis == "kv_heads" and heads == 1:
+        along = dims.axis(axis)
+        size, heads = along.size, along.heads
+        unit = math.lcm(along.unit, kept)
+        if along.shared and heads == 1:
             unit = size  # never cut, only shared: its last block may be short
         parts.append(
             Part(
@@ -302,7 +308,7 @@ def weight_parts(module: Module, dims: Dimensions, kept: int = 1) -> tuple[Part,
                 start=start,
                 stop=start + size,
                 unit=unit,
-                spread=_SPREADS.get(axis, "heads" if heads else "even"),
+                spread=_spread(axis, along),
                 heads=heads,
             )
         )
@@ -310,6 +316,12 @@ def weight_parts(module: Module, dims: Dimensions, kept: int = 1) -> tuple[Part,
     if any(part.start % kept for part in parts):  # two of them share a group: they cannot be told apart
         return (Part(role=module.role, start=0, stop=start, unit=start),)
     return tuple(parts)
+
+
+def _spread(name: str, axis: AxisSize) -> Spread:
+    if name == "vocab":
+        return "padded"
+    return "kv_heads" if axis.shared else "heads" if axis.heads else "even"
 
 
 def _own_dim(promise: Promise, along: int | None, rank: int) -> tuple[int | None, int]:
@@ -331,13 +343,13 @@ def _per(part: Part, unit: int) -> Part:
 def _with_kv_scales(rules: Sequence[TensorRule], builder: _Builder) -> list[TensorRule]:
     """Add the scales of the KV cache, one number each, at the end of their layers."""
     prefix = builder.model.family.layer_prefix
-    quantization = builder.model.quantization
+    quantization, attention = builder.model.quantization, builder.model.family.attention or "self_attn"
     assert quantization is not None
     own = methods()[quantization.method].KV_SCALES.values()
     added: dict[int, list[TensorRule]] = {}
     for i in range(builder.model.dims.layers):
         for where in dict.fromkeys((*KV_SCALES, *own)):
-            module, _, suffix = f"{prefix.format(i=i)}.self_attn.{where}".rpartition(".")
+            module, _, suffix = f"{prefix.format(i=i)}.{attention}.{where}".rpartition(".")
             info = builder.infos.get(f"{module}.{suffix}")
             if info is not None and math.prod(info.shape) == 1:
                 del builder.infos[info.name]

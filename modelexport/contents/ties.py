@@ -9,7 +9,7 @@ from modelexport.checkpoints.placement import itemsize
 from modelexport.checkpoints.replicas import chunks
 from modelexport.checkpoints.safetensors_file import Checkpoint, Reader, TensorInfo
 from modelexport.errors import CheckpointError
-from modelexport.families import family_of
+from modelexport.families import family_of, ties_embeddings
 from modelexport.sharding.boxes import extent
 
 _CHUNK_BYTES = 8 << 20
@@ -22,7 +22,7 @@ def check_ties(checkpoint: Checkpoint) -> None:
         CheckpointError: they differ, so that config.json and the weights contradict each other.
     """
     family = family_of(checkpoint.config or {})
-    if not (checkpoint.config or {}).get("tie_word_embeddings"):
+    if not ties_embeddings(checkpoint.config):
         return
     heads, embeddings = (
         [
@@ -44,7 +44,7 @@ def untie(checkpoint: Checkpoint) -> Checkpoint:
         PlanError: the architecture is unknown.
     """
     config = checkpoint.config or {}
-    if not config.get("tie_word_embeddings"):
+    if not ties_embeddings(config):
         return checkpoint
     check_ties(checkpoint)
     family = family_of(config)

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from modelexport.errors import CheckpointError, PlanError, nearest
-from modelexport.families.base import Dimensions, Family, Module, Scaling, read_dimensions
+from modelexport.errors import CheckpointError, ModelExportError, PlanError, nearest
+from modelexport.families._dimensions import read_dimensions
+from modelexport.families.base import Dimensions, Family, Module, Scaling
 
-__all__ = ["Dimensions", "Family", "Module", "Scaling", "family_of", "known_model_types", "read_dimensions"]
+__all__ = [
+    "Dimensions",
+    "Family",
+    "Module",
+    "Scaling",
+    "declared_family",
+    "family_of",
+    "known_model_types",
+    "read_dimensions",
+    "ties_embeddings",
+]
 
 
 @cache
@@ -30,17 +42,37 @@ def known_model_types() -> list[str]:
     return sorted(_families())
 
 
+def declared_family(model_type: object) -> Family | None:
+    """The family of a file of this package that knows the type, if any."""
+    return _families().get(model_type) if isinstance(model_type, str) else None
+
+
 def family_of(config: dict[str, Any]) -> Family:
-    """The family of the model that ``config`` (a config.json's content) describes.
+    """The family of the model that ``config`` (a config.json's content) describes: declared, or else derived.
 
     Raises:
-        CheckpointError: config.json has no ``model_type``.
-        PlanError: no family file knows the type; the message lists those that are known.
+        CheckpointError: config.json has no ``model_type``, or transformers refuses it.
+        PlanError: neither a family file nor transformers knows the type; the message says which is near.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise CheckpointError("config.json has no model_type; is this a language model's checkpoint?")
-    family = _families().get(model_type)
-    if family is None:
-        raise PlanError(f"unknown architecture '{model_type}'{nearest(model_type, known_model_types())}")
-    return family
+    family = declared_family(model_type)
+    if family is not None:
+        return family
+    from modelexport.families.derived import derive, model_types
+
+    if model_type not in model_types():
+        raise PlanError(f"unknown architecture '{model_type}'{nearest(model_type, model_types())}")
+    return derive(config)
+
+
+def ties_embeddings(config: Mapping[str, Any] | None) -> bool:
+    """Whether the head is the embedding: as config.json says, or as models of its type have it where it does not."""
+    said = (config or {}).get("tie_word_embeddings")
+    if said is not None or config is None:
+        return bool(said)
+    try:
+        return read_dimensions(config, family_of(dict(config))).tied_embeddings
+    except ModelExportError:  # whoever needs the family says what is wrong with it
+        return False

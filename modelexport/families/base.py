@@ -5,18 +5,15 @@ A family file holds one :class:`Family` and no code. Names are those on disk in 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from modelexport.errors import CheckpointError
-
 Partition = Literal["column", "row", "replicated"]
-Kind = Literal["linear", "norm", "embedding", "head", "router", "vector"]
+Kind = Literal["linear", "norm", "embedding", "head", "router", "vector", "other"]
 
 MOST_DIGITS = 9
-MOST_HEADS = 1 << 13  # many times those of any model
-EXPERT_KEYS = ("num_local_experts", "n_routed_experts", "num_experts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,19 +23,27 @@ class Module:
     Attributes:
         path: its name, relative to the layer's prefix for modules of a decoder layer; ``{e}`` is an expert's number.
         kind: what it is. Only a ``linear`` is quantised: a ``router`` decides between experts on small differences. A
-            ``vector`` is a parameter of one dim that stands beside a module's weight, or alone, and is no bias.
+            ``vector`` is a parameter of one dim that stands beside a module's weight, or alone, and is no bias. What
+            is ``other`` stays as it is: a convolution, a stack of experts, a part of a model that is no language model.
         role: what it does, e.g. ``"attention.q"``; modules that an engine fuses share ``fused_into``.
         partition: ``column`` cuts the output features (dim 0), ``row`` the input features (dim 1).
-        axis: the model axis that the features of that dimension run along: ``heads``, ``kv_heads``, ``intermediate``,
-            ``vocab``, ``experts`` or one of the family's own (:class:`Axis`); None for the hidden one, and for a
-            fused module. A module along an axis of size 0 is not there.
+        axis: the model axis that the features of that dimension run along: ``heads``, ``kv_heads``, ``head`` (one of
+            them), ``intermediate``, ``vocab``, ``experts`` or one of the family's own (:class:`Axis`); None for the
+            hidden one, and for a fused module. A module along an axis of size 0 is not there.
         across: the same for the dimension of a weight that is not cut.
         parts: of a module that is fused on disk: (role, axis) of each that it consists of, in order along dim 0.
         fused_into: the fused module of an engine that this one becomes a part of, if any.
         bias: whether it has one: True, False, or the key of config.json that says so; None where nothing does.
         parameter: the name of its tensor, where it is not ``weight`` (of a ``vector``).
-        layers: which layers have it, in families whose first layers are ``dense`` and whose others are not.
+        layers: which layers have it: by their numbers, or in families whose first layers are ``dense`` and whose
+            others are not.
         unless: an axis: models along which anything runs do not have the module.
+        shape: of its tensor, where no axes make it: of each dim, a number or the name of a model axis.
+        why: why it stays as it is, of a linear that is never quantised, or of a stack of them.
+        dim: the dimension that ``axis`` runs along and that is cut, where ``partition`` does not say: of a stack.
+        stacked: whether dim 0 counts a layer's experts.
+        in_memory: what transformers calls the module, where that is not its name on disk: in full, with ``{i}`` for
+            the layer's number and ``{e}`` for the expert's.
     """
 
     path: str
@@ -51,8 +56,20 @@ class Module:
     bias: str | bool | None = None
     across: str | None = None
     parameter: str = "weight"
-    layers: Literal["all", "dense", "sparse"] = "all"
+    layers: Literal["all", "dense", "sparse"] | frozenset[int] = "all"
     unless: str | None = None
+    shape: tuple[int | str, ...] | None = None
+    why: str = ""
+    dim: int | None = None
+    stacked: bool = False
+    in_memory: str = ""
+
+    @property
+    def cut_dim(self) -> int | None:
+        """The dimension of its weight that tensor parallelism cuts; None: every rank has it whole."""
+        if self.partition == "replicated":
+            return None
+        return self.dim if self.dim is not None else {"column": 0, "row": 1}[self.partition]
 
     @property
     def is_expert(self) -> bool:
@@ -79,16 +96,20 @@ class Axis:
     """A model axis that not every family has, by the keys of config.json that say its size.
 
     Attributes:
-        features: keys that are added up: the features of a head, or of whatever ``times`` counts.
+        features: keys that are added up: the features of a head, or of whatever ``times`` counts; none: one.
         times: the key of how many of these there are; None for one.
         heads: whether ``times`` counts attention heads, which no cut may separate.
         optional: whether models may lack it: where a key is missing, null or 0.
+        of, each: in place of keys, another axis (``hidden`` too) and how many features there are for each of its own,
+            side by side: of each head its query, key and value.
     """
 
-    features: tuple[str, ...]
+    features: tuple[str, ...] = ()
     times: str | None = None
     heads: bool = False
     optional: bool = False
+    of: str = ""
+    each: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,11 +139,21 @@ class Family:
         before, layer, after: modules ahead of the decoder layers, in each of them, and behind them; written
             in this order.
         ignored_tensors: suffixes of tensors that carry no weights (buffers that old checkpoints saved).
+        ignored_patterns: patterns that are searched for in the names of further ones -> why they are left out.
         axes: its own, beside those that every family has.
         dense_layers: the key of config.json that counts the first layers, which have no experts; None: all have.
         prediction_layers: the key that counts the layers behind the model's own that only predict further tokens.
         scalings: what scales into what, in a decoder layer, in the order in which it is done. Linears come first: their
             rows, which read a norm, are then no larger than others merely because what reads them is small.
+        dimensions: of a family that is derived from one model: that model's.
+        notes: what a user should know of how its models are exported, a line each.
+        defaults: what holds where config.json says nothing, by its keys. Files of models that transformers saved, or
+            their makers wrote, leave out what their class has anyway.
+        keys: what config.json calls a key that has another name in most of them: ``{"hidden_size": "n_embd"}``.
+        mlp_ratio: where nothing says ``intermediate_size``: so many times the hidden size; 0: it must be said.
+        norm_offset: what is added to a norm's weight before anything is multiplied by it.
+        old_prefix: what the names of its tensors begin with, but in old checkpoints did not.
+        norms_centre: whether norms take the mean away first, as LayerNorm does.
     """
 
     name: str
@@ -134,10 +165,19 @@ class Family:
     layer: tuple[Module, ...]
     after: tuple[Module, ...]
     ignored_tensors: tuple[str, ...] = field(default=())
+    ignored_patterns: Mapping[str, str] = field(default_factory=dict)
     axes: Mapping[str, Axis] = field(default_factory=dict)
     dense_layers: str | None = None
     prediction_layers: str | None = None
     scalings: tuple[Scaling, ...] = ()
+    dimensions: Dimensions | None = None
+    notes: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
+    mlp_ratio: int = 0
+    norm_offset: float = 0.0
+    norms_centre: bool = False
+    old_prefix: str = ""
 
     def of_type(self, model_type: str) -> Family:
         """The family as the models of one of its types have it."""
@@ -147,10 +187,22 @@ class Family:
         layer = tuple(module for module in self.layer if module.role not in lacking)
         return replace(self, name=model_type, architecture=architecture, variants={}, layer=layer)
 
+    def complete(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """``config`` with what its models leave unsaid, and by the keys that most others have."""
+        said = {key: value for key, value in config.items() if value is not None}
+        own = {key: said[name] for key, name in self.keys.items() if name in said}
+        return {**config, **{key: value for key, value in self.defaults.items() if key not in said}, **own}
+
     @property
     def has_experts(self) -> bool:
         """Whether its layers have experts."""
         return any(module.is_expert for module in self.layer)
+
+    @property
+    def attention(self) -> str:
+        """The path of what caches keys and values in a layer; "" where nothing is known to."""
+        linears = (module for module in self.layer if module.kind == "linear" and module.role.startswith("attention."))
+        return next((module.path.rpartition(".")[0] for module in linears), "")
 
     def modules_of_layer(self, dimensions: Dimensions, layer: int) -> Iterator[tuple[str, int | None, Module]]:
         """(path, expert, module) of every module of a layer: experts one by one, where the first of theirs stands."""
@@ -167,6 +219,9 @@ class Family:
         """Why a tensor of a checkpoint is no part of the model, or None where it may be one."""
         if tensor.endswith(self.ignored_tensors or ("\0",)):
             return "a buffer that every engine computes itself"
+        for pattern, why in self.ignored_patterns.items():
+            if re.search(pattern, tensor):
+                return why
         prefix = self.layer_prefix.partition("{i}")[0]
         number = tensor.removeprefix(prefix).partition(".")[0]
         if not tensor.startswith(prefix) or not number.isdecimal() or len(number) > MOST_DIGITS:
@@ -181,11 +236,19 @@ class Family:
 
 @dataclass(frozen=True)
 class AxisSize:
-    """Features along a model axis, those of them that no cut may separate, and attention heads (0: it has none)."""
+    """Features along a model axis, those of them that no cut may separate, and attention heads (0: it has none).
+
+    ``shared``: of keys and values, whose heads ranks share where there are fewer of them than ranks.
+    """
 
     size: int
     unit: int = 1
     heads: int = 0
+    shared: bool = False
+
+    def times(self, each: int) -> AxisSize:
+        """With ``each`` features in place of one."""
+        return AxisSize(self.size * each, self.unit * each, self.heads, self.shared)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,10 +277,12 @@ class Dimensions:
         """The numbers of a model axis."""
         standard = {
             "heads": AxisSize(self.heads * self.head_dim, self.head_dim, self.heads),
-            "kv_heads": AxisSize(self.kv_heads * self.head_dim, self.head_dim, self.kv_heads),
+            "kv_heads": AxisSize(self.kv_heads * self.head_dim, self.head_dim, self.kv_heads, shared=True),
             "intermediate": AxisSize(self.intermediate),
             "vocab": AxisSize(self.vocab),
             "experts": AxisSize(self.experts),
+            "hidden": AxisSize(self.hidden),
+            "head": AxisSize(self.head_dim),
         }
         return (standard | dict(self.own_axes))[name]
 
@@ -235,7 +300,10 @@ class Dimensions:
 
     def has(self, module: Module, layer: int) -> bool:
         """Whether a decoder layer has a module of its family's."""
-        if module.layers != "all" and (module.layers == "dense") != (layer < self.dense_layers):
+        if isinstance(module.layers, frozenset):
+            if layer not in module.layers:
+                return False
+        elif module.layers != "all" and (module.layers == "dense") != (layer < self.dense_layers):
             return False
         if module.unless is not None and self.axis_size(module.unless):
             return False
@@ -244,85 +312,10 @@ class Dimensions:
 
     def weight_shape(self, module: Module) -> tuple[int, ...]:
         """The shape of a module's weight, ``[out_features, in_features]``; of a norm or vector ``[features]``."""
+        if module.shape is not None:
+            return tuple(size if isinstance(size, int) else self.axis_size(size) for size in module.shape)
         along = sum(self.axis_size(axis) for _, axis in module.axes) if module.axes else self.hidden
         if module.kind in ("norm", "vector"):
             return (along,)
         across = self.hidden if module.across is None else self.axis_size(module.across)
         return (across, along) if module.partition == "row" else (along, across)
-
-
-def read_dimensions(config: Mapping[str, Any], family: Family | None = None) -> Dimensions:
-    """Read :class:`Dimensions` from a config.json's content; experts and further axes only for a family that has any.
-
-    Raises:
-        CheckpointError: a key is missing, or a value is not a positive whole number.
-    """
-    read = _Numbers(config)
-    heads, hidden, layers = (
-        read.whole("num_attention_heads"),
-        read.whole("hidden_size"),
-        read.whole("num_hidden_layers"),
-    )
-    used = {axis for module in family.layer for _, axis in module.axes} if family is not None else {"kv_heads"}
-    # Latent attention has keys and values for every head, of sizes that other keys say.
-    kv_heads = read.whole("num_key_value_heads", heads) if "kv_heads" in used else heads
-    if heads > MOST_HEADS:  # before any loop over a number that a stranger wrote
-        raise CheckpointError(f"config.json: num_attention_heads is {heads:,}; at most {MOST_HEADS:,} are believed")
-    if heads % kv_heads:
-        raise CheckpointError(
-            f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
-        )
-    if "kv_heads" in used and config.get("head_dim") is None and hidden % heads:
-        raise CheckpointError(
-            f"config.json: hidden_size {hidden} is not divisible by num_attention_heads {heads}, "
-            "and head_dim is not given"
-        )
-    experts = dense = predicting = 0
-    axes: dict[str, AxisSize] = {}
-    if family is not None:
-        if family.has_experts:
-            experts = read.whole(next((key for key in EXPERT_KEYS if config.get(key) is not None), EXPERT_KEYS[0]))
-        if family.dense_layers is not None:
-            dense = min(layers, read.whole(family.dense_layers, least=0))
-        if family.prediction_layers is not None:
-            predicting = read.whole(family.prediction_layers, 0, least=0)
-        axes = {name: read.axis(axis) for name, axis in family.axes.items()}
-    return Dimensions(
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=read.whole("head_dim", max(1, hidden // heads)),
-        intermediate=read.whole("intermediate_size"),
-        vocab=read.whole("vocab_size"),
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        experts=experts,
-        dense_layers=dense,
-        prediction_layers=predicting,
-        own_axes=tuple(axes.items()),
-    )
-
-
-@dataclass(frozen=True)
-class _Numbers:
-    """A config.json's, with errors that name the key."""
-
-    config: Mapping[str, Any]
-
-    def whole(self, key: str, default: int | None = None, *, least: int = 1) -> int:
-        value = self.config.get(key)
-        if value is None:
-            value = default
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            found = "is missing" if value is None else f"is {value!r}"
-            needed = "a positive whole number" if least else "a whole number, 0 or more,"
-            raise CheckpointError(f"config.json: {key} {found}; {needed} is needed")
-        return value
-
-    def axis(self, axis: Axis) -> AxisSize:
-        keys = (*axis.features, *((axis.times,) if axis.times is not None else ()))
-        if axis.optional and not all(self.config.get(key) for key in keys):
-            return AxisSize(0)
-        features = sum(self.whole(key) for key in axis.features)
-        times = 1 if axis.times is None else self.whole(axis.times)
-        return AxisSize(features * times, features if axis.heads else 1, times if axis.heads else 0)

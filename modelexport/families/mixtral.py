@@ -4,80 +4,21 @@ On disk every expert has linears of its own: w1 is the gate, w3 the up and w2 th
 the engines stack them in memory.)
 """
 
-from modelexport.families.base import Family, Module, Scaling
+from modelexport.families._blocks import BUFFERS, SPARSE, attention, embedding, experts, head, norm, router
+from modelexport.families.base import Family
 
 FAMILY = Family(
     name="mixtral",
     architecture="MixtralForCausalLM",
-    before=(Module(path="model.embed_tokens", kind="embedding", role="embedding", partition="column", axis="vocab"),),
+    before=embedding(),
     layer=(
-        Module(path="input_layernorm", kind="norm", role="attention.norm"),
-        Module(
-            path="self_attn.q_proj",
-            kind="linear",
-            role="attention.q",
-            partition="column",
-            axis="heads",
-            fused_into="self_attn.qkv_proj",
-            bias=False,
-        ),
-        Module(
-            path="self_attn.k_proj",
-            kind="linear",
-            role="attention.k",
-            partition="column",
-            axis="kv_heads",
-            fused_into="self_attn.qkv_proj",
-            bias=False,
-        ),
-        Module(
-            path="self_attn.v_proj",
-            kind="linear",
-            role="attention.v",
-            partition="column",
-            axis="kv_heads",
-            fused_into="self_attn.qkv_proj",
-            bias=False,
-        ),
-        Module(path="self_attn.o_proj", kind="linear", role="attention.o", partition="row", axis="heads", bias=False),
-        Module(path="post_attention_layernorm", kind="norm", role="mlp.norm"),
-        Module(path="block_sparse_moe.gate", kind="router", role="router", axis="experts", bias=False),
-        Module(
-            path="block_sparse_moe.experts.{e}.w1",
-            kind="linear",
-            role="expert.gate",
-            partition="column",
-            axis="intermediate",
-            fused_into="block_sparse_moe.experts.w13",
-            bias=False,
-        ),
-        Module(
-            path="block_sparse_moe.experts.{e}.w2",
-            kind="linear",
-            role="expert.down",
-            partition="row",
-            axis="intermediate",
-            bias=False,
-        ),
-        Module(
-            path="block_sparse_moe.experts.{e}.w3",
-            kind="linear",
-            role="expert.up",
-            partition="column",
-            axis="intermediate",
-            fused_into="block_sparse_moe.experts.w13",
-            bias=False,
-        ),
+        norm("input_layernorm", "attention.norm"),
+        *attention(),
+        norm("post_attention_layernorm", "mlp.norm"),
+        router("block_sparse_moe.gate"),
+        *experts("block_sparse_moe.experts", axis="intermediate", names={"gate": "w1", "down": "w2", "up": "w3"}),
     ),
-    after=(
-        Module(path="model.norm", kind="norm", role="final_norm"),
-        Module(path="lm_head", kind="head", role="head", partition="column", axis="vocab"),
-    ),
-    ignored_tensors=("rotary_emb.inv_freq",),
-    scalings=(
-        Scaling(source="attention.v", into=("attention.o",)),
-        Scaling(source="expert.up", into=("expert.down",)),
-        Scaling(source="attention.norm", into=("attention.q", "attention.k", "attention.v")),
-        Scaling(source="mlp.norm", into=("router", "expert.gate", "expert.up")),
-    ),
+    after=head(),
+    ignored_tensors=BUFFERS,
+    scalings=SPARSE,
 )

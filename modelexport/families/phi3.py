@@ -4,42 +4,30 @@ Each part is cut by itself: a rank's ``qkv_proj`` is its query heads, then its k
 shares of the rows, which is what transformers' own plan avoids by gathering the output, would mix them.)
 """
 
-from modelexport.families.base import Family, Module, Scaling
+from modelexport.families._blocks import BUFFERS, GATED, VALUES, embedding, fused, head, norm, row
+from modelexport.families.base import Family, Scaling
 
 FAMILY = Family(
     name="phi3",
     architecture="Phi3ForCausalLM",
-    before=(Module(path="model.embed_tokens", kind="embedding", role="embedding", partition="column", axis="vocab"),),
+    before=embedding(),
     layer=(
-        Module(path="input_layernorm", kind="norm", role="attention.norm"),
-        Module(
-            path="self_attn.qkv_proj",
-            kind="linear",
-            role="attention.qkv",
-            partition="column",
-            parts=(("attention.q", "heads"), ("attention.k", "kv_heads"), ("attention.v", "kv_heads")),
-            bias=False,
+        norm("input_layernorm", "attention.norm"),
+        fused(
+            "self_attn.qkv_proj",
+            "attention.qkv",
+            (("attention.q", "heads"), ("attention.k", "kv_heads"), ("attention.v", "kv_heads")),
         ),
-        Module(path="self_attn.o_proj", kind="linear", role="attention.o", partition="row", axis="heads", bias=False),
-        Module(path="post_attention_layernorm", kind="norm", role="mlp.norm"),
-        Module(
-            path="mlp.gate_up_proj",
-            kind="linear",
-            role="mlp.gate_up",
-            partition="column",
-            parts=(("mlp.gate", "intermediate"), ("mlp.up", "intermediate")),
-            bias=False,
-        ),
-        Module(path="mlp.down_proj", kind="linear", role="mlp.down", partition="row", axis="intermediate", bias=False),
+        row("self_attn.o_proj", "attention.o", "heads"),
+        norm("post_attention_layernorm", "mlp.norm"),
+        fused("mlp.gate_up_proj", "mlp.gate_up", (("mlp.gate", "intermediate"), ("mlp.up", "intermediate"))),
+        row("mlp.down_proj", "mlp.down", "intermediate"),
     ),
-    after=(
-        Module(path="model.norm", kind="norm", role="final_norm"),
-        Module(path="lm_head", kind="head", role="head", partition="column", axis="vocab"),
-    ),
-    ignored_tensors=("rotary_emb.inv_freq",),
+    after=head(),
+    ignored_tensors=BUFFERS,
     scalings=(
-        Scaling(source="attention.v", into=("attention.o",)),
-        Scaling(source="mlp.up", into=("mlp.down",)),
+        VALUES,
+        GATED,
         Scaling(source="attention.norm", into=("attention.qkv",)),
         Scaling(source="mlp.norm", into=("mlp.gate_up",)),
     ),

@@ -7,6 +7,7 @@ name, or a regular expression after ``re:``; a format may be followed by its gro
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -87,9 +88,10 @@ class Assignment:
             meant = [module for module in linears if _means(pattern, module)]
             if not meant:
                 example = f", such as {linears[0]}" if linears else ""
+                close = _nearest_pattern(pattern, linears)
                 raise PlanError(
                     f"--quant '{pattern}={found.name}': no linear of the model's {len(linears)} has such a name"
-                    f"{example}; mind the '*' at both ends"
+                    f"{example}; {'mind the * at both ends' if close is None else f'did you mean {close!r}?'}"
                 )
             decided = set(meant)
             if decided.isdisjoint(left):
@@ -98,6 +100,24 @@ class Assignment:
                     "the first one counts: put the narrower one first"
                 )
             left = [module for module in left if module not in decided]
+
+
+def _nearest_pattern(pattern: str, linears: list[str]) -> str | None:
+    """The pattern with its misspelt words put right, or a ``*`` at its ends; None where none of these means a linear.
+
+    A word is what stands between dots; words with wildcards in them are as they are.
+    """
+    if pattern.startswith("re:"):
+        return None
+    known = sorted({word for name in linears for word in name.split(".")})
+    words = []
+    for word in pattern.split("."):
+        plain = word.strip("*")
+        close = difflib.get_close_matches(plain, known, n=1) if plain and plain not in known else []
+        words.append(word.replace(plain, close[0]) if close else word)
+    right = ".".join(words)
+    candidates = (right, f"*{right}", f"{right}*", f"*{right}*", f"*.{right}", f"{right}.*", f"*.{right}.*")
+    return next((each for each in candidates if any(_means(each, name) for name in linears)), None)
 
 
 def _sized(text: str) -> tuple[str, int | None]:

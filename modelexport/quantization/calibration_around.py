@@ -28,25 +28,32 @@ class Surroundings:
     """A model without its layers. Arguments as :class:`~modelexport.quantization.calibration_layers.LayerRunner` has.
 
     Args:
+        layers: the decoder layers.
         inside: names of the modules that are not filled: the layers, the output embedding.
+
+    Attributes:
+        in_tuples: whether layers return their hidden states as the first of several things, as far as any has run.
     """
 
     def __init__(
         self,
         model: Any,
+        layers: Sequence[Any],
         inside: Sequence[str],
         names: Collection[str],
         read: Callable[[str, Share], Tensor],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.model, self.names, self.read, self.dtype, self.device = model, names, read, dtype, device
+        self.model, self.layers, self.names, self.read = model, layers, names, read
+        self.dtype, self.device = dtype, device
         prefixes = tuple(f"{name}." for name in inside)
         self.empty = {key: value for key, value in model.state_dict().items() if not key.startswith(prefixes)}
         self.embedding = model.get_input_embeddings()
         place = next(name for name, module in model.named_modules() if module is self.embedding)
         self.embedding_key = f"{place}.weight"
         self.calls: Calls = {}
+        self.in_tuples = False
 
     def first_inputs(self, batches: Sequence[Tensor]) -> Iterator[Tensor]:
         """Each batch's input of the first layer; ``calls`` is known afterwards.
@@ -110,20 +117,20 @@ class Surroundings:
         calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         seen: list[Tensor] = []
 
-        def note(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def note(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
             seen.append(hidden_states)
             calls.append((args, kwargs))
-            return hidden_states if result is None else result
+            out = hidden_states if result is None else result
+            return (out, None, None) if self.in_tuples else out
 
-        layers = self.model.base_model.layers
-        for layer in layers:
+        for layer in self.layers:
             layer.forward = note
         try:
             with torch.inference_mode():
                 ids = batch.to(self.device)
                 out: Tensor = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
         finally:
-            for layer in layers:
+            for layer in self.layers:
                 del layer.forward
         self.calls.setdefault(tuple(seen[0].shape), calls)
         return seen[0], out

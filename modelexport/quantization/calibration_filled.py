@@ -40,7 +40,8 @@ class FilledLayer:
         plain = {f"{name}.weight" for name, each in module.named_modules() if isinstance(each, nn.Linear)}
         routers = set()
         for key, parameter in module.named_parameters():
-            if not is_stacked(key) and (parameter.dim() != 2 or not key.endswith(".weight")):
+            stacked = is_stacked(key) and self._made_of[key][0].expert is not None
+            if not stacked and (parameter.dim() != 2 or not key.endswith(".weight")):
                 continue
             for source in self._made_of[key]:
                 weight = parameter if source.expert is None else parameter[source.expert]
@@ -85,7 +86,8 @@ def fill(
             if value.shape != wanted:
                 raise misshapen(source.name, value.shape, wanted)
             if out is None:
-                as_is = (stacked_as_stored and is_stacked(key)) or not value.is_floating_point()
+                stacked = stacked_as_stored and source.expert is not None
+                as_is = stacked or not value.is_floating_point()
                 out = torch.empty(shape.shape, dtype=value.dtype if as_is else dtype, device=device)
             source.view(out).copy_(value)
             tensors[source.name] = source.view(out)

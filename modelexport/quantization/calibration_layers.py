@@ -27,15 +27,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from modelexport.distributed import collectives
 from modelexport.distributed.environment import cores
 from modelexport.errors import PlanError
 from modelexport.quantization.calibration_around import Surroundings
-from modelexport.quantization.calibration_cut import ForwardCut
+from modelexport.quantization.calibration_cut import ForwardCut, Share
 from modelexport.quantization.calibration_filled import FilledLayer, Read, fill
-from modelexport.quantization.calibration_model import DYNAMIC, build, choosing_all, sources, unknown
+from modelexport.quantization.calibration_model import (
+    DYNAMIC,
+    build,
+    choosing_all,
+    decoder_layers,
+    in_memory,
+    narrow,
+    sources,
+    unknown,
+)
 from modelexport.quantization.calibration_sums import Together
 from modelexport.quantization.calibration_watch import Activation, Seen, Watch
 from modelexport.quantization.hidden_states import HiddenStates
@@ -94,6 +103,7 @@ class LayerRunner:
         layers: transformers' decoder layers, without storage except within :meth:`filled`.
         hidden: each batch's input of the next layer, ``[samples, length, hidden]`` in ``dtype``; the same on all ranks.
         head_name: the output embedding's module; None where there is none.
+        on_disk: transformers' name of a tensor -> the checkpoint's, where that is another.
     """
 
     def __init__(
@@ -117,11 +127,13 @@ class LayerRunner:
         self.cut, self.stacked_as_stored = cut or ForwardCut(), stacked_as_stored
         self.model = build(config, self.cut.config)
         modules = {module: name for name, module in self.model.named_modules()}
-        stack = getattr(self.model.base_model, "layers", None)
-        if not isinstance(stack, nn.ModuleList):
+        stack = decoder_layers(self.model)
+        if stack is None:
             kind = type(self.model).__name__
             raise PlanError(f"calibration finds no decoder layers in transformers' {kind}: {DYNAMIC}")
         self.layers: list[Any] = list(stack)
+        for layer in self.layers:
+            narrow(layer, self.cut)
         self.prefix = modules[stack]
         self.head_name = modules.get(self.model.get_output_embeddings())
         latent = bool(config.get("kv_lora_rank"))
@@ -134,8 +146,14 @@ class LayerRunner:
         shapes = [(*batch.shape, self.model.config.hidden_size) for batch in self.batches]
         self.hidden = HiddenStates(shapes, dtype, self.device, memory=memory, directory=directory)
         inside = [name for name in (self.prefix, self.head_name) if name is not None]
-        self._around = Surroundings(self.model, inside, names, read, dtype, self.device)
+        self.on_disk = in_memory(self.model, names)
+        self._around = Surroundings(
+            self.model, self.layers, inside, {*names, *self.on_disk}, self._read_renamed, dtype, self.device
+        )
         self._restored = False
+
+    def _read_renamed(self, name: str, share: Share) -> Tensor:
+        return self.read(self.on_disk.get(name, name), share)
 
     def __enter__(self) -> LayerRunner:
         self._threads_before = torch.get_num_threads()
@@ -325,6 +343,7 @@ class LayerRunner:
         )
         with torch.inference_mode(), watch:
             out = self.layers[layer.index](hidden, *args, **kwargs)
+        self._around.in_tuples = isinstance(out, tuple)
         return out[0] if isinstance(out, tuple) else out
 
     def _check_all_seen(self, layer: FilledLayer, observed: Observed) -> None:

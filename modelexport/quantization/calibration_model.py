@@ -8,11 +8,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from modelexport.errors import CheckpointError, PlanError
+from modelexport.quantization.calibration_attention import watched_attention
+from modelexport.quantization.calibration_cut import ForwardCut
 
-__all__ = ["DYNAMIC", "Source", "build", "choosing_all", "is_stacked", "misshapen", "sources", "unknown"]
+__all__ = [
+    "DYNAMIC",
+    "Source",
+    "build",
+    "choosing_all",
+    "decoder_layers",
+    "in_memory",
+    "is_stacked",
+    "misshapen",
+    "narrow",
+    "sources",
+    "unknown",
+]
 
 DYNAMIC = "choose what needs no calibration (such as --quant fp8 or int8 with --algorithm rtn), and no --kv-cache"
 """What else to do where a model cannot be calibrated."""
@@ -70,10 +85,62 @@ def build(config: Mapping[str, Any], local: Mapping[str, int]) -> Any:
         setattr(parsed, key, value)
     try:
         with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(parsed, attn_implementation="sdpa")
+            model = AutoModelForCausalLM.from_config(parsed, attn_implementation=_attention(parsed))
     except ValueError as error:
         raise PlanError(f"calibration cannot build transformers' model for {kind!r}: {error}; {DYNAMIC}") from error
     return model.eval()
+
+
+def _attention(parsed: Any) -> str:
+    """Which of transformers' attention functions: torch's own, where that does all that the model does.
+
+    It knows neither soft caps on scores nor sinks; the model's own function, head by head, does.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    known = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(parsed), None)
+    fused = getattr(known, "_supports_sdpa", True) and not getattr(parsed, "attn_logit_softcapping", None)
+    return "sdpa" if fused else watched_attention()
+
+
+def decoder_layers(model: Any) -> nn.ModuleList | None:
+    """The stack of decoder layers, by whatever name; None where there is none."""
+    base, count = model.base_model, getattr(model.config, "num_hidden_layers", None)
+    named = getattr(base, "layers", None)
+    if isinstance(named, nn.ModuleList):
+        return named
+    stacks = (each for each in base.modules() if isinstance(each, nn.ModuleList))
+    return next((each for each in stacks if len(each) == count), None)
+
+
+def narrow(layer: nn.Module, cut: ForwardCut) -> None:
+    """Give a layer without storage parameters as narrow as a rank holds them, where its config has not done so."""
+    for key, parameter in list(layer.named_parameters()):
+        path, _, name = key.rpartition(".")
+        share = cut.share(path)
+        if share.dim is None or share.dim >= parameter.dim() or (name != "weight" and share.dim != 0):
+            continue
+        shape = list(parameter.shape)
+        shape[share.dim] = sum(stop - start for start, stop in share.spans)
+        if shape != list(parameter.shape):
+            less = nn.Parameter(torch.empty(shape, device="meta", dtype=parameter.dtype), requires_grad=False)
+            setattr(layer.get_submodule(path), name, less)
+
+
+def in_memory(model: Any, names: Collection[str]) -> dict[str, str]:
+    """transformers' name of a tensor -> its name in the checkpoint, of those that it renames as it loads them."""
+    held = model.state_dict().keys()
+    strange = [name for name in names if name not in held]
+    if not strange:
+        return {}
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightRenaming, rename_source_key
+    except ImportError:  # before version 5 nothing was renamed
+        return {}
+    renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
+    renamed = ((rename_source_key(name, renamings, [])[0], name) for name in strange)
+    return {new: name for new, name in renamed if new in held and new not in names}
 
 
 def sources(empty: Mapping[str, Tensor], prefix: str, names: Collection[str]) -> dict[str, tuple[Source, ...]]:

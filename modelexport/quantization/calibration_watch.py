@@ -1,7 +1,7 @@
 """A layer's products as this rank computes them: seen, and changed, by watching torch's functions while it runs.
 
-``F.linear`` and ``F.scaled_dot_product_attention`` are watched, not modules, so that experts whose weights transformers
-stacks into one parameter are like any other linear.
+``F.linear`` and ``F.scaled_dot_product_attention`` (or what stands for it) are watched, not modules, so that experts
+whose weights transformers stacks into one parameter are like any other linear.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from modelexport.quantization.calibration_attention import attention_of_heads
 from modelexport.quantization.calibration_cut import Share
 from modelexport.quantization.calibration_sums import Together
 
@@ -90,6 +91,9 @@ class Watch(TorchFunctionMode):
             return self._linear(*args, **(kwargs or {}))
         if func is functional.scaled_dot_product_attention:
             return self._attention(*args, **(kwargs or {}))
+        if func is attention_of_heads and self.seen is not None:
+            _, _, key, value, *_ = args
+            self._note_cache(key, value)
         return func(*args, **(kwargs or {}))
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

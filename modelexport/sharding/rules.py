@@ -62,6 +62,7 @@ class TensorRule:
         layer: the decoder layer, or None outside of them.
         stages: for tensors outside the layers, the ends of the pipeline that need it: ``first``, ``last`` or both.
         expert: the expert it belongs to, or None.
+        experts: of a stack of a layer's experts along dim 0: how many; else 0.
         dim: the dimension that tensor parallelism cuts; None where every rank holds the whole.
         parts: the ranges along ``dim``, in order, together all of it; empty where nothing is cut.
     """
@@ -76,5 +77,6 @@ class TensorRule:
     layer: int | None = None
     stages: tuple[Literal["first", "last"], ...] = ()
     expert: int | None = None
+    experts: int = 0
     dim: int | None = None
     parts: tuple[Part, ...] = ()

@@ -8,6 +8,7 @@ heads shared by neighbours where there are fewer of them than ranks; a vocabular
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -132,14 +133,17 @@ class ShardPlan:
         tp, pp, ep = self.parallelism.coordinates(rank)
         if pp not in self.stages(name) or (rule.expert is not None and self.expert_rank(rule.expert) != ep):
             return ()
+        outer = whole(rule.shape)
+        if rule.experts:
+            each = rule.experts // self.parallelism.ep
+            outer = ((ep * each, (ep + 1) * each), *outer[1:])
         if rule.dim is None:
-            return ((None, whole(rule.shape)),)
+            return ((None, outer),)
         found: list[Held] = []
         for part in rule.parts:
             start, stop = cut_part(part, self.parallelism.tp, tp)
             if stop > start:
-                box = tuple((start, stop) if d == rule.dim else (0, n) for d, n in enumerate(rule.shape))
-                found.append((part, box))
+                found.append((part, tuple((start, stop) if d == rule.dim else span for d, span in enumerate(outer))))
         return tuple(found)
 
     def owners(self, name: str, rank: int, number: int = 0) -> tuple[int, ...]:
@@ -155,7 +159,7 @@ class ShardPlan:
         if part is not None:
             first = first_holder(part, grid.tp, tp)
             tps = [other for other in tps if first_holder(part, grid.tp, other) == first]
-        eps = range(grid.ep) if rule.expert is None else [ep]
+        eps = [ep] if _has_experts(rule) else range(grid.ep)
         return tuple(sorted(grid.rank_of(t, p, e) for p in self.stages(name) for e in eps for t in tps))
 
     def is_first(self, name: str, rank: int, number: int = 0) -> bool:
@@ -164,7 +168,7 @@ class ShardPlan:
         part, _ = self.held(name, rank)[number]
         tp, pp, ep = grid.coordinates(rank)
         first = 0 if part is None else first_holder(part, grid.tp, tp)
-        return tp == first and pp == self.stages(name)[0] and (rule.expert is not None or ep == 0)
+        return tp == first and pp == self.stages(name)[0] and (_has_experts(rule) or ep == 0)
 
     def owned(self, name: str, rank: int) -> tuple[Held, ...]:
         """Those of the rectangles that a rank holds of which it is the main replica; over all ranks they tile it."""
@@ -232,7 +236,12 @@ def _counted(sizes: Sequence[int]) -> str:
 
 def count_experts(rules: Iterable[TensorRule]) -> int:
     """Experts of a layer, 0 where there are none."""
-    return max((rule.expert + 1 for rule in rules if rule.expert is not None), default=0)
+    return max((rule.experts if rule.expert is None else rule.expert + 1 for rule in rules), default=0)
+
+
+def _has_experts(rule: TensorRule) -> bool:
+    """Whether expert parallelism divides it: one expert's tensor, or a stack of all."""
+    return rule.expert is not None or rule.experts > 0
 
 
 def build_shard_plan(rules: Sequence[TensorRule], parallelism: Parallelism, *, layers: int) -> ShardPlan:
@@ -247,12 +256,13 @@ def build_shard_plan(rules: Sequence[TensorRule], parallelism: Parallelism, *, l
             does: tp and pp not above what was asked for, ep a divisor of the experts.
     """
     experts = count_experts(rules)
+    stacks = {rule.experts for rule in rules if rule.experts}
     problems = [
         *(f"{text} ({_listed(names)})" for text, names in _tp_problems(rules, parallelism.tp).items()),
-        *_other_problems(parallelism, layers, experts),
+        *_other_problems(parallelism, layers, sorted(stacks | {experts})),
     ]
     if problems:
-        works = _largest(rules, parallelism, layers, experts)
+        works = _largest(rules, parallelism, layers, math.gcd(experts, *stacks))
         raise PlanError(f"{parallelism} does not suit the model: {'; '.join(problems)}. The largest that does: {works}")
     return ShardPlan({rule.name: rule for rule in rules}, parallelism, layers)
 
@@ -272,13 +282,14 @@ def _different_parts(rules: Iterable[TensorRule]) -> dict[tuple[str, Part], None
     return {(rule.path.replace("{e}", "*"), part): None for rule in rules for part in rule.parts}
 
 
-def _other_problems(parallelism: Parallelism, layers: int, experts: int) -> Iterator[str]:
+def _other_problems(parallelism: Parallelism, layers: int, experts: Sequence[int]) -> Iterator[str]:
     if parallelism.pp > layers:
         yield f"pp is {parallelism.pp}, but there are only {layers} layers"
-    if parallelism.ep > 1 and not experts:
+    if parallelism.ep > 1 and not any(experts):
         yield f"ep is {parallelism.ep}, but the model has no experts"
-    elif experts % parallelism.ep:
-        yield f"{experts} experts cannot be divided equally among ep {parallelism.ep} ranks"
+    for count in experts:
+        if count % parallelism.ep:
+            yield f"{count} experts cannot be divided equally among ep {parallelism.ep} ranks"
 
 
 def _largest(rules: Sequence[TensorRule], wanted: Parallelism, layers: int, experts: int) -> Parallelism:

@@ -71,7 +71,7 @@ def answer_with(monkeypatch: pytest.MonkeyPatch, result: Any) -> list[tuple[tupl
 
 def test_a_hub_id_is_downloaded_without_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = answer_with(monkeypatch, str(tmp_path))
-    assert resolve_source("org/name", "v1") == Source(tmp_path, "org/name")
+    assert resolve_source("org/name", "v1") == Source(tmp_path, "org/name", hub_id="org/name")
     [((model,), options)] = calls
     assert model == "org/name"
     assert options["revision"] == "v1"

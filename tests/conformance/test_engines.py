@@ -9,9 +9,6 @@ where it has none: then nothing but the order of sums is left to differ by.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +22,9 @@ from modelexport.inspection.evaluate import tokenise
 from modelexport.inspection.models import load_dequantised
 from modelexport.quantization import formats
 from tests.conformance._kv_cache import round_kv_cache
+from tests.conformance._vllm import needs_vllm, token_logprobs, vllm_logprobs
 
-VLLM = os.environ.get("MODELEXPORT_VLLM_PYTHON")
 PROMPTS, LENGTH = 8, 12
-
-needs_vllm = pytest.mark.skipif(VLLM is None, reason="MODELEXPORT_VLLM_PYTHON names no interpreter with vLLM")
 
 
 def prompt_ids(prompts: int, length: int) -> torch.Tensor:
@@ -90,25 +85,9 @@ class Loaded:
 def in_vllm(directory: Path, *, tp: int = 1, **settings: str) -> Loaded:
     """Load a checkpoint in vLLM, compare with the reference in the same dtype; settings are the script's variables."""
     ids = prompt_ids(PROMPTS, LENGTH)
-    script = Path(__file__).with_name("vllm_logprobs.py")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "PYTHON"))}
-    environment |= {f"MODELEXPORT_VLLM_{key.upper()}": value for key, value in settings.items()}
-    prompts = " , ".join(" ".join(map(str, row)) for row in ids.tolist()).split()
-    done = subprocess.run(
-        [str(VLLM), str(script), str(directory), str(tp), *prompts],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env=environment,
-    )
-    lines = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.startswith(("LOGPROBS ", "KERNELS ")))
-    assert "LOGPROBS" in lines, done.stdout[-2000:] + done.stderr[-2000:]
-    got = torch.tensor(json.loads(lines["LOGPROBS"])).view(PROMPTS, LENGTH - 1)
+    got, kernels = vllm_logprobs(directory, ids, tp=tp, **settings)
     reference = load_dequantised(directory, dtype=getattr(torch, settings.get("dtype", "bfloat16")))
-    scores = torch.log_softmax(logits_of(reference, ids), dim=-1)
-    expected = scores[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
-    return Loaded((got - expected).abs(), json.loads(lines["KERNELS"]))
+    return Loaded((got - token_logprobs(logits_of(reference, ids), ids)).abs(), kernels)
 
 
 @pytest.mark.slow

@@ -23,7 +23,8 @@ from modelexport.contents.rules import layers_of, tensor_rules
 from modelexport.sharding.boxes import slices
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.shard_plan import ShardPlan, build_shard_plan
-from tests._models import make_llama
+from tests._models import copy_checkpoint, make_llama
+from tests._tiny_models import tiny_checkpoint
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -130,6 +131,42 @@ def test_each_rank_holds_in_transformers_what_our_plan_gives_it(tmp_path: Path, 
                 "norms, routers, low-rank projections and the biases of row-parallel linears are whole on every rank, "
                 "and nothing else"
             )
+
+
+TINY = ("cohere2", "gemma2", "gemma3_text", "gpt_neox", "granite", "starcoder2")
+
+
+def test_ranks_of_other_families_hold_what_our_plan_gives_them(tmp_path: Path) -> None:
+    """Plain column and row cuts; those of heads that are fused one by one among them."""
+    models = {
+        name: copy_checkpoint(
+            tiny_checkpoint(name),
+            tmp_path / name,
+            tensors=lambda found: {key: tensor.float() for key, tensor in found.items()},
+        )
+        for name in TINY
+    }
+    run_transformers(tmp_path, 2, models)
+    for name, directory in models.items():
+        whole = load_file(directory / "model.safetensors")
+        plan = plan_of(directory, Parallelism(tp=2))
+        for rank in range(2):
+            found = load_file(tmp_path / f"{name}-rank{rank}.safetensors")
+            assert torch.isfinite(found.pop("logits")).all()
+            expected = part(plan, whole, rank)
+            embedding = next(key for key in expected if "embed" in key)
+            head = expected.pop("embed_out.weight", None)
+            if head is not None or "lm_head.weight" not in expected:  # renamed as it is loaded; or tied, and cut alike
+                expected["lm_head.weight"] = expected[embedding] if head is None else head
+            assert set(found) == set(expected)
+            for key, tensor in found.items():
+                if key == "gpt_neox.embed_in.weight":  # which transformers' plan forgets
+                    assert torch.equal(tensor, whole[key])
+                    continue
+                assert torch.equal(tensor, expected[key]), f"{name} {key} on rank {rank}"
+        cut = {key for key, tensor in expected.items() if key in whole and tensor.shape != whole[key].shape}
+        matrices = {key for key, tensor in whole.items() if tensor.dim() == 2}
+        assert matrices <= cut | {"embed_out.weight"}
 
 
 def load_part(directory: Path, tensors: dict[str, torch.Tensor], source: Path, ranks: int) -> torch.nn.Module:

@@ -51,6 +51,18 @@ def test_what_is_refused_has_a_line_that_says_what_to_type(format_name: str, lin
     assert "; use " in line
 
 
+def test_a_row_may_be_about_one_type_of_models() -> None:
+    assert warnings("hf", [QUERY], model="llama") == []
+    (line,) = warnings("hf", [QUERY], model="gpt_oss")
+    assert "beside quantised attention" in line
+
+
+def test_kinds_are_counted_and_not_names() -> None:
+    names = [changed(EXPERT, number_format="int8", group_size=None, name=f"experts.{e}.w1") for e in range(3)]
+    other = changed(names[0], name="experts.0.w2", role="expert.down")
+    assert warnings("hf", [QUERY, names[0], other]) == warnings("hf", [QUERY, *names, other])
+
+
 def test_a_condition_is_asked_of_a_rank_s_part() -> None:
     """256 outputs are whole blocks of 128 on two ranks and not on four; v's and up's come last in what is fused."""
     key = Linear("k_proj", "fp8-block", (256, 512), None, "attention.k", "column")

@@ -17,6 +17,7 @@ from modelexport.families import Family, Scaling, family_of, read_dimensions
 from modelexport.quantization import formats
 from modelexport.quantization.algorithms.base import Linear
 from tests._models import LlamaShape, copy_checkpoint, describe, make_llama
+from tests._tiny_models import tiny_checkpoint
 
 SHAPE: dict[str, Any] = {"hidden": 64, "intermediate": 96, "vocab": 101, "dtype": "float32"}
 MODELS = [
@@ -30,6 +31,19 @@ MODELS = [
     {"model_type": "deepseek_v3", "shared_experts": 2},
     {"model_type": "deepseek_v2", "query_rank": None, "attention_bias": True, "mlp_bias": True},
 ]
+TINY = ["cohere2", "gemma", "gemma2", "gemma3_text", "glm4", "gpt_neox", "gpt_oss", "granite", "olmo2", "starcoder2"]
+READ_BY_NO_LINEAR = {
+    "gemma2": {"attention.post_norm", "mlp.post_norm"},
+    "gemma3_text": {"attention.post_norm", "mlp.post_norm"},
+    "glm4": {"attention.post_norm", "mlp.post_norm"},
+    "olmo2": {"attention.post_norm", "mlp.post_norm", "attention.q_norm", "attention.k_norm"},
+    "gpt_oss": {"mlp.norm"},  # by experts in a stack, which stays as it is
+}
+
+
+def in_float32(source: Path, target: Path) -> Path:
+    """A copy, so that powers of two are all that changes its numbers."""
+    return copy_checkpoint(source, target, tensors=lambda found: {name: x.float() for name, x in found.items()})
 
 
 def linears_of(family: Family, config: dict[str, Any], layer: int, tensors: dict[str, Tensor]) -> dict[str, Linear]:
@@ -82,6 +96,75 @@ def test_what_is_folded_leaves_the_function(tmp_path: Path, model: dict[str, Any
     assert float((found - wanted).abs().max()) <= 1e-4 * float(wanted.abs().max())
 
 
+@pytest.mark.parametrize("model_type", TINY)
+def test_what_is_folded_leaves_the_function_of_every_type(tmp_path: Path, model_type: str) -> None:
+    """Norms with biases, without a mean, with 1 added to their weights; one norm before attention and MLP; sinks."""
+    torch.manual_seed(3)
+    source = in_float32(tiny_checkpoint(model_type), tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    family = family_of(config)
+    assert family.dimensions is None, "declared"
+    copied = copy_checkpoint(source, tmp_path / "folded", tensors=folded(family, config, powers_of_two))
+    wanted, found = logits(source), logits(copied)
+    assert float((found - wanted).abs().max()) <= 1e-4 * float(wanted.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change"), [("gemma2", {"norm_offset": 0.0}), ("cohere2", {"scalings": "first reader missing"})]
+)
+def test_that_test_sees_what_a_type_declares(tmp_path: Path, model_type: str, change: dict[str, Any]) -> None:
+    torch.manual_seed(4)
+    source = in_float32(tiny_checkpoint(model_type), tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    family = family_of(config)
+    if "scalings" in change:
+        change = {"scalings": (replace(family.scalings[-1], into=family.scalings[-1].into[1:]),)}
+    wrong = folded(replace(family, **change), config, powers_of_two)
+    wanted, found = logits(source), logits(copy_checkpoint(source, tmp_path / "folded", tensors=wrong))
+    assert float((found - wanted).abs().max()) > 1e-2 * float(wanted.abs().max())
+
+
+def test_a_norm_to_which_one_is_added_is_divided_as_it_can_be_stored(tmp_path: Path) -> None:
+    """Its stored weight is rounded to the model's dtype; its readers take what it was divided by then."""
+    torch.manual_seed(5)
+    source = in_float32(tiny_checkpoint("gemma3_text"), tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    family = family_of(config)
+    family = replace(family, scalings=tuple(each for each in family.scalings if each.source.endswith("norm")))
+    dims = read_dimensions(config, family)
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for layer in range(dims.layers):
+            linears = linears_of(family, config, layer, tensors)
+            for fold in folds_of_layer(family, dims, layer, linears, tensors, lambda _: torch.bfloat16):
+                before = tensors[f"{fold.fold.source}.weight"] + 1
+                wanted = torch.rand(fold.fold.features) * 3 + 0.2
+                scale = apply_fold(tensors, {}, fold, wanted)
+                after = tensors[f"{fold.fold.source}.weight"]
+                assert torch.equal(after, after.bfloat16().float())
+                torch.testing.assert_close((after + 1) * scale, before, rtol=1e-6, atol=0)
+                torch.testing.assert_close(scale, wanted, rtol=0.1, atol=0)
+
+    wanted, found = logits(source), logits(copy_checkpoint(source, tmp_path / "folded", tensors=change))
+    assert float((found - wanted).abs().max()) <= 1e-4 * float(wanted.abs().max())
+
+
+def test_a_norm_with_a_bias_takes_powers_of_two(tmp_path: Path) -> None:
+    """Its bias is stored as it is, and would be rounded otherwise."""
+    config = json.loads((tiny_checkpoint("gpt_neox") / "config.json").read_text())
+    family = family_of(config)
+    dims = read_dimensions(config, family)
+    tensors: dict[str, Tensor] = {}
+    copy_checkpoint(tiny_checkpoint("gpt_neox"), tmp_path / "copy", tensors=lambda found: tensors.update(found))
+    tensors = {name: tensor.float() for name, tensor in tensors.items()}
+    linears = linears_of(family, config, 0, tensors)
+    folds = folds_of_layer(family, dims, 0, linears, tensors, lambda _: torch.bfloat16)
+    assert [fold.fold.exact for fold in folds] == [True, True]
+    before = tensors[f"{folds[0].fold.source}.bias"].clone()
+    scale = apply_fold(tensors, {}, folds[0], powers_of_two(dims.hidden))
+    assert torch.equal(tensors[f"{folds[0].fold.source}.bias"] * scale, before)
+
+
 @pytest.mark.parametrize("source", ["attention.norm", "attention.v", "mlp.norm", "expert.up"])
 def test_that_test_sees_what_is_missing(tmp_path: Path, source: str) -> None:
     """A pair that lacks a reader, or has the wrong one, changes the logits."""
@@ -100,10 +183,13 @@ def test_that_test_sees_what_is_missing(tmp_path: Path, source: str) -> None:
     assert float((found - wanted).abs().max()) > 1e-2 * float(wanted.abs().max())
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: describe(LlamaShape(**model)))
-def test_every_norm_and_gated_product_of_a_layer_has_its_pair(model: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "model", [*MODELS, *TINY], ids=lambda x: x if isinstance(x, str) else describe(LlamaShape(**x))
+)
+def test_every_norm_and_gated_product_of_a_layer_has_its_pair(model: dict[str, Any] | str) -> None:
     """Norms over heads apart, which a rotation by position follows."""
-    config = json.loads((make_llama(**SHAPE, **model) / "config.json").read_text())
+    directory = tiny_checkpoint(model) if isinstance(model, str) else make_llama(**SHAPE, **model)
+    config = json.loads((directory / "config.json").read_text())
     family = family_of(config)
     dims = read_dimensions(config, family)
     sources = [scaling.source for scaling in family.scalings]
@@ -111,6 +197,7 @@ def test_every_norm_and_gated_product_of_a_layer_has_its_pair(model: dict[str, A
     roles = {role for module in family.layer for role in (module.role, *(role for role, _ in module.parts))}
     assert {role for scaling in family.scalings for role in (scaling.source, *scaling.into)} <= roles
     wanted = {module.role for module in family.layer if module.kind == "norm" and module.axis != "head"}
+    wanted -= READ_BY_NO_LINEAR.get(config["model_type"], set())
     wanted |= {role for role in roles if role.endswith(".up")}
     assert wanted <= set(sources)
     for scaling in family.scalings:

@@ -37,6 +37,12 @@ _EXPERTS = r"re:(?:.*\.)?experts(?:\.|$)"
 _READ_ONLY = (
     "checkpoints of quant_method 'mxfp4' (gpt-oss) are only read: write mxfp4 with --format hf (--quant mxfp4-wo)"
 )
+NO_SOURCE = (
+    "its experts are MXFP4 blocks, all of a layer in one tensor (quant_method 'mxfp4'), which inspect reads and "
+    "nothing else: give the model in bfloat16, as transformers writes it (from_pretrained with "
+    "Mxfp4Config(dequantize=True), then save_pretrained)"
+)
+"""Why such a checkpoint is no source."""
 _FUSED = (
     "quant_method 'mxfp4' (gpt-oss) stores all experts of a layer in one tensor, {what}_blocks and {what}_scales; "
     "a single linear has none: export such a model from its bfloat16 original"

@@ -1,0 +1,284 @@
+"""A transformers model without storage: which tensors a checkpoint of it has, and what each of them is in the model.
+
+Names in memory and on disk differ (transformers stacks experts as it loads them, and takes them apart again when it
+saves): the same conversions that it saves by are run here, on tensors without storage.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from modelexport.errors import CheckpointError, PlanError
+
+_NUMBERS = (
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "num_experts",
+)
+MOST_LAYERS = 4096
+MOST_EXPERTS = 1 << 15
+MOST_LISTED = 1 << 16
+MOST_TENSORS = 1 << 20
+_COUNTED = re.compile(r"layers?$|depth|experts$|blocks$")  # keys of config.json that loops run over
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """What transformers says of one model.
+
+    Attributes:
+        model_type, architecture: its type, and the name of its class.
+        tensors: name on disk -> shape, in the order in which transformers saves them.
+        targets: name on disk -> the parameter or buffer in memory that it becomes, or becomes a part of.
+        changed: names on disk whose numbers are cut up or moved about as they become that.
+        copies: name in memory of a tensor that is tied to another and not saved -> what it is called on disk.
+        wide: names in memory of what transformers computes with in float32, whatever the model's dtype.
+        modules: name in memory -> the name of the module's class; ``Linear`` for any that is one.
+        shapes: name in memory -> shape.
+        stack: name in memory of the list of decoder layers.
+        layers: how many there are.
+        embedding, head: name in memory of the modules that tokens come in by, and go out; "" where there is none.
+        tied: whether the head is the embedding.
+        plan: name in memory, with ``*`` for numbers -> the style in which transformers' tensor parallelism cuts it.
+        numbers: of the language model's config, by their usual names; None where it has no such single number.
+        head_dims: name in memory of an attention -> features of each of its heads.
+        ignored: patterns of tensors of old checkpoints that the model does without.
+    """
+
+    model_type: str
+    architecture: str
+    tensors: Mapping[str, tuple[int, ...]]
+    targets: Mapping[str, str]
+    changed: frozenset[str]
+    copies: Mapping[str, str]
+    wide: frozenset[str]
+    modules: Mapping[str, str]
+    shapes: Mapping[str, tuple[int, ...]]
+    stack: str
+    layers: int
+    embedding: str
+    head: str
+    tied: bool
+    plan: Mapping[str, str]
+    numbers: Mapping[str, int | None]
+    head_dims: Mapping[str, int]
+    ignored: tuple[str, ...]
+
+    def style(self, target: str) -> str | None:
+        """How transformers cuts a parameter: as it says of the parameter itself, or of its module."""
+        general = re.sub(r"\.\d+(?=\.|$)", ".*", target)
+        return self.plan.get(general) or self.plan.get(general.rpartition(".")[0])
+
+
+def read_skeleton(config: Mapping[str, Any]) -> Skeleton:
+    """Build transformers' model of a config.json on torch's meta device, and look at it. No code but its own runs.
+
+    Raises:
+        CheckpointError: transformers does not accept the numbers of config.json, or nobody has models so large.
+        PlanError: it knows no such language model.
+    """
+    import torch
+
+    _check_counts(config, "config.json")
+    kind = str(config.get("model_type"))
+    model_class, parsed = _model_class(config, kind)
+    try:
+        with torch.device("meta"):
+            model = model_class(parsed)
+        numbers = parsed.get_text_config(decoder=True)
+        model.tie_weights()
+    except Exception as error:  # a stranger's numbers can fail anywhere in transformers' code
+        raise CheckpointError(
+            f"config.json: transformers cannot build {model_class.__name__} of it: {_in_short(error)}"
+        ) from error
+    stack, layers = _decoder_layers(model, numbers, kind)
+    tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    held = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    many = sum(value.shape[0] if value.ndim == 3 else 1 for value in held.values())  # a stack is taken apart
+    if many > MOST_TENSORS:
+        raise CheckpointError(f"config.json makes {many:,} tensors; at most {MOST_TENSORS:,} are believed")
+    tensors, targets, changed = _on_disk(model, held)
+    embedding = _name_of(model, model.get_input_embeddings(), held)
+    embedding = tied.get(f"{embedding}.weight", f"{embedding}.").rpartition(".")[0]
+    head = _name_of(model, model.get_output_embeddings(), held)
+    plan = dict(getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {})
+    return Skeleton(
+        model_type=kind,
+        architecture=model_class.__name__,
+        tensors=tensors,
+        targets=targets,
+        changed=changed,
+        copies=_copies(model, tied),
+        wide=_wide(model, held),
+        modules={
+            name: "Linear" if isinstance(module, torch.nn.Linear) else type(module).__name__
+            for name, module in model.named_modules()
+        },
+        shapes={name: tuple(tensor.shape) for name, tensor in model.state_dict().items()},
+        stack=stack,
+        layers=layers,
+        embedding=embedding,
+        head=head,
+        tied=bool(head) and f"{head}.weight" in tied,
+        plan=plan,
+        numbers={key: _number(numbers, key) for key in _NUMBERS},
+        head_dims={name: size for name, module in model.named_modules() if (size := _whole_of(module, "head_dim"))},
+        ignored=tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),
+    )
+
+
+def _name_of(model: Any, wanted: Any, held: Mapping[str, Any]) -> str:
+    """A module's name; of one that has several, that under which its weight is saved. "" for None."""
+    names = [name for name, module in model.named_modules(remove_duplicate=False) if module is wanted and name]
+    return next((name for name in names if f"{name}.weight" in held), next(iter(names), ""))
+
+
+def _check_counts(config: Mapping[str, Any], where: str) -> None:
+    """Refuse numbers that would keep a loop busy for ever."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            _check_counts(value, f"{where}: {key}")
+        elif isinstance(value, (list, tuple)) and len(value) > MOST_LISTED:
+            raise CheckpointError(f"{where}: {key} has {len(value):,} entries; at most {MOST_LISTED:,} are believed")
+        elif key == "attention_types" and isinstance(value, list):  # [[kinds, how many times], ...]
+            counts = [each[1] for each in value if isinstance(each, list) and len(each) == 2]
+            _check_counts({"layers": max((n for n in counts if isinstance(n, int)), default=0)}, f"{where}: {key}")
+        elif isinstance(value, int) and _COUNTED.search(str(key)):
+            most = MOST_EXPERTS if "expert" in str(key) else MOST_LAYERS
+            if value > most:
+                raise CheckpointError(f"{where}: {key} is {value:,}; at most {most:,} are believed")
+
+
+def _model_class(config: Mapping[str, Any], kind: str) -> tuple[Any, Any]:
+    """transformers' class for a config.json, and the config as it parses it."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if kind not in transformers.CONFIG_MAPPING:
+        raise PlanError(f"unknown architecture '{kind}': transformers {transformers.__version__} does not know it")
+    named = config.get("architectures")
+    wanted = str(named[0]) if isinstance(named, list) and named else ""
+    own = transformers.CONFIG_MAPPING[kind]
+    found = getattr(transformers, wanted, None) if wanted.isidentifier() else None
+    fits = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+    if not fits or getattr(found, "config_class", None) is not own:
+        usual = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+        names = [usual] if isinstance(usual, str) else list(usual or ())
+        found = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
+    if found is None:
+        raise PlanError(
+            f"'{kind}' is no language model: transformers {transformers.__version__} has no causal model of that type"
+        )
+    plain = {key: _special(value) for key, value in config.items() if key not in ("quantization_config", "auto_map")}
+    try:
+        return found, own.from_dict(plain)
+    except Exception as error:  # transformers checks a config in many ways
+        raise CheckpointError(f"config.json: transformers refuses it: {_in_short(error)}") from error
+
+
+def _decoder_layers(model: Any, numbers: Any, kind: str) -> tuple[str, int]:
+    """The list of decoder layers: the one with as many as the config says; else the longest of the decoder's."""
+    from torch import nn
+
+    names = {id(module): name for name, module in model.named_modules()}
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    if not isinstance(decoder, nn.Module) or id(decoder) not in names:
+        decoder = model
+    wanted = getattr(numbers, "num_hidden_layers", None)
+    for root in (decoder, model):
+        lists = [
+            (names[id(module)], len(module))
+            for module in root.modules()
+            if isinstance(module, nn.ModuleList) and len(module) and _is_layer(module[0])
+        ]
+        exact = [each for each in lists if each[1] == wanted]
+        if lists:
+            return min(exact, key=lambda each: each[0].count(".")) if exact else max(lists, key=lambda each: each[1])
+    raise PlanError(f"transformers' model for '{kind}' has no list of decoder layers")
+
+
+def _is_layer(module: Any) -> bool:
+    """Whether a module is more than a single linear or norm."""
+    return any(True for _ in module.children()) and any(True for _ in module.parameters())
+
+
+def _on_disk(model: Any, held: Mapping[str, Any]) -> tuple[dict[str, tuple[int, ...]], dict[str, str], frozenset[str]]:
+    """Names and shapes as saved; for each of these names the one in memory; and those that are not only renamed."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            PrefixChange,
+            WeightConverter,
+            rename_source_key,
+            revert_weight_conversion,
+        )
+    except ImportError:  # before transformers 5, names on disk are those in memory
+        shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
+        return shapes, {name: name for name in shapes}, frozenset()
+    saved = revert_weight_conversion(model, dict(held))
+    mapping = [
+        each for each in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(each, PrefixChange)
+    ]
+    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    renamings = [each for each in mapping if not isinstance(each, WeightConverter)]
+    targets, changed = {}, set()
+    for name in saved:
+        target, pattern = rename_source_key(name, renamings, converters)
+        targets[name] = target if target in held else _closest(target, name, held)
+        if pattern is not None:
+            changed.add(name)
+    return {name: tuple(tensor.shape) for name, tensor in saved.items()}, targets, frozenset(changed)
+
+
+def _copies(model: Any, tied: Mapping[str, str]) -> dict[str, str]:
+    """What checkpoints of the model call the tensors that are tied to others."""
+    state = model.state_dict()
+    return {name: next(iter(_on_disk(model, {name: state[name]})[0]), name) for name in tied if name in state}
+
+
+def _wide(model: Any, held: Iterable[str]) -> frozenset[str]:
+    """The tensors that transformers keeps in float32."""
+    kept = [each for each in getattr(model, "_keep_in_fp32_modules_strict", None) or () if isinstance(each, str)]
+    pattern = re.compile("|".join(rf"(?:^|\.){each}(?:$|\.)" for each in kept))
+    return frozenset(name for name in held if kept and pattern.search(name))
+
+
+def _closest(target: str, name: str, held: Iterable[str]) -> str:
+    """A conversion that is not undone by its own inverse: the name itself where the model has it."""
+    return name if name in set(held) else target
+
+
+def _special(value: Any) -> Any:
+    """Infinity and NaN, which JSON has no numbers for, as transformers spells them in config.json."""
+    if isinstance(value, Mapping):
+        if set(value) == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _special(each) for key, each in value.items()}
+    return [_special(each) for each in value] if isinstance(value, list) else value
+
+
+def _number(config: Any, key: str) -> int | None:
+    """A number of a config; None where it has none, or one for each layer (transformers refuses to say which)."""
+    try:
+        return _whole(getattr(config, key, None))
+    except RuntimeError:
+        return None
+
+
+def _whole_of(module: Any, name: str) -> int | None:
+    return _whole(vars(module).get(name))
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def _in_short(error: Exception) -> str:
+    first = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {first[:300]}"

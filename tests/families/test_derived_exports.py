@@ -1,0 +1,81 @@
+"""Exports of derived families that run the model: calibrated ones, and what is refused in words."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from modelexport.errors import PlanError
+from modelexport.export_record import ExportResult
+from modelexport.exporter import export
+from modelexport.summary import summary
+from tests._tiny_models import tiny_checkpoint
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "ids.jsonl"
+    ids = torch.randint(3, 200, (8, 16), generator=torch.Generator().manual_seed(3)).tolist()
+    path.write_text("\n".join(json.dumps({"input_ids": line}) for line in ids))
+    return path
+
+
+def run(model_type: str, out: Path, algorithm: str, samples: Path, tp: int = 1) -> ExportResult:
+    return export(
+        model=str(tiny_checkpoint(model_type)),
+        out=str(out),
+        quant="int4",
+        group_size=32,
+        tp=tp,
+        algorithm=algorithm,
+        calib=str(samples),
+        calib_samples=8,
+        calib_length=16,
+        evaluate=False,
+        quiet=True,
+        timeout=120.0,
+    )
+
+
+def hashes(directory: Path) -> dict[str, str]:
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.mark.parametrize(
+    "model_type", ["glm4_moe", "bloom", *(pytest.param(name, marks=pytest.mark.slow) for name in ("opt", "cohere"))]
+)
+def test_gptq_is_the_same_on_any_number_of_ranks_and_better_than_nearest(
+    tmp_path: Path, model_type: str, samples: Path
+) -> None:
+    result = run(model_type, tmp_path / "1", "gptq", samples)
+    run(model_type, tmp_path / "2", "gptq", samples, tp=2)
+    assert hashes(tmp_path / "1") == hashes(tmp_path / "2")
+    rows = [row for row in result.rows if row.error_after is not None and row.error_before is not None]
+    assert rows
+    assert sum(row.error_after or 0 for row in rows) < 0.5 * sum(row.error_before or 0 for row in rows)
+    assert f"note: {model_type}: derived from transformers'" in summary(result)
+    assert json.loads((tmp_path / "1" / "modelexport.json").read_text())["notes"] == result.notes
+
+
+@pytest.mark.parametrize(
+    ("model_type", "algorithm", "says"),
+    [
+        ("cohere", "awq", "rtn, mse and gptq work for every model"),
+        ("cohere", "smoothquant", "rtn, mse and gptq work for every model"),
+        ("cohere", "rotation", "leave rotation out"),
+        ("gemma3", "gptq", "config.json has no vocab_size"),
+    ],
+)
+def test_what_needs_more_than_a_plan_is_refused_in_words(
+    tmp_path: Path, model_type: str, algorithm: str, says: str, samples: Path
+) -> None:
+    with pytest.raises(PlanError, match=says):
+        run(model_type, tmp_path / "out", algorithm, samples)
+    assert not (tmp_path / "out").exists()
