@@ -1,0 +1,44 @@
+"""A checkpoint opened for inspection: its headers and its config.json, read once for all that look at them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from modelexport.checkpoints.safetensors_file import Checkpoint
+from modelexport.contents.modules import Architecture, StoredModule, read_architecture, read_modules
+from modelexport.contents.opening import open_model
+from modelexport.quantization.methods import QuantizationConfig, read_quantization_config
+
+__all__ = ["Contents", "open_contents"]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint's headers and its config.json say.
+
+    Attributes:
+        directory: as it was given.
+    """
+
+    directory: str
+    checkpoint: Checkpoint
+    architecture: Architecture
+    quantization: QuantizationConfig | None
+    modules: list[StoredModule]
+
+
+def open_contents(directory: Path | str, config: Path | str | None = None) -> Contents:
+    """Open a checkpoint of any format; no tensor is read and torch is not imported.
+
+    Args:
+        config: the model's config.json, where the checkpoint has none of its own.
+
+    Raises:
+        CheckpointError: no checkpoint there, a damaged header or index, or a config.json that is no JSON.
+    """
+    checkpoint = open_model(directory, config)
+    architecture = read_architecture(checkpoint.config)
+    quantization = read_quantization_config(checkpoint.config)
+    modules = read_modules(checkpoint, architecture, quantization)
+    return Contents(str(directory), checkpoint, architecture, quantization, modules)
