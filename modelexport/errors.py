@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 _SHOWN = 100
 
@@ -35,6 +36,16 @@ class PlanError(ModelExportError, ValueError):
 
 class GatherError(ModelExportError, RuntimeError):
     """Ranks could not hand their payloads to the first rank; names the ranks that are missing and why."""
+
+
+class HubError(ModelExportError, RuntimeError):
+    """A finished checkpoint could not be pushed to the hub; nothing of it is lost.
+
+    Attributes:
+        result: what the export returned, where one came before it.
+    """
+
+    result: Any = None
 
 
 class RankFailedError(ModelExportError, RuntimeError):

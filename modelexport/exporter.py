@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from modelexport import hub
 from modelexport.checkpoints.safetensors_file import Checkpoint, plan_layout
 from modelexport.checkpoints.source import Source, resolve_source
 from modelexport.checkpoints.staging import resolve_target
@@ -29,6 +30,7 @@ from modelexport.contents.ties import untie
 from modelexport.distributed import launch
 from modelexport.distributed.launch import MultiprocessConfig
 from modelexport.errors import ModelExportError, UsageError
+from modelexport.export_after import evaluated, pushed
 from modelexport.export_checks import check_calibration, check_kept, check_work
 from modelexport.export_hosts import agree, external_config, is_spread, run_as_rank
 from modelexport.export_plan import ExportPlan, build_plan, full_name
@@ -57,8 +59,6 @@ CALIBRATION_PRELOAD = (
     "transformers.models.llama.modeling_llama",  # for what every model's module imports, seconds of it
 )
 
-EVALUATED_WINDOWS = 32  # of 197; a few seconds, with a standard error that tells the formats apart
-
 
 def export(recipe: ExportRecipe | None = None, **settings: Any) -> ExportResult:
     """Export a model: quantise it in ``tp`` rank processes and write one checkpoint.
@@ -75,6 +75,8 @@ def export(recipe: ExportRecipe | None = None, **settings: Any) -> ExportResult:
         CheckpointError: the source is missing, damaged or holds NaN or Inf.
         PlanError: the architecture is unknown or a dimension does not suit the number format.
         RankFailedError: a rank process failed; nothing was published, and the same call resumes.
+        HubError: with ``push_to_hub``, before the work: nobody is logged in; after it: the checkpoint stands, but was
+            not pushed.
     """
     if recipe is None:
         recipe = ExportRecipe.from_mapping(settings, where="export()")
@@ -97,11 +99,15 @@ def export(recipe: ExportRecipe | None = None, **settings: Any) -> ExportResult:
     assert recipe.out is not None
     result = ExportResult.of(record, prepared.plan, prepared.recipe, prepared.target, seconds, prepared.warnings)
     first = config is None or config.rank == 0
-    return _evaluated(result, prepared.source) if recipe.evaluate and prepared.source.is_demo and first else result
+    if recipe.evaluate and prepared.source.is_demo and first:
+        result = evaluated(result, prepared.source)
+    return pushed(result, recipe) if recipe.push_to_hub is not None and first else result
 
 
 def _launch(recipe: ExportRecipe) -> tuple[Prepared, dict[str, Any]]:
     """Export in rank processes of our own; returns the record too."""
+    if recipe.push_to_hub is not None:
+        hub.check_login(recipe.push_to_hub)
     if recipe.tp > 1:
         launch.prestart(_preloaded(recipe))
     prepared = prepare(recipe)
@@ -138,6 +144,8 @@ def _take_part(recipe: ExportRecipe, config: MultiprocessConfig) -> tuple[Prepar
         prepared = prepare(recipe, source)
         if config.rank == 0:
             _warn(prepared)
+            if recipe.push_to_hub is not None:
+                hub.check_login(recipe.push_to_hub)
         agree(prepared.checkpoint, recipe)
         with export_target(prepared) as target:
             record = take_part(
@@ -150,20 +158,6 @@ def _take_part(recipe: ExportRecipe, config: MultiprocessConfig) -> tuple[Prepar
             return prepared, record
 
     return run_as_rank(config, export_as_rank)
-
-
-def _evaluated(result: ExportResult, source: Source) -> ExportResult:
-    """Add perplexity and a sentence, before and after: the demo model comes with text that it has not seen."""
-    from modelexport.assets import demo_documents
-
-    with without_collector():
-        import transformers  # noqa: F401 (most of what an evaluation has to wait for)
-
-        from modelexport.inspection.evaluate import evaluate
-
-    assert result.out is not None
-    evaluation = evaluate(result.out, source.directory, demo_documents("heldout"), max_windows=EVALUATED_WINDOWS)
-    return replace(result, evaluation=evaluation)
 
 
 def prepare(recipe: ExportRecipe, source: Source | None = None) -> Prepared:
@@ -282,8 +276,10 @@ def _warnings(prepared: Prepared) -> tuple[str, ...]:
                         task.module.is_expert,
                     ),
                 )
-    found = engine_warnings(recipe.format, linears.values(), tp=recipe.target_tp)
-    positions = (prepared.checkpoint.config or {}).get("max_position_embeddings")
+    config = prepared.checkpoint.config or {}
+    kind = str(config.get("model_type", ""))
+    found = engine_warnings(recipe.format, linears.values(), tp=recipe.target_tp, model=kind)
+    positions = config.get("max_position_embeddings")
     if (plan.needs_ranges or plan.calibrated) and isinstance(positions, int) and recipe.calib_length > positions:
         found.append(
             f"--calib-length {recipe.calib_length} is beyond the {positions} positions that the model knows "

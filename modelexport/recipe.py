@@ -6,10 +6,11 @@ A field here is a command-line flag (``--group-size``), a YAML key (``group_size
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
-from modelexport.errors import UsageError
+from modelexport.errors import UsageError, shown
 from modelexport.settings import Settings, check_choice, check_common, check_sizes, setting
 
 GATHERS = ("shm", "nfs", "direct")
@@ -26,6 +27,17 @@ CALIBRATION = tuple(f"calib{part}" for part in ("", "_samples", "_length", "_see
 RANGES = ("max", "percentile", "mse")
 EXPERTS = ("routed", "all")
 KV_CACHES = ("fp8",)
+_PART = r"[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9_])?"
+_REPO_ID = re.compile(f"{_PART}/{_PART}", re.ASCII)
+_LONGEST_REPO_ID = 96
+
+
+def check_repo_id(repo_id: str) -> None:
+    """Raise a UsageError for what cannot be the name of a repository of the hub."""
+    if not _REPO_ID.fullmatch(repo_id) or len(repo_id) > _LONGEST_REPO_ID or ".." in repo_id or "--" in repo_id:
+        raise UsageError(
+            f"'{shown(repo_id)}' is no repository of the hub: ORGANISATION/NAME is needed, e.g. me/model-fp8"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +112,10 @@ class ExportRecipe(Settings):
         True, "perplexity and a sentence, before and after (demo model only; --no-evaluate skips it)"
     )
     timeout: float = setting(1800.0, "seconds without progress after which a rank counts as hung", metavar="S")
+    push_to_hub: str | None = setting(
+        None, "repository of the Hugging Face hub to upload the finished checkpoint to", metavar="ORG/NAME"
+    )
+    private: bool = setting(False, "the repository of --push-to-hub is to be private")
     dry_run: bool = setting(False, "print the plan, sizes and memory; write nothing")
     quiet: bool = setting(False, "no progress bar and no summary")
     json: bool = setting(False, "print the result as JSON")
@@ -117,6 +133,10 @@ class ExportRecipe(Settings):
         if self.group_size is not None and self.group_size < 1 and self.group_size != -1:
             raise UsageError(f"--group-size {self.group_size}: choose 32, 64 or 128, or -1 for a whole row")
         check_common(self.timeout, self.max_shard_bytes)
+        if self.push_to_hub is not None:
+            check_repo_id(self.push_to_hub)
+        elif self.private:
+            raise UsageError("--private is for --push-to-hub ORG/NAME: add it, or leave out --private")
         if self.gather == "nfs" and self.workspace is None:
             raise UsageError("--gather nfs needs a directory that every rank sees: add --workspace DIR")
         if self.workspace is not None and self.gather == "shm":

@@ -20,6 +20,7 @@ from modelexport.checkpoints.hf import SideFiles
 from modelexport.checkpoints.safetensors_file import Checkpoint
 from modelexport.checkpoints.staging import resolve_target
 from modelexport.contents import formats
+from modelexport.contents.engines import warnings
 from modelexport.contents.opening import open_model
 from modelexport.contents.rules import left_out, tensor_rules
 from modelexport.contents.targets import TargetPlan, check_source, plan_target
@@ -28,8 +29,11 @@ from modelexport.distributed import launch
 from modelexport.distributed.launch import MultiprocessConfig
 from modelexport.errors import UsageError
 from modelexport.export_hosts import agree, is_spread, reshard_config, run_as_rank
-from modelexport.export_target import files_digest, source_config
+from modelexport.export_record import target_of
+from modelexport.export_target import cards, files_digest, source_config
 from modelexport.inspection.inspect import read_record
+from modelexport.inspection.model_card import model_card
+from modelexport.inspection.record_rows import linears_of
 from modelexport.jobs import Heard, heard, own_ranks, single, take_part
 from modelexport.quantization.methods import read_quantization_config
 from modelexport.reshard_moves import ReshardJob, run_alone
@@ -219,8 +223,11 @@ def _target(prepared: Prepared) -> Target:
         if found is None:
             return {}
         digests = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in sorted(beside.items())}
-        written = {**found["recipe"], "format": recipe.format, "max_shard_bytes": recipe.max_shard_bytes}
-        return {key: {"file_sha256": digests, "recipe": written}.get(key, value) for key, value in found.items()}
+        kept = {key: value for key, value in found["recipe"].items() if not key.startswith("target_")}
+        ways = target_of(recipe.tp, recipe.pp, recipe.ep)
+        written = {**kept, "format": recipe.format, "max_shard_bytes": recipe.max_shard_bytes, **ways}
+        changed = {"file_sha256": digests, "recipe": written, "warnings": engine_warnings(recipe, found)}
+        return {key: changed.get(key, value) for key, value in found.items()}
 
     fingerprint = {
         "checkpoint": str(checkpoint.directory.resolve()),
@@ -231,8 +238,25 @@ def _target(prepared: Prepared) -> Target:
         "modelexport": __version__,
     }
     config = source_config(checkpoint, recipe.config, None)
-    files = TargetFiles(checkpoint, prepared.target, fingerprint, config, record)
+    known = prepared.record is not None  # a card is made of the record: it is another one in another format
+    stale, renamed = cards(checkpoint.directory) if known else (frozenset(), {})
+    files = TargetFiles(
+        checkpoint,
+        prepared.target,
+        fingerprint,
+        config,
+        record,
+        stale=stale,
+        card=model_card if known else None,
+        renamed=renamed,
+    )
     return Target(recipe.out, files, overwrite=recipe.overwrite, quiet=recipe.quiet)
+
+
+def engine_warnings(recipe: ReshardRecipe, record: Mapping[str, Any]) -> list[str]:
+    """What engines are known to refuse of a recorded checkpoint, as it is about to be written."""
+    kind = (record.get("model") or {}).get("model_type", "")
+    return warnings(recipe.format, linears_of(record), tp=recipe.tp, model=kind)
 
 
 def _job(prepared: Prepared, done: dict[str, Any], *, spread: bool) -> ReshardJob:

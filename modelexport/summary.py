@@ -36,6 +36,7 @@ def summary(result: ExportResult) -> str:
         f"smaller) in {len(result.files)} file{'s' if len(result.files) > 1 else ''}"
         f"{'' if result.format == 'hf' and not result.target else _written_for(result)}"
     )
+    lines += (f"note: {note}" for note in result.notes)
     lines += _notes("not quantised", result.unquantised)
     lines += _notes("not written", result.left_out)
     if result.calibration is not None:
@@ -65,6 +66,8 @@ def summary(result: ExportResult) -> str:
         if result.evaluation is not None:
             lines += result.evaluation.lines()
         lines.append(f"wrote {result.out} in {result.seconds:.1f} s")
+        if result.pushed is not None:
+            lines.append(f"pushed to {result.pushed}")
     return "\n".join(lines)
 
 

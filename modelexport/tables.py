@@ -14,6 +14,14 @@ def size_text(nbytes: float) -> str:
     raise AssertionError("unreachable")
 
 
+def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, indent: str = "") -> Iterator[str]:
+    """Lines of a table of words: every column flush left."""
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    for row in (header, *rows):
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        yield indent + "  ".join(cells).rstrip()
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Lines of a table: first column flush left, the others flush right."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]

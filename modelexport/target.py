@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from modelexport.checkpoints.hf import RECORD, SideFiles, copy_side_files
+from modelexport.checkpoints.hf import CARD, RECORD, SideFiles, copy_side_files
 from modelexport.checkpoints.safetensors_file import INDEX_NAME, Checkpoint
 from modelexport.checkpoints.staging import Staging
 from modelexport.contents import formats
@@ -29,6 +29,8 @@ class TargetFiles:
         stale: names of files beside the source's weights that do not come along: what they say no longer holds.
         record: makes modelexport.json of what came along, every file beside the weights (name -> path) and the first
             rank's result; empty where there is nothing to record.
+        card: makes README.md of the record; None: there is none, and the source's comes along like any other file.
+        renamed: files beside the source's weights that come along under another name.
     """
 
     source: Checkpoint
@@ -37,6 +39,8 @@ class TargetFiles:
     config: bytes
     record: MakeRecord
     stale: frozenset[str] = frozenset()
+    card: Callable[[Mapping[str, Any]], str] | None = None
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
 
 class Target:
@@ -62,7 +66,8 @@ class Target:
             print("the machine has restarted since an export here was cut off: it begins anew", file=sys.stderr)
         payload = self._staging.directory
         not_the_models = {*formats.get(files.source.format).SIDE_FILES, *files.stale}
-        self._side = copy_side_files(files.source.directory, payload, set(files.source.files), not_the_models)
+        weights = set(files.source.files)
+        self._side = copy_side_files(files.source.directory, payload, weights, not_the_models, files.renamed)
         (payload / "config.json").write_bytes(files.config)
         for name, content in files.target.side_files.items():
             if name != INDEX_NAME:
@@ -71,7 +76,7 @@ class Target:
         return {} if made else dict(self._staging.done)
 
     def finish(self, outcome: dict[str, Any]) -> dict[str, Any]:
-        """Write index and record, and publish; returns the record (empty where there is none).
+        """Write index, record and card, and publish; returns the record (empty where there is none).
 
         Args:
             outcome: the first rank's result.
@@ -86,12 +91,16 @@ class Target:
         record = files.record(side, self._beside_weights(payload), outcome)
         if record:
             (payload / RECORD).write_text(json.dumps(record, indent=1) + "\n")
+            if files.card is not None:
+                (payload / CARD).write_text(files.card(record), encoding="utf-8")
         staging.publish()
         return record
 
     def _beside_weights(self, directory: Path) -> dict[str, Path]:
-        """Name -> path of every file but the weights and the record that is yet to be written."""
+        """Name -> path of every file but the weights, and the record and the card that are yet to be written."""
         other = {file.name for file in self._files.target.layout.files} | {RECORD}
+        if self._files.card is not None:  # it is not hashed either: people edit cards
+            other.add(CARD)
         paths = {str(path.relative_to(directory)): path for path in directory.rglob("*") if path.is_file()}
         return {name: path for name, path in paths.items() if name not in other}
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import modelexport
+from modelexport.cli_parsers import COMMANDS
 
 PACKAGE = Path(modelexport.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -21,6 +22,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("modelexport.__main__",),
     ("modelexport.cli",),
+    ("modelexport.cli_parsers",),
     ("modelexport.summary",),
     ("modelexport.exporter", "modelexport.resharder"),
     (
@@ -31,6 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "modelexport.export_audit",
         "modelexport.export_record",
         "modelexport.export_target",
+        "modelexport.export_after",
         "modelexport.export_hosts",
         "modelexport.export_calibration",
         "modelexport.export_checks",
@@ -44,7 +47,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "modelexport.export_autoquant",
         "modelexport.export_forward",
     ),
-    ("modelexport.jobs",),
+    ("modelexport.jobs", "modelexport.hub"),
     ("modelexport.target",),
     (
         "modelexport.export_plan",
@@ -95,6 +98,7 @@ SAME: tuple[frozenset[str], ...] = (
     ),
     frozenset({"modelexport.reshard_rank", "modelexport.reshard_moves"}),
     frozenset({"modelexport.export_target", "modelexport.export_record"}),
+    frozenset({"modelexport.export_after", "modelexport.export_record"}),
 )
 
 # In these packages files are entries of a catalogue: they share the base and what begins with "_", not each other.
@@ -113,6 +117,8 @@ LIGHT = (
     "modelexport.recipe",
     "modelexport.reshard_recipe",
     "modelexport.cli",
+    "modelexport.cli_parsers",
+    "modelexport.hub",
     "modelexport.assets",
     "modelexport.families",
     "modelexport.families.llama",
@@ -124,6 +130,8 @@ LIGHT = (
     "modelexport.contents.modules",
     "modelexport.contents.rules",
     "modelexport.contents.engines",
+    "modelexport.contents.loading",
+    "modelexport.inspection.model_card",
     "modelexport.contents.formats",  # and with it every checkpoint format
     "modelexport.quantization.methods",  # and with it every quantisation method
     "modelexport.contents.opening",
@@ -140,6 +148,7 @@ LIGHT = (
     "modelexport.reshard_moves",
     "modelexport.export_record",
     "modelexport.export_target",
+    "modelexport.export_after",
     "modelexport.export_hosts",
     "modelexport.export_checks",
     "modelexport.jobs",
@@ -261,7 +270,8 @@ def test_ranks_are_started_and_talked_to_in_one_place() -> None:
         for path in MODULES
         if not module_name(path).startswith("modelexport.distributed.") and others.search(path.read_text())
     ]
-    assert found == ["modelexport.exporter"], "whose list of modules to preload names torch.distributed"
+    named = ["modelexport.contents.loading", "modelexport.exporter"]
+    assert found == named, "a command that people are told, and the list of modules to preload, name torch.distributed"
 
 
 @pytest.mark.parametrize(
@@ -348,7 +358,14 @@ def test_light_modules_import_nothing_heavy() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["--version"], ["inspect", "--help"], ["reshard", "--help"], ["--nonsense"], ["--tp", "0"]],
+    [
+        ["--help"],
+        ["--version"],
+        *([command, "--help"] for command in COMMANDS),
+        ["--nonsense"],
+        ["--tp", "0"],
+        ["--push-to-hub", "nonsense"],
+    ],
 )
 def test_answers_that_need_no_torch(arguments: list[str]) -> None:
     code = (

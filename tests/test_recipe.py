@@ -81,6 +81,8 @@ valid: dict[str, st.SearchStrategy[Any]] = {
     "overwrite": st.booleans(),
     "evaluate": st.booleans(),
     "timeout": st.floats(1e-3, 1e9) | st.integers(1, 10**9),
+    "push_to_hub": st.none() | st.sampled_from(["me/model", "org_1/a.b-c"]),
+    "private": st.booleans(),
     "dry_run": st.booleans(),
     "quiet": st.booleans(),
     "json": st.booleans(),
@@ -95,6 +97,8 @@ def test_the_strategies_cover_every_field() -> None:
 def test_yaml_and_arguments_say_the_same(scratch: Path, keys: dict[str, Any], kebab: bool) -> None:
     if keys.get("gather") == "nfs":
         keys.setdefault("workspace", "/shared")
+    if keys.get("private") and keys.get("push_to_hub") is None:
+        keys["push_to_hub"] = "me/model"
     spelled = {key.replace("_", "-") if kebab else key: value for key, value in keys.items()}
     path = recipe_file(scratch, spelled)
     loaded = ExportRecipe.load(path)
@@ -117,6 +121,11 @@ def test_yaml_and_arguments_say_the_same(scratch: Path, keys: dict[str, Any], ke
         ({"calib_memory": -1}, "--calib-memory -1"),
         ({"calib_range": "least"}, "--calib-range least"),
         ({"calib_experts": "some"}, "--calib-experts some"),
+        ({"private": True}, "--private is for --push-to-hub ORG/NAME"),
+        ({"push_to_hub": "model"}, "ORGANISATION/NAME is needed"),
+        ({"push_to_hub": "me/../model"}, "ORGANISATION/NAME is needed"),
+        ({"push_to_hub": "me/model--x"}, "ORGANISATION/NAME is needed"),
+        ({"push_to_hub": "me/model\n"}, "'me/model\\n' is no repository"),
     ],
 )
 def test_settings_of_algorithms_are_checked(settings: dict[str, Any], said: str) -> None:

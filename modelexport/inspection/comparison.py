@@ -11,6 +11,7 @@ from modelexport.checkpoints.safetensors_file import Checkpoint, TensorInfo
 from modelexport.contents.modules import Architecture, StoredModule
 from modelexport.contents.rules import KV_SCALES
 from modelexport.errors import CheckpointError, shown
+from modelexport.families import ties_embeddings
 from modelexport.quantization.methods import (
     FLOATS,
     QuantizationConfig,
@@ -102,7 +103,7 @@ def compare_headers(
         )
     dropped = set((record or {}).get("left_out", {}))
     family, dims = architecture.family, architecture.dimensions
-    tied = bool((checkpoint.config or {}).get("tie_word_embeddings"))
+    tied = ties_embeddings(checkpoint.config)
     for name in left:
         if name in dropped or (tied and name == "lm_head.weight"):
             continue
@@ -126,7 +127,7 @@ def _untied_head(
     checkpoint: Checkpoint, modules: Sequence[StoredModule], architecture: Architecture, source: Checkpoint
 ) -> TensorInfo | None:
     """The source's embedding, where that is its head too, but the checkpoint has a head of its own."""
-    if (checkpoint.config or {}).get("tie_word_embeddings") or not (source.config or {}).get("tie_word_embeddings"):
+    if ties_embeddings(checkpoint.config) or not ties_embeddings(source.config):
         return None
     if not any(module.kind == "head" for module in modules):
         return None

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from modelexport.assets import demo_model_path
 from modelexport.contents.opening import open_model
 from modelexport.errors import CheckpointError, UsageError
-from modelexport.quantization.calibration_text import TOKENIZER_FILES, TokenDocuments
+from modelexport.inspection.evaluation_record import HELD_OUT, check_record_is_there, save_evaluation
+from modelexport.quantization.calibration_text import DATASET, TOKENIZER_FILES, TokenDocuments
 from modelexport.quantization.methods import read_quantization_config
 from modelexport.tables import table
 
@@ -184,13 +185,19 @@ def print_evaluation(
     window: int = WINDOW,
     config: Path | None = None,
     dtype: DTypeName = "float32",
+    save: bool = False,
     as_json: bool = False,
 ) -> int:
-    """Print what :func:`evaluate_on_text` finds; returns the exit status, 0."""
+    """Print what :func:`evaluate_on_text` finds, and with ``save`` keep it in the checkpoint; returns 0."""
+    if save:
+        check_record_is_there(checkpoint)
     with _bar(quiet=as_json) as progress:
         result = evaluate_on_text(
             checkpoint, against, text, windows=windows, window=window, config=config, dtype=dtype, progress=progress
         )
+    if save:
+        name = HELD_OUT if text is None else str(text) if str(text).startswith(DATASET) else text.name  # without a path
+        save_evaluation(checkpoint, {**result.as_json(), "text": name})
     print(json.dumps(result.as_json(), indent=1) if as_json else "\n".join(result.lines()))
     return 0
 

@@ -17,11 +17,11 @@ from typing import Any
 from modelexport.checkpoints.hf import RECORD
 from modelexport.checkpoints.safetensors_file import INDEX_NAME, Checkpoint, read_json
 from modelexport.contents.engines import loadable_tp
-from modelexport.contents.modules import Architecture, StoredModule, read_architecture, read_modules
-from modelexport.contents.opening import open_model
-from modelexport.errors import CheckpointError
+from modelexport.contents.modules import Architecture, StoredModule
+from modelexport.errors import CheckpointError, shown
+from modelexport.inspection.opened import Contents, open_contents
 from modelexport.inspection.structure import check_structure
-from modelexport.quantization.methods import QuantizationConfig, read_quantization_config
+from modelexport.quantization.methods import QuantizationConfig
 from modelexport.tables import size_text, table
 
 MAX_RECORD_BYTES = 256 << 20
@@ -105,11 +105,14 @@ def inspect_checkpoint(directory: Path | str, config: Path | str | None = None) 
     Raises:
         CheckpointError: no safetensors there, a damaged header or index, or a config.json that is no JSON.
     """
-    checkpoint = open_model(directory, config)
+    return describe(open_contents(directory, config))
+
+
+def describe(contents: Contents) -> Inspection:
+    """What ``inspect`` tells of a checkpoint that is open."""
+    checkpoint, architecture = contents.checkpoint, contents.architecture
+    quantization, modules = contents.quantization, contents.modules
     described = checkpoint.config or {}
-    architecture = read_architecture(checkpoint.config)
-    quantization = read_quantization_config(described)
-    modules = read_modules(checkpoint, architecture, quantization)
     sizes, note = tensor_parallel_sizes(architecture, modules)
     warnings = check_structure(checkpoint, architecture, quantization, modules)
     warnings += _index_warnings(checkpoint)
@@ -122,7 +125,7 @@ def inspect_checkpoint(directory: Path | str, config: Path | str | None = None) 
     parameters = sum(module.parameters for module in modules)
     tied = described.get("tie_word_embeddings")
     return Inspection(
-        directory=str(directory),
+        directory=contents.directory,
         model_type=_text(described.get("model_type")),
         architectures=_texts(described.get("architectures")),
         layers=_layers(modules),
@@ -153,11 +156,13 @@ def tensor_parallel_sizes(architecture: Architecture, modules: Sequence[StoredMo
     limits, kv_units = set(), set()
     for module in modules:
         rule = declared.get(module.path)
-        if rule is None or rule.kind != "linear" or rule.partition == "replicated" or module.stored.shape is None:
+        if rule is None or rule.kind != "linear" or module.stored.shape is None:
             continue
-        dim = 0 if rule.partition == "column" else 1
+        dim = rule.cut_dim
+        if dim is None:
+            continue
         for _, axis in rule.axes:
-            if axis == "kv_heads":
+            if dims.axis(axis).shared:
                 kv_units.add(module.stored.unit[dim])
                 continue
             unit = math.lcm(dims.axis_unit(axis), module.stored.unit[dim])
@@ -186,6 +191,9 @@ def read_record(directory: Path) -> dict[str, Any] | None:
     for key, kind in kinds.items():
         if not isinstance(record.get(key), kind):
             raise CheckpointError(f"{path}: has no '{key}'; it is damaged, or of another version of modelexport")
+    for module, value in record["sqnr_db"].items():
+        if not isinstance(value, (int, float)):
+            raise CheckpointError(f"{path}: sqnr_db of {shown(module)} is {shown(value)}, no number of decibels")
     return record
 
 

@@ -22,6 +22,7 @@ from modelexport.contents.opening import open_model
 from modelexport.contents.rules import left_out
 from modelexport.errors import CheckpointError, PlanError
 from modelexport.quantization.calibration_cut import WHOLE, Share
+from modelexport.quantization.calibration_model import in_memory
 from modelexport.quantization.decoding import dequantise
 from modelexport.quantization.formats import of_scheme
 from modelexport.quantization.methods import Part, Scheme, extras, of_method, promised, read_quantization_config
@@ -263,9 +264,10 @@ def _load(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     state: dict[str, Tensor] = {}
     with PlainTensors(checkpoint) as tensors:
+        renamed = {disk: memory for memory, disk in in_memory(model, tensors.names).items()}
         for name in tensors.names:
             value = tensors.read(name)
-            state[name] = value.to(dtype) if value.is_floating_point() else value
+            state[renamed.get(name, name)] = value.to(dtype) if value.is_floating_point() else value
     _fill(model, state, checkpoint)
     for name, activation in tensors.activations.items():
         model.get_submodule(name).register_forward_pre_hook(partial(_before, activation))

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from modelexport.distributed.environment import cores
-from modelexport.errors import CheckpointError, PlanError
+from modelexport.errors import CheckpointError, ModelExportError, PlanError
+from modelexport.families import family_of
 from modelexport.inspection.models import PlainTensors
 from modelexport.quantization.calibration_cut import Share
 from modelexport.quantization.calibration_layers import DYNAMIC, LayerRunner
@@ -29,6 +30,7 @@ __all__ = ["Measured", "Outputs", "measure", "through_layers"]
 
 Progress = Callable[[int, int], None]
 
+_OF_MODELS = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 _CHUNK_LOGITS = 1 << 20
 """Logits of one batch of windows at a time, of each model: 4 MB in float32."""
 _CHUNK_WEIGHTS = 1 << 23
@@ -43,10 +45,12 @@ class Outputs:
         vocabulary: rows of the head.
     """
 
-    def __init__(self, tensors: PlainTensors, model: Any, head: str, hidden: list[Tensor], dtype: torch.dtype) -> None:
+    def __init__(self, tensors: PlainTensors, runner: LayerRunner, hidden: list[Tensor], dtype: torch.dtype) -> None:
+        model, memory = runner.model, _tied_to(runner.model) or f"{runner.head_name}.weight"
+        weight = runner.on_disk.get(memory, memory)
+        head = weight.removesuffix(".weight")
         self.hidden, self.dtype = hidden, dtype
         self._tensors, self._model = tensors, model
-        weight = _tied_to(model) or f"{head}.weight"
         wanted = tuple(model.get_output_embeddings().weight.shape)
         where = tensors.checkpoint.directory
         if weight not in tensors.names:
@@ -141,10 +145,20 @@ def through_layers(
                     del layer  # holds its weights, which would stay while the next one is filled
                 if progress is not None:
                     progress(index + 1, len(runner.layers))
-            outputs = Outputs(tensors, runner.model, runner.head_name, list(runner.outputs()), dtype)
+            outputs = Outputs(tensors, runner, [x.to(dtype) for x in runner.outputs()], dtype)
     except PlanError as error:  # its advice is for calibration
         text = str(error).removesuffix(DYNAMIC).rstrip(" :;")
         raise PlanError(f"{where} cannot be evaluated: {text}") from error
+    except _OF_MODELS as error:  # transformers' code, of whose layers not all can be run by themselves
+        if isinstance(error, ModelExportError) or family_of(dict(config)).dimensions is None:
+            raise
+        text = (
+            f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no reason given'}"
+        )
+        raise PlanError(
+            f"{where} cannot be evaluated: decoder layers of a {config.get('model_type')} model do not run one at a "
+            f"time in transformers ({text[:200]})"
+        ) from error
     return outputs
 
 

@@ -92,7 +92,7 @@ def _family_problems(
             continue
         if all(family.left_out(f"{module.name}.{s}", dims) for s in module.tensors):
             continue
-        if kv_scales and ".self_attn" in module.name and set(module.tensors) <= set(KV_SCALES):
+        if kv_scales and set(module.tensors) <= set(KV_SCALES):
             continue
         if dims.tied_embeddings and module.kind == "head":
             continue  # a second copy of tied embeddings: wasteful, but every engine takes it
@@ -112,7 +112,9 @@ def module_problems(
         vectors: its parameters that are neither weight nor bias: name -> shape.
     """
     yield from _vector_problems(module, vectors)
-    module = replace(module, tensors={s: info for s, info in module.tensors.items() if s not in vectors})
+    cached = quantization is not None and quantization.kv_cache_scheme is not None
+    known = {*vectors, *(KV_SCALES if cached and module.kind not in ("linear", "head") else ())}
+    module = replace(module, tensors={s: info for s, info in module.tensors.items() if s not in known})
     if not module.tensors:
         return
     shape, stored = expected or module.stored.shape, module.stored
