@@ -77,6 +77,7 @@ class CalibratedExport(RankExport):
             progress=self._batch,
             memory=job.samples.memory,
             directory=self.beside.parent,
+            derived=job.plan.family.is_derived,
         )
         left = [step.index for step in self.decoder if step.id not in job.done]
         self.first = left[0] if left else len(self.decoder)

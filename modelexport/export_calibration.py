@@ -110,5 +110,6 @@ def calibrate(source: Checkpoint, plan: ExportPlan, reader: Reader, samples: Sam
         formats=plan.formats(),
         all_experts=samples.all_experts,
         memory=samples.memory,
+        derived=plan.family.is_derived,
         progress=progress,
     )

@@ -57,7 +57,7 @@ def forward_cut(family: Family, dimensions: Dimensions, rank: int, world: int) -
     Raises:
         PlanError: the family cuts along an axis that this does not know to cut.
     """
-    if family.dimensions is not None:  # what a derived family's layers compute is not known: each rank does all of it
+    if family.is_derived:  # what a derived family's layers compute is not known: each rank does all of it
         return ForwardCut()
     queries, kv = _heads(dimensions.heads, dimensions.kv_heads, rank, world)
     counts = {

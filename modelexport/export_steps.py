@@ -230,7 +230,20 @@ class ExportPlan:
                     names.append(full_name(step.layer, task.path))
                     if task.module.in_memory:
                         names.append(task.module.in_memory.replace("{i}", str(step.index)))
-        return list(dict.fromkeys(names))
+        return list(dict.fromkeys([*names, *self._kept_in_memory()]))
+
+    def _kept_in_memory(self) -> Iterator[str]:
+        """Every Linear of transformers' model whose weight is not quantised, of families that know them all."""
+        quantised = set()
+        for step in self.steps:
+            for task in step.tasks:
+                if task.number_format is not None:
+                    own = task.module.in_memory.replace("{i}", str(step.index))
+                    quantised |= {full_name(step.layer, task.path), own}
+        for name, saved, layers in self.family.linears:
+            for layer in sorted(layers) or (None,):
+                if saved.replace("{i}", str(layer)) not in quantised:
+                    yield name.replace("{i}", str(layer))
 
     def general_path(self, step: Step, task: TensorTask) -> str:
         """The name under which a task's module is taken together with its like: of all layers, and all experts."""

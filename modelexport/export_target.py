@@ -20,8 +20,8 @@ from modelexport.contents.targets import TargetPlan
 from modelexport.errors import CheckpointError
 from modelexport.export_plan import ExportPlan
 from modelexport.export_record import make_record
-from modelexport.inspection.inspect import read_record
 from modelexport.inspection.model_card import model_card
+from modelexport.inspection.record_reading import read_record
 from modelexport.quantization.assignment import KEEP
 from modelexport.quantization.calibration_text import file_of
 from modelexport.quantization.methods import methods, of_method
@@ -119,7 +119,7 @@ def _inherited(before: Mapping[str, Any] | None, made: Mapping[str, Any]) -> dic
         return {}
     keys = ("calibration", "changed", "output_error")
     algorithm = before["recipe"].get("algorithm", made["recipe"]["algorithm"])
-    kept = {key: before[key] for key in keys if key in before}
+    kept = {key: before[key] for key in keys if before.get(key) is not None}
     return {"recipe": {**made["recipe"], "algorithm": algorithm}, **kept}
 
 

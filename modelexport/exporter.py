@@ -263,9 +263,9 @@ def _warnings(prepared: Prepared) -> tuple[str, ...]:
     for step in plan.steps:
         for task in step.tasks:
             if task.number_format is not None:
-                kind = (task.module.general_path, task.number_format, task.info.shape)
+                alike = (task.module.general_path, task.number_format, task.info.shape)
                 linears.setdefault(
-                    kind,
+                    alike,
                     Linear(
                         full_name(step.layer, task.path),
                         task.number_format.name,

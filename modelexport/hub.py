@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from modelexport import __version__
+from modelexport.contents.opening import open_model
 from modelexport.errors import HubError, UsageError, shown
 from modelexport.recipe import check_repo_id
 
@@ -50,12 +51,14 @@ def push(directory: Path, repo_id: str, *, private: bool = False, quiet: bool = 
 
     Raises:
         UsageError: no checkpoint, or the id cannot be one.
+        CheckpointError: a file of it is missing or cut short.
         HubError: the hub refuses it or cannot be reached; the directory is as it was, and the message says which
             command tries again.
     """
     check_repo_id(repo_id)
     if not any((directory / name).is_file() for name in _IS_CHECKPOINT):
         raise UsageError(f"{directory}: no checkpoint is there (a directory with {', '.join(_IS_CHECKPOINT[:2])})")
+    open_model(directory)  # headers alone: an interrupted copy is not to take the place of a whole one
     again = f"modelexport push {shlex.quote(str(directory))} {repo_id}{' --private' if private else ''}"
     with _progress(quiet=quiet), _explained(f"{directory} is complete, but was not pushed to {repo_id}", again):
         api = _api()

@@ -31,8 +31,8 @@ from modelexport.errors import UsageError
 from modelexport.export_hosts import agree, is_spread, reshard_config, run_as_rank
 from modelexport.export_record import target_of
 from modelexport.export_target import cards, files_digest, source_config
-from modelexport.inspection.inspect import read_record
 from modelexport.inspection.model_card import model_card
+from modelexport.inspection.record_reading import read_record
 from modelexport.inspection.record_rows import linears_of
 from modelexport.jobs import Heard, heard, own_ranks, single, take_part
 from modelexport.quantization.methods import read_quantization_config
@@ -156,7 +156,7 @@ def _prepare(recipe: ReshardRecipe) -> Prepared:
 
 def _check_spelling(recipe: ReshardRecipe, checkpoint: Checkpoint) -> None:
     """Refuse a ``--format`` that is a way to spell quantised linears, where the checkpoint has another or none."""
-    if recipe.format in formats.formats():
+    if recipe.format in formats.containers():
         return
     quantization = read_quantization_config(checkpoint.config)
     own = None if quantization is None else quantization.method

@@ -20,6 +20,7 @@ from modelexport.cli import export_parser, main
 from modelexport.errors import CheckpointError, ModelExportError, PlanError, RankFailedError, UsageError
 from modelexport.quantization import formats
 from modelexport.recipe import ExportRecipe
+from tests._cli_running import fails, listing, shell
 from tests._models import copy_checkpoint, make_llama
 
 FIELDS = {field.name: field for field in dataclasses.fields(ExportRecipe)}
@@ -52,32 +53,6 @@ def recipe_of(asked: list[ExportRecipe], *arguments: str) -> ExportRecipe:
     assert main([*arguments, "--quiet"]) == 0
     [recipe] = asked
     return dataclasses.replace(recipe, quiet=False)
-
-
-def fails(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 2) -> str:
-    """The one line on stderr; nothing is on stdout."""
-    assert main(list(arguments)) == status
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("modelexport: ")
-    assert err.endswith("\n")
-    assert "Traceback" not in err
-    return err
-
-
-def shell(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
-    """``python -m modelexport`` as a user runs it, from the source tree unless ``cwd``."""
-    root = Path(cli.__file__).parent.parent
-    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    return subprocess.run(
-        [sys.executable, "-m", "modelexport", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": path, **env},
-    )
 
 
 # ------------------------------------------------------------ one name for each
@@ -356,69 +331,6 @@ def test_the_source_is_never_the_target(
     text = fails(capsys, "--model", "model", "--out", out, "--overwrite")
     assert f"--out {out} would replace the source" in text
     assert listing(tmp_path) == before
-
-
-# ------------------------------------------------------------------- the dry run
-
-
-def listing(directory: Path) -> list[tuple[str, int, int]]:
-    return sorted((str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in directory.rglob("*"))
-
-
-@pytest.mark.parametrize("quant", formats.names())
-def test_a_dry_run_writes_nothing_and_says_everything(
-    quant: str,
-    tmp_path: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    source = make_llama(kv_heads=2, vocab=101)
-    calib = tmp_path_factory.mktemp("text") / "text.jsonl"  # for static scales: the model has no tokenizer
-    calib.touch()
-    before = listing(source)
-    line = ["--model", str(source), "--out", "ckpt", "--quant", quant, "--tp", "4", "--dry-run", "--calib", str(calib)]
-    assert main(line) == 0
-    text, err = capsys.readouterr()
-    known = ("warning: vLLM", "warning: transformers", "warning: --calib-length")
-    assert all(line.startswith(known) for line in err.splitlines())
-    assert "dry run, nothing written: 4 ranks, buffers of at most" in text
-    assert "self_attn.q_proj" in text
-    assert "not quantised: lm_head" in text or quant == "none"
-    assert "loads at tensor-parallel sizes: 1" in text
-    assert main([*line, "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["out"] is None
-    assert (result["quant"], result["tp"], result["files"]) == (quant, 4, ["model.safetensors"])
-    assert result["source_bytes"] == sum(p.stat().st_size for p in source.glob("*.safetensors")) - header_size(source)
-    assert sum(row["nbytes"] for row in result["rows"]) == result["output_bytes"]
-    assert main([*line, "--quiet"]) == 0
-    assert capsys.readouterr() == ("", "")
-    assert list(tmp_path.iterdir()) == []
-    assert listing(source) == before
-
-
-def header_size(directory: Path) -> int:
-    with open(directory / "model.safetensors", "rb") as file:
-        return 8 + int.from_bytes(file.read(8), "little")
-
-
-def test_a_dry_run_needs_no_target_and_minds_no_existing_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "ckpt").mkdir()
-    assert main(["--dry-run"]) == 0
-    assert main(["--dry-run", "--out", str(tmp_path / "ckpt")]) == 0
-    assert list((tmp_path / "ckpt").iterdir()) == []
-    assert "self_attn.q_proj" in capsys.readouterr().out
-
-
-def test_a_dry_run_refuses_what_the_export_would(capsys: pytest.CaptureFixture[str]) -> None:
-    source = make_llama(hidden=96, heads=3, kv_heads=3)
-    text = fails(capsys, "--model", str(source), "--quant", "int4", "--dry-run", status=1)
-    assert "96" in text
-    assert "--group-size 32" in text
 
 
 # ------------------------------------------------------------------ as a process

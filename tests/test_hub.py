@@ -163,7 +163,8 @@ class Client:
     """Stands for huggingface_hub's, in this process."""
 
     def __init__(self, *, private: bool = False) -> None:
-        self.private, self.calls = private, []
+        self.private = private
+        self.calls: list[tuple[str, str, dict[str, Any]]] = []
 
     def create_repo(self, repo_id: str, **settings: Any) -> str:
         self.calls.append(("create", repo_id, settings))
@@ -195,6 +196,22 @@ def test_a_dry_run_asks_nobody(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert main(["--dry-run", "--push-to-hub", "me/x", "--quiet"]) == 0
     assert main(["--dry-run", "--push-to-hub", "x"]) == 2
     assert "ORGANISATION/NAME is needed" in capsys.readouterr().err
+
+
+def test_a_checkpoint_cut_short_is_not_pushed(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client = Client()
+    monkeypatch.setattr(hub, "_api", lambda: client)
+    copy = tmp_path / "copy"
+    shutil.copytree(checkpoint, copy)
+    assert main(["push", str(copy), "me/x", "--quiet"]) == 0
+    client.calls.clear()
+    with open(copy / "model.safetensors", "r+b") as file:
+        file.truncate(file.seek(0, 2) - 1)
+    assert main(["push", str(copy), "me/x", "--quiet"]) == 1
+    assert "truncated" in capsys.readouterr().err
+    assert client.calls == []
 
 
 @pytest.mark.parametrize("name", ["me", "me/x/y", "/x", "me/", "me/-x", "me/x.", "m e/x", "me/" + "x" * 100])

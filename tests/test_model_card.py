@@ -102,6 +102,14 @@ def test_every_checkpoint_format_has_one(tmp_path: Path, form: str) -> None:
         assert "TensorRT-LLM itself was not run" in card
 
 
+def test_what_is_no_weight_is_not_counted_as_one(tmp_path: Path) -> None:
+    export(out=str(tmp_path / "ckpt"), quant="none", kv_cache="fp8", calib_samples=1, **QUIET)
+    card = card_of(tmp_path / "ckpt")
+    assert "| `self_attn (KV cache scales)` | 4 | `f32` | - | 32 B | - |" in card
+    assert "3,672,320 weights" in card
+    assert "each linear's error" not in card and "\n\n\n" not in card  # noqa: PT018
+
+
 def test_figures_are_the_record_s(demo: Path) -> None:
     record, card = record_of(demo), card_of(demo)
     worst = min(record["sqnr_db"], key=record["sqnr_db"].get)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 from collections.abc import Callable, Mapping
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -21,6 +23,8 @@ from modelexport.sharding.rules import TensorRule
 from modelexport.sharding.shard_plan import ShardPlan
 
 Rules = Callable[..., list[TensorRule]]
+
+_NAME = re.compile(r'^NAME = "([\w-]+)"$', re.MULTILINE)
 
 
 class CheckpointFormat(Protocol):
@@ -47,20 +51,29 @@ class CheckpointFormat(Protocol):
 
 
 @cache
+def containers() -> dict[str, str]:
+    """The containers' names, in order, and their modules: found in the sources, so that ``--help`` imports none."""
+    found = {}
+    for module in pkgutil.iter_modules(checkpoints.__path__, f"{checkpoints.__name__}."):
+        spec = find_spec(module.name)
+        assert spec is not None
+        assert spec.loader is not None
+        name = _NAME.search(spec.loader.get_source(module.name))  # type: ignore[attr-defined] # of files, and of zips
+        if name is not None:
+            found[name[1]] = module.name
+    return dict(sorted(found.items()))
+
+
+@cache
 def formats() -> dict[str, CheckpointFormat]:
     """Format modules by name, in the order of their names."""
-    found = {}
-    for module in pkgutil.iter_modules(checkpoints.__path__):
-        loaded = importlib.import_module(f"{checkpoints.__name__}.{module.name}")
-        if hasattr(loaded, "NAME"):
-            found[loaded.NAME] = cast(CheckpointFormat, loaded)
-    return dict(sorted(found.items()))
+    return {name: cast(CheckpointFormat, importlib.import_module(module)) for name, module in containers().items()}
 
 
 def names() -> list[str]:
     """The names that ``--format`` takes: containers, and quantisation methods in Hugging Face's."""
     own = {method.FORMAT for method in methods().values() if method.FORMAT is not None}
-    return sorted({*formats(), *own})
+    return sorted({*containers(), *own})
 
 
 def get(name: str) -> CheckpointFormat:
@@ -71,7 +84,7 @@ def get(name: str) -> CheckpointFormat:
     """
     if name not in names():
         raise UsageError(f"--format {name}: unknown{nearest(name, names())}")
-    return formats()[name if name in formats() else "hf"]
+    return formats()[name if name in containers() else "hf"]
 
 
 def method_of(name: str) -> Method:

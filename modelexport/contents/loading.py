@@ -142,6 +142,12 @@ _VLLM_READ = (
     *("fp8", "fp8-block", "fp8-static", "int4", "int4-asym", "int8", "int8-static", "int8-wo", "int8-wo-asym"),
     *("mxfp4", "mxfp4-wo", "mxfp8", "none", "nvfp4", "nvfp4-wo", "w4a8", "int8-wo:32", "int4:-1"),
 )
+_VLLM_FAMILIES = (
+    *("cohere", "exaone4", "gemma2", "gemma3_text", "glm4", "gpt_neox", "granite", "llama", "mistral", "nemotron"),
+    *("olmo2", "opt", "phi", "phi3", "qwen2", "qwen3", "stablelm", "starcoder2"),
+)
+_VLLM_EXPERTS = ("mixtral", "olmoe", "qwen3_moe")
+_FAMILIES_TEST = "tests/conformance/test_engines_families.py"
 _MODELOPT_READ = ("fp8", "fp8-static", "fp8-block", "nvfp4", "nvfp4-wo", "mxfp8")
 _DECODED = ("int4-asym", "int8-wo-asym", "int4-asym:32")
 _BY_TRANSFORMERS = (
@@ -166,6 +172,8 @@ _LLAMA_CPP_TWO = dict.fromkeys(("mistral", "qwen2", "mixtral", "phi3"), ("none",
 LOADINGS: tuple[Loading, ...] = (
     Loading(VLLM, "hf", {"llama": _VLLM_OWN}, _VLLM, _OWN, _VLLM_TEST),
     Loading(VLLM, "hf", {"llama": _VLLM_READ}, _VLLM, STAND_IN, _VLLM_TEST, mixed=True),
+    Loading(VLLM, "hf", dict.fromkeys(_VLLM_FAMILIES, ("int4:32",)), _VLLM, STAND_IN, _FAMILIES_TEST),
+    Loading(VLLM, "hf", dict.fromkeys(_VLLM_EXPERTS, ("none",)), _VLLM, _OWN, _FAMILIES_TEST),
     Loading(VLLM, "hf", {"llama": ("none", "int4")}, _VLLM_FP8_CACHE, STAND_IN, _VLLM_TEST, kv_cache=True),
     Loading(
         VLLM,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,11 @@ from typing import Any
 from modelexport.checkpoints.safetensors_file import Checkpoint, open_checkpoint, read_json
 from modelexport.contents.formats import formats
 from modelexport.contents.rules import expected_rules
-from modelexport.errors import CheckpointError
-from modelexport.families import declared_family
+from modelexport.errors import CheckpointError, ModelExportError
+from modelexport.families import Family, declared_family, family_of
 from modelexport.quantization.methods import QUANTIZATION_KEYS, methods
+
+_UNPREFIXED = re.compile(r"(decoder\.)?\w+\.\d+\.")  # a list of layers that is part of nothing
 
 
 def open_model(directory: str | os.PathLike[str], config: str | os.PathLike[str] | None = None) -> Checkpoint:
@@ -42,7 +46,7 @@ def open_model(directory: str | os.PathLike[str], config: str | os.PathLike[str]
 
 def _with_prefix(found: Checkpoint) -> Checkpoint:
     """The tensors of an old checkpoint by the names that newer ones of its family have."""
-    family = declared_family((found.config or {}).get("model_type"))
+    family = _family_of_old(found)
     if family is None or not family.old_prefix or any(name.startswith(family.old_prefix) for name in found.infos):
         return found
     own = {f"{module.path}." for module in family.after if module.kind == "head"}
@@ -50,6 +54,17 @@ def _with_prefix(found: Checkpoint) -> Checkpoint:
     infos = {new[name]: replace(info, name=new[name]) for name, info in found.infos.items()}
     placements = {new[name]: place for name, place in found.placements.items()}
     return replace(found, infos=infos, placements=placements)
+
+
+def _family_of_old(found: Checkpoint) -> Family | None:
+    """The family, where names may lack its prefix; a derived one, which takes a while, only where they look like it."""
+    config = found.config or {}
+    declared = declared_family(config.get("model_type"))
+    if declared is not None or not any(_UNPREFIXED.match(name) for name in found.infos):
+        return declared
+    with suppress(ModelExportError):  # whoever needs the family says what is wrong with it
+        return family_of(config)
+    return None
 
 
 def _with_side_config(found: Checkpoint) -> Checkpoint:

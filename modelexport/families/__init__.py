@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from modelexport.errors import CheckpointError, ModelExportError, PlanError, nearest
+from modelexport.errors import CheckpointError, ModelExportError, PlanError, nearest, shown
 from modelexport.families._dimensions import read_dimensions
 from modelexport.families.base import Dimensions, Family, Module, Scaling
 
@@ -60,10 +60,11 @@ def family_of(config: dict[str, Any]) -> Family:
     family = declared_family(model_type)
     if family is not None:
         return family
-    from modelexport.families.derived import derive, model_types
+    from modelexport.families.derived import causal_types, derive, is_known
 
-    if model_type not in model_types():
-        raise PlanError(f"unknown architecture '{model_type}'{nearest(model_type, model_types())}")
+    if not is_known(model_type):
+        known = {*known_model_types(), *causal_types()}
+        raise PlanError(f"unknown architecture '{shown(model_type)}'{nearest(model_type, known)}")
     return derive(config)
 
 

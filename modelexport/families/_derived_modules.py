@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from modelexport.families._derived_cuts import ROLES, STYLES, Axes
 from modelexport.families._skeleton import Skeleton
-from modelexport.families.base import Dimensions, Family, Module
+from modelexport.families.base import Dimensions, Family, Kind, Module
 
 _EXPERT = re.compile(r"(.*experts)\.(\d+)\.(.+)")
 _FUSED = {**dict.fromkeys(("q", "k", "v"), "qkv_proj"), **dict.fromkeys(("gate", "up"), "gate_up_proj")}
@@ -90,6 +90,8 @@ class Derivation:
             after=tuple(sorted(after, key=lambda module: module.kind == "head")),
             ignored_tensors=("rotary_emb.inv_freq",),
             ignored_patterns=self._ignored(),
+            linears=self._linears(),
+            old_prefix=self._old_prefix(),
             dimensions=replace(self.axes.dims, own_axes=tuple(self.axes.own.items())),
             notes=self._notes(layer, outside),
         )
@@ -103,6 +105,26 @@ class Derivation:
             **dict.fromkeys(known, "transformers' models of this type do without it"),
             **{f"^{re.escape(name)}$": "a copy of a tensor that it is tied to" for name in copies if name not in own},
         }
+
+    def _linears(self) -> tuple[tuple[str, str, frozenset[int]], ...]:
+        """Every Linear that engines build: see ``Family.linears``."""
+        inside = re.compile(re.escape(self.skeleton.stack) + r"\.(\d+)(?=\.)")
+        found: dict[tuple[str, str], set[int]] = {}
+        for name, saved in self.skeleton.linears.items():
+            match = inside.match(name)
+            if match is not None and saved.startswith(f"{match[0]}."):
+                general = f"{self.skeleton.stack}.{{i}}"
+                pair = (general + name[match.end() :], general + saved[match.end() :])
+            else:
+                pair = (name, saved)
+            found.setdefault(pair, set()).update([] if match is None else [int(match[1])])
+        return tuple((*pair, frozenset(layers)) for pair, layers in found.items())
+
+    def _old_prefix(self) -> str:
+        """See ``Family.old_prefix``: that of all tensors but the head's, if they have one."""
+        prefix, head = f"{self.skeleton.base}.", f"{self.skeleton.head}."
+        names = [name for name in self.skeleton.tensors if not self.skeleton.targets[name].startswith(head)]
+        return prefix if self.skeleton.base and all(name.startswith(prefix) for name in names) else ""
 
     # ------------------------------------------------------------ what there is
 
@@ -241,11 +263,14 @@ class Derivation:
         return len(self.skeleton.shapes.get(found.target, ())) == 3 and _EXPERT.fullmatch(found.path) is not None
 
     def _picks_experts(self, found: _Found, kind: str) -> bool:
-        """Whether it is a router: by its name, or its class; one called gate only if it has an output for each."""
+        """Whether it is (of) a router: by its name, or a class; one called gate only if it has an output for each."""
         parts = found.path.lower().split(".")
         if "experts" in parts:
             return False
-        if "router" in parts or "router" in kind.lower():
+        above = found.target.split(".")
+        depth = self.skeleton.stack.count(".") + 3  # a layer's own modules begin there
+        classes = (self.skeleton.modules.get(".".join(above[:end]), "") for end in range(depth, len(above)))
+        if "router" in parts or any("router" in name.lower() for name in (kind, *classes)):
             return True
         most = max(self.most_experts, self.skeleton.numbers.get("num_experts") or 0)
         return any(name in parts for name in _PICKERS) and found.weight[0] <= max(most, _SMALLEST)
@@ -289,7 +314,7 @@ class Derivation:
 
     def _vocabulary(self, path: str, role: str, shape: tuple[int, ...], *, bias: bool | None) -> Module:
         """The embedding or the head."""
-        kind = "embedding" if role == "embedding" else "head"
+        kind: Kind = "embedding" if role == "embedding" else "head"
         if shape[0] != self.axes.dims.vocab:
             return Module(path=path, kind=kind, role=role, bias=bias, shape=shape)
         return Module(path=path, kind=kind, role=role, partition="column", axis="vocab", bias=bias, shape=shape)

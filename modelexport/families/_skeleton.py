@@ -39,6 +39,7 @@ class Skeleton:
         changed: names on disk whose numbers are cut up or moved about as they become that.
         copies: name in memory of a tensor that is tied to another and not saved -> what it is called on disk.
         wide: names in memory of what transformers computes with in float32, whatever the model's dtype.
+        linears: name in memory of every Linear -> the name of the one that its weight is saved under.
         modules: name in memory -> the name of the module's class; ``Linear`` for any that is one.
         shapes: name in memory -> shape.
         stack: name in memory of the list of decoder layers.
@@ -48,6 +49,7 @@ class Skeleton:
         plan: name in memory, with ``*`` for numbers -> the style in which transformers' tensor parallelism cuts it.
         numbers: of the language model's config, by their usual names; None where it has no such single number.
         head_dims: name in memory of an attention -> features of each of its heads.
+        base: what transformers calls the model without its head; checkpoints of that alone lack it.
         ignored: patterns of tensors of old checkpoints that the model does without.
     """
 
@@ -58,6 +60,7 @@ class Skeleton:
     changed: frozenset[str]
     copies: Mapping[str, str]
     wide: frozenset[str]
+    linears: Mapping[str, str]
     modules: Mapping[str, str]
     shapes: Mapping[str, tuple[int, ...]]
     stack: str
@@ -68,6 +71,7 @@ class Skeleton:
     plan: Mapping[str, str]
     numbers: Mapping[str, int | None]
     head_dims: Mapping[str, int]
+    base: str
     ignored: tuple[str, ...]
 
     def style(self, target: str) -> str | None:
@@ -116,6 +120,11 @@ def read_skeleton(config: Mapping[str, Any]) -> Skeleton:
         changed=changed,
         copies=_copies(model, tied),
         wide=_wide(model, held),
+        linears={
+            name: tied.get(f"{name}.weight", f"{name}.weight").removesuffix(".weight")
+            for name, module in model.named_modules(remove_duplicate=False)
+            if isinstance(module, torch.nn.Linear)
+        },
         modules={
             name: "Linear" if isinstance(module, torch.nn.Linear) else type(module).__name__
             for name, module in model.named_modules()
@@ -129,6 +138,7 @@ def read_skeleton(config: Mapping[str, Any]) -> Skeleton:
         plan=plan,
         numbers={key: _number(numbers, key) for key in _NUMBERS},
         head_dims={name: size for name, module in model.named_modules() if (size := _whole_of(module, "head_dim"))},
+        base=str(model.base_model_prefix),
         ignored=tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),
     )
 
@@ -158,7 +168,6 @@ def _check_counts(config: Mapping[str, Any], where: str) -> None:
 def _model_class(config: Mapping[str, Any], kind: str) -> tuple[Any, Any]:
     """transformers' class for a config.json, and the config as it parses it."""
     import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     if kind not in transformers.CONFIG_MAPPING:
         raise PlanError(f"unknown architecture '{kind}': transformers {transformers.__version__} does not know it")
@@ -167,19 +176,32 @@ def _model_class(config: Mapping[str, Any], kind: str) -> tuple[Any, Any]:
     own = transformers.CONFIG_MAPPING[kind]
     found = getattr(transformers, wanted, None) if wanted.isidentifier() else None
     fits = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
-    if not fits or getattr(found, "config_class", None) is not own:
-        usual = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
-        names = [usual] if isinstance(usual, str) else list(usual or ())
-        found = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
-    if found is None:
+    usual = _language_models(kind)
+    if not usual:
         raise PlanError(
-            f"'{kind}' is no language model: transformers {transformers.__version__} has no causal model of that type"
+            f"'{kind}' is no language model that is exported: transformers {transformers.__version__} has no causal "
+            "one of that type, nor one that takes images or sound beside the text"
         )
+    if not fits or getattr(found, "config_class", None) is not own:
+        found = next((getattr(transformers, name) for name in usual if hasattr(transformers, name)), None)
+    if found is None:
+        raise PlanError(f"transformers {transformers.__version__} lacks {usual[0]}, the model of '{kind}'")
     plain = {key: _special(value) for key, value in config.items() if key not in ("quantization_config", "auto_map")}
     try:
         return found, own.from_dict(plain)
     except Exception as error:  # transformers checks a config in many ways
         raise CheckpointError(f"config.json: transformers refuses it: {_in_short(error)}") from error
+
+
+def _language_models(kind: str) -> list[str]:
+    """The classes of a type's language models: causal ones, and those that also see or hear."""
+    from transformers.models.auto import modeling_auto
+
+    found: list[str] = []
+    for lists in ("CAUSAL_LM", "MULTIMODAL_LM", "IMAGE_TEXT_TO_TEXT"):
+        names = getattr(modeling_auto, f"MODEL_FOR_{lists}_MAPPING_NAMES", {}).get(kind, ())
+        found += [names] if isinstance(names, str) else list(names)
+    return found
 
 
 def _decoder_layers(model: Any, numbers: Any, kind: str) -> tuple[str, int]:

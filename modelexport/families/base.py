@@ -153,6 +153,8 @@ class Family:
         mlp_ratio: where nothing says ``intermediate_size``: so many times the hidden size; 0: it must be said.
         norm_offset: what is added to a norm's weight before anything is multiplied by it.
         old_prefix: what the names of its tensors begin with, but in old checkpoints did not.
+        linears: of a derived family: every Linear in memory, ``{i}`` for a layer's number, and that which its weight
+            is saved under, with the layers that have it.
         norms_centre: whether norms take the mean away first, as LayerNorm does.
     """
 
@@ -178,6 +180,7 @@ class Family:
     norm_offset: float = 0.0
     norms_centre: bool = False
     old_prefix: str = ""
+    linears: tuple[tuple[str, str, frozenset[int]], ...] = ()
 
     def of_type(self, model_type: str) -> Family:
         """The family as the models of one of its types have it."""
@@ -192,6 +195,11 @@ class Family:
         said = {key: value for key, value in config.items() if value is not None}
         own = {key: said[name] for key, name in self.keys.items() if name in said}
         return {**config, **{key: value for key, value in self.defaults.items() if key not in said}, **own}
+
+    @property
+    def is_derived(self) -> bool:
+        """Whether it was made from transformers for one model, and nobody has looked at the type."""
+        return self.dimensions is not None
 
     @property
     def has_experts(self) -> bool:

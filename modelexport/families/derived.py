@@ -20,7 +20,7 @@ from modelexport.families._derived_modules import Derivation
 from modelexport.families._skeleton import read_skeleton
 from modelexport.families.base import Family
 
-__all__ = ["derive", "model_types"]
+__all__ = ["causal_types", "derive", "is_known", "model_types"]
 
 PLANNED = "tensor-parallel plan"
 WHOLE = "no plan: replicated"
@@ -41,13 +41,26 @@ def _derived(config: str) -> Family:
     return Derivation(read_skeleton(json.loads(config))).family()
 
 
+def causal_types() -> list[str]:
+    """Every causal model type of the installed transformers: names alone, which cost next to nothing."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def is_known(model_type: str) -> bool:
+    """Whether transformers has any model of that type."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return model_type in CONFIG_MAPPING_NAMES
+
+
 def model_types() -> dict[str, str]:
     """Every causal model type of the installed transformers -> how it is cut (:data:`PLANNED` or :data:`WHOLE`)."""
     from transformers import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     found = {}
-    for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+    for kind in causal_types():
         own = CONFIG_MAPPING[kind]
         parts = [own, *(getattr(own, "sub_configs", None) or {}).values()]
         found[kind] = PLANNED if any(getattr(part, "base_model_tp_plan", None) for part in parts) else WHOLE

@@ -8,6 +8,7 @@ from modelexport.families._blocks import embedding, head, norm
 from modelexport.families.base import Axis, Family, Module
 
 WHY = "stored as [in_features, out_features], in which no engine looks for quantised weights"
+POSITIONS = "positions: engines look rows up in the model's dtype"
 
 
 def _transposed(path: str, role: str, inputs: str, outputs: str) -> tuple[Module, Module]:
@@ -25,7 +26,7 @@ FAMILY = Family(
     axes={"hidden_qkv": Axis(of="hidden", each=3), "positions": Axis(features=("n_positions",))},
     before=(
         *embedding("transformer.wte"),
-        Module(path="transformer.wpe", kind="other", role="positions", shape=("positions", "hidden")),
+        Module(path="transformer.wpe", kind="other", role="positions", shape=("positions", "hidden"), why=POSITIONS),
     ),
     layer=(
         norm("ln_1", "attention.norm", bias=True),

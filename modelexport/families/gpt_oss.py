@@ -14,13 +14,22 @@ WHY = "all experts of a layer in one tensor, in which engines look for bfloat16 
 def _stack(name: str, role: str, *shape: str) -> tuple[Module, Module]:
     """What all experts have one of, with its bias."""
     return (
-        Module(path="mlp.experts", parameter=name, kind="other", role=role, shape=("stacked", *shape), why=WHY),
+        Module(
+            path="mlp.experts",
+            parameter=name,
+            kind="other",
+            role=role,
+            shape=("stacked", *shape),
+            why=WHY,
+            stacked=True,
+        ),
         Module(
             path="mlp.experts",
             parameter=f"{name}_bias",
             kind="other",
             role=f"{role}_bias",
             shape=("stacked", shape[-1]),
+            stacked=True,
         ),
     )
 

@@ -22,7 +22,7 @@ def loading_lines(record: Mapping[str, Any]) -> Iterator[str]:
     recipe = record.get("recipe")
     size = recipe.get("target_tp", 1) if isinstance(recipe, Mapping) else 1
     tp = size if isinstance(size, int) else 1
-    refused = warnings(stored.format, linears_of(record), tp=tp)
+    refused = warnings(stored.format, linears_of(record), tp=tp, model=stored.model_type or "")
     yield "## Loading it"
     yield ""
     seen = 0
@@ -45,7 +45,12 @@ def loading_lines(record: Mapping[str, Any]) -> Iterator[str]:
         yield from (f"- {plain(line)}" for line in refused)
         yield ""
     sizes = record.get("tensor_parallel_sizes")
-    if not stored.sharded and isinstance(sizes, list) and sizes and stored.format not in ("gguf", "megatron", "dcp"):
+    if (
+        not stored.sharded
+        and isinstance(sizes, list)
+        and len(sizes) > 1
+        and stored.format not in ("gguf", "megatron", "dcp")
+    ):
         yield (
             f"Heads, widths and groups can be divided among {', '.join(map(plain, sizes))} tensor-parallel ranks "
             "(worked out from the shapes)."

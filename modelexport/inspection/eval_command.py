@@ -221,7 +221,8 @@ def _open(path: str | os.PathLike[str], config: str | os.PathLike[str] | None) -
     if os.fspath(path) == DEMO and not directory.exists():
         directory = demo_model_path()
     if not directory.is_dir():
-        raise UsageError(f"{directory}: no such directory; give the directory of a checkpoint, or '{DEMO}'")
+        found = "a file" if directory.exists() else "no such directory"
+        raise UsageError(f"{directory}: {found}; give the directory of a checkpoint, or '{DEMO}'")
     opened = open_model(directory, config)
     if opened.config is None:
         raise CheckpointError(f"{directory} has no config.json, so that it is no model: give --config PATH")

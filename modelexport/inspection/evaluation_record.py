@@ -14,8 +14,8 @@ from typing import Any
 
 from modelexport.checkpoints.hf import CARD, RECORD
 from modelexport.errors import CheckpointError, UsageError
-from modelexport.inspection.inspect import read_record
 from modelexport.inspection.model_card import model_card
+from modelexport.inspection.record_reading import read_record
 
 __all__ = ["HELD_OUT", "check_record_is_there", "save_evaluation"]
 

@@ -14,17 +14,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from modelexport.checkpoints.hf import RECORD
-from modelexport.checkpoints.safetensors_file import INDEX_NAME, Checkpoint, read_json
+from modelexport.checkpoints.safetensors_file import INDEX_NAME, Checkpoint
 from modelexport.contents.engines import loadable_tp
 from modelexport.contents.modules import Architecture, StoredModule
-from modelexport.errors import CheckpointError, shown
+from modelexport.errors import CheckpointError
 from modelexport.inspection.opened import Contents, open_contents
+from modelexport.inspection.record_reading import read_record
 from modelexport.inspection.structure import check_structure
 from modelexport.quantization.methods import QuantizationConfig
 from modelexport.tables import size_text, table
-
-MAX_RECORD_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -168,33 +166,6 @@ def tensor_parallel_sizes(architecture: Architecture, modules: Sequence[StoredMo
             unit = math.lcm(dims.axis_unit(axis), module.stored.unit[dim])
             limits.add((dims.axis_size(axis) if rule.parts else module.stored.shape[dim], unit))
     return loadable_tp(limits, dims.kv_heads, dims.head_dim, kv_units), ""
-
-
-def read_record(directory: Path) -> dict[str, Any] | None:
-    """The content of modelexport.json; None where there is none.
-
-    Raises:
-        CheckpointError: it cannot be read, or is not what an export writes.
-    """
-    path = directory / RECORD
-    if not path.exists():
-        return None
-    record = read_json(path, largest=MAX_RECORD_BYTES)
-    kinds = {
-        "recipe": dict,
-        "sha256": dict,
-        "sqnr_db": dict,
-        "layers": list,
-        "producer": dict,
-        "versions": dict,
-    }
-    for key, kind in kinds.items():
-        if not isinstance(record.get(key), kind):
-            raise CheckpointError(f"{path}: has no '{key}'; it is damaged, or of another version of modelexport")
-    for module, value in record["sqnr_db"].items():
-        if not isinstance(value, (int, float)):
-            raise CheckpointError(f"{path}: sqnr_db of {shown(module)} is {shown(value)}, no number of decibels")
-    return record
 
 
 def print_inspection(directory: Path, config: Path | None = None, *, as_json: bool) -> int:

@@ -42,7 +42,8 @@ def model_card(record: Mapping[str, Any]) -> str:
         loading_lines(record),
         _checking(record),
     ]
-    return "\n".join(line for part in parts for line in (*part, "")).rstrip("\n") + "\n"
+    text = "\n".join(line for part in parts for line in (*part, ""))
+    return re.sub(r"\n{3,}", "\n\n", text).rstrip("\n") + "\n"
 
 
 def _front_matter(record: Mapping[str, Any]) -> Iterator[str]:
@@ -59,7 +60,8 @@ def _front_matter(record: Mapping[str, Any]) -> Iterator[str]:
     if stored.format in _LIBRARIES and not stored.sharded:
         fields["library_name"] = _LIBRARIES[stored.format]
     fields |= {key: known[key] for key in ("license", "license_name", "license_link", "language") if key in known}
-    fields["pipeline_tag"] = "text-generation"
+    if not str(model.get("architecture")).endswith("ForConditionalGeneration"):  # what else it takes is not known here
+        fields["pipeline_tag"] = "text-generation"
     names = {label.partition(":")[0] for label in stored.number_formats} if quantised else set()
     method = _TAGS.get(stored.format, stored.format)
     spelled = [] if stored.format == "hf" and not quantised else [method]
@@ -106,7 +108,7 @@ def _contents(record: Mapping[str, Any], rows: list[Row]) -> Iterator[str]:
                 code(row.name),
                 str(row.count),
                 code(row.number_format),
-                f"{row.bits:.2f}",
+                f"{row.bits:.2f}" if row.weights else "-",
                 size_text(row.nbytes),
                 "-" if row.sqnr_db is None else f"{row.sqnr_db:.2f} dB",
             )
@@ -187,17 +189,16 @@ def _checking(record: Mapping[str, Any]) -> Iterator[str]:
     yield "## Checking it"
     yield ""
     hashes = _mapping(record.get("sha256"))
+    errors = " and each linear's error" if _mapping(record.get("sqnr_db")) else ""
     yield (
-        f"`modelexport.json` has the SHA-256 of {len(hashes):,} tensors and of the files beside them, the recipe, the "
-        "versions and each linear's error. `CKPT` is the directory that this card is in:"
+        f"`modelexport.json` has the SHA-256 of {len(hashes):,} tensors and of the files beside them, the recipe and "
+        f"the versions{errors}. `CKPT` is the directory that this card is in:"
     )
     yield ""
-    yield from (
-        "```",
-        "modelexport verify CKPT                     # hashes, structure, no NaN or Inf",
-        "modelexport verify CKPT --against SOURCE    # error of every linear as well",
-        "```",
-    )
+    yield from ("```", "modelexport verify CKPT                     # hashes, structure, no NaN or Inf")
+    if errors:
+        yield "modelexport verify CKPT --against SOURCE    # error of every linear as well"
+    yield "```"
 
 
 def _notes(title: str, notes: object) -> Iterator[str]:

@@ -36,7 +36,7 @@ def _name_problems(hashes: Mapping[str, Any], checkpoint: Checkpoint) -> Iterato
 
 
 def _file_problems(record: Mapping[str, Any], checkpoint: Checkpoint) -> Iterator[str]:
-    for name, recorded in record.get("file_sha256", {}).items():
+    for name, recorded in (record.get("file_sha256") or {}).items():
         path = checkpoint.directory / name
         if not path.is_file():
             yield f"{name} is missing, though it was exported"

@@ -73,9 +73,12 @@ def rows_of(record: Mapping[str, Any]) -> list[Row]:
         tensors = [tensor for tensor in _mapping(module.get("tensors")).values() if isinstance(tensor, Mapping)]
         label = _label(module)
         written = label if label is not None else _dtype(module)
+        cache = str(module.get("role", "")).endswith("_cache")  # scales of the KV cache: they belong to no weight
+        if cache:
+            name = f"{name} (KV cache scales)"
         row = found.setdefault((name, written), Row(name, written, label is not None))
         row.count += 1
-        row.weights += math.prod(_shape(module))
+        row.weights += 0 if cache else math.prod(_shape(module))
         row.nbytes += sum(_nbytes(tensor) for tensor in tensors)
         error = errors.get(full)
         if isinstance(error, (int, float)) and (row.sqnr_db is None or error < row.sqnr_db):

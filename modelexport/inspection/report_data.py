@@ -14,8 +14,9 @@ from typing import Any
 from modelexport.checkpoints.hf import RECORD
 from modelexport.contents.modules import Architecture, StoredModule
 from modelexport.errors import CheckpointError, PlanError
-from modelexport.inspection.inspect import Inspection, describe, read_record
+from modelexport.inspection.inspect import Inspection, describe
 from modelexport.inspection.opened import Contents, open_contents
+from modelexport.inspection.record_reading import read_record
 from modelexport.inspection.report_figures import (
     MOST_ROWS,
     Grid,

@@ -20,17 +20,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from modelexport.distributed.environment import cores
-from modelexport.errors import CheckpointError, ModelExportError, PlanError
-from modelexport.families import family_of
+from modelexport.errors import CheckpointError, PlanError
+from modelexport.families import declared_family
 from modelexport.inspection.models import PlainTensors
 from modelexport.quantization.calibration_cut import Share
 from modelexport.quantization.calibration_layers import DYNAMIC, LayerRunner
+from modelexport.quantization.calibration_model import body, running
 
 __all__ = ["Measured", "Outputs", "measure", "through_layers"]
 
 Progress = Callable[[int, int], None]
 
-_OF_MODELS = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 _CHUNK_LOGITS = 1 << 20
 """Logits of one batch of windows at a time, of each model: 4 MB in float32."""
 _CHUNK_WEIGHTS = 1 << 23
@@ -49,7 +49,7 @@ class Outputs:
         model, memory = runner.model, _tied_to(runner.model) or f"{runner.head_name}.weight"
         weight = runner.on_disk.get(memory, memory)
         head = weight.removesuffix(".weight")
-        self.hidden, self.dtype = hidden, dtype
+        self.hidden, self.dtype, self._derived = hidden, dtype, runner.derived
         self._tensors, self._model = tensors, model
         wanted = tuple(model.get_output_embeddings().weight.shape)
         where = tensors.checkpoint.directory
@@ -59,11 +59,15 @@ class Outputs:
             raise CheckpointError(f"{where}: {weight} is {list(tensors.shape(weight))}, config.json makes it {wanted}")
         self.vocabulary = wanted[0]
         self._head, self._weight = head, weight
-        self._bias = f"{head}.bias" if f"{head}.bias" in tensors.names else None
-        tensors.check_all_read(but=(weight, f"{head}.bias"))
+        self._bias = _bias_of(runner, tensors)
+        tensors.check_all_read(but=(weight, *((self._bias,) if self._bias is not None else ())))
         # A quantised head is decoded once; one that is stored as it is, is read in chunks.
         self._decoded = tensors.read(self._weight) if tensors.is_decoded(self._weight) else None
-        model.base_model.forward = lambda *_, inputs_embeds, **__: _Hidden(inputs_embeds)
+        for inner in (body(model), model.get_decoder()):  # whichever of them the model's forward pass calls
+            if inner is not model:
+                inner.forward = lambda *_, inputs_embeds, **__: _Hidden(inputs_embeds)
+        output = model.get_output_embeddings()  # whose dtype models ask for, and round what it is given to
+        output.weight = torch.nn.Parameter(torch.empty(wanted, dtype=dtype, device="meta"), requires_grad=False)
 
     def select(self, start: int, stop: int) -> None:
         """Read rows ``[start, stop)`` of the head: :meth:`logits` are of these from now on."""
@@ -83,9 +87,30 @@ class Outputs:
 
         By the model's own forward pass around its layers and its head, which may scale or cap them.
         """
-        with torch.inference_mode():
+        what = "what comes behind its layers does not run by itself"
+        with (
+            _in_words(self._tensors),
+            running(self._model, derived=self._derived, what=what),
+            torch.inference_mode(),
+        ):
             out: Tensor = self._model(inputs_embeds=self.hidden[batch], use_cache=False).logits
         return out.flatten(0, -2).float()
+
+
+def _bias_of(runner: LayerRunner, tensors: PlainTensors) -> str | None:
+    """What the checkpoint calls the head's bias; None where the model has none.
+
+    Raises:
+        CheckpointError: the model has one, the checkpoint has not.
+    """
+    if runner.model.get_output_embeddings().bias is None:
+        return None
+    memory = f"{runner.head_name}.bias"
+    tied = getattr(runner.model, "all_tied_weights_keys", None) or {}
+    for name in (memory, tied.get(memory), *(key for key, other in tied.items() if other == memory)):
+        if name is not None and (found := runner.on_disk.get(name, name)) in tensors.names:
+            return found
+    raise CheckpointError(f"{tensors.checkpoint.directory}: {memory} is missing")
 
 
 def _tied_to(model: Any) -> str | None:
@@ -135,31 +160,36 @@ def through_layers(
     where = tensors.checkpoint.directory
     if config is None:
         raise CheckpointError(f"{where} has no config.json, so that it is no model: give --config PATH")
+    derived = declared_family(config.get("model_type")) is None
+    with (
+        _in_words(tensors),
+        LayerRunner(
+            config, set(tensors.names), tensors.read, windows, threads=threads, dtype=dtype, derived=derived
+        ) as runner,
+    ):
+        if runner.head_name is None:
+            raise PlanError(f"transformers' {type(runner.model).__name__} has no output embedding")
+        for index in range(len(runner.layers)):
+            with runner.filled(index) as layer:
+                runner.advance(layer, tensors.activations)
+                del layer  # holds its weights, which would stay while the next one is filled
+            if progress is not None:
+                progress(index + 1, len(runner.layers))
+        with running(runner.model, derived=derived):
+            hidden = [x.to(dtype) for x in runner.outputs()]
+        return Outputs(tensors, runner, hidden, dtype)
+
+
+@contextmanager
+def _in_words(tensors: PlainTensors) -> Iterator[None]:
+    """What cannot be run, without the advice that is for calibration."""
     try:
-        with LayerRunner(config, set(tensors.names), tensors.read, windows, threads=threads, dtype=dtype) as runner:
-            if runner.head_name is None:
-                raise PlanError(f"transformers' {type(runner.model).__name__} has no output embedding")
-            for index in range(len(runner.layers)):
-                with runner.filled(index) as layer:
-                    runner.advance(layer, tensors.activations)
-                    del layer  # holds its weights, which would stay while the next one is filled
-                if progress is not None:
-                    progress(index + 1, len(runner.layers))
-            outputs = Outputs(tensors, runner, [x.to(dtype) for x in runner.outputs()], dtype)
-    except PlanError as error:  # its advice is for calibration
-        text = str(error).removesuffix(DYNAMIC).rstrip(" :;")
-        raise PlanError(f"{where} cannot be evaluated: {text}") from error
-    except _OF_MODELS as error:  # transformers' code, of whose layers not all can be run by themselves
-        if isinstance(error, ModelExportError) or family_of(dict(config)).dimensions is None:
+        yield
+    except PlanError as error:
+        where, text = f"{tensors.checkpoint.directory} cannot be evaluated: ", str(error)
+        if text.startswith(where):
             raise
-        text = (
-            f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no reason given'}"
-        )
-        raise PlanError(
-            f"{where} cannot be evaluated: decoder layers of a {config.get('model_type')} model do not run one at a "
-            f"time in transformers ({text[:200]})"
-        ) from error
-    return outputs
+        raise PlanError(where + text.removesuffix(DYNAMIC).rstrip(" :;")) from error
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from modelexport.contents.modules import Architecture, StoredModule, read_archit
 from modelexport.contents.opening import open_model
 from modelexport.errors import CheckpointError, PlanError, UsageError
 from modelexport.inspection.comparison import Comparison, compare_headers, plan_items
-from modelexport.inspection.inspect import read_record
 from modelexport.inspection.record_check import check_record
+from modelexport.inspection.record_reading import read_record
 from modelexport.inspection.structure import check_structure, family_shapes
 from modelexport.quantization.methods import QuantizationConfig, methods, read_quantization_config
 from modelexport.tables import table
@@ -109,7 +109,8 @@ def verify_checkpoint(
     """
     directory = Path(directory)
     if not directory.is_dir():
-        raise UsageError(f"{directory}: no such directory; give the directory of a checkpoint")
+        found = "a file" if directory.exists() else "no such directory"
+        raise UsageError(f"{directory}: {found}; give the directory of a checkpoint")
     result = Verification(str(directory), None if against is None else str(against))
     source = None if against is None else _open_source(Path(against))
     try:

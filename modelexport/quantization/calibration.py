@@ -62,6 +62,7 @@ def observe(
     formats: Mapping[str, NumberFormat | None] | None = None,
     all_experts: bool = False,
     memory: int | None = None,
+    derived: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Ranges:
     """What static scales should reach of every linear's inputs, and of every layer's keys and values.
@@ -82,6 +83,7 @@ def observe(
         formats: linear -> what its weight is written in.
         all_experts: every expert sees every token, whichever the router chose for it.
         memory: bytes of hidden states to keep in memory; None for all.
+        derived: see :class:`LayerRunner`.
         progress: called with (layers done, layers in all).
 
     Raises:
@@ -92,7 +94,16 @@ def observe(
     unseen: list[str] = []
     chosen = {name: each for name, each in (formats or {}).items() if each is not None and each.has_static_inputs}
     with LayerRunner(
-        config, names, read, tokens, cut=cut, threads=threads, dtype=dtype, memory=memory, stacked_as_stored=True
+        config,
+        names,
+        read,
+        tokens,
+        cut=cut,
+        threads=threads,
+        dtype=dtype,
+        memory=memory,
+        stacked_as_stored=True,
+        derived=derived,
     ) as runner:
         for index in range(len(runner.layers)):
             with runner.filled(index) as layer:

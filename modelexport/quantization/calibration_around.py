@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modelexport.errors import ModelExportError, PlanError
 from modelexport.quantization.calibration_cut import WHOLE, Share
-from modelexport.quantization.calibration_model import misshapen, unknown
+from modelexport.quantization.calibration_model import DYNAMIC, OF_MODELS, body, misshapen, unknown
 
 __all__ = ["Calls", "Surroundings"]
 
@@ -32,7 +33,8 @@ class Surroundings:
         inside: names of the modules that are not filled: the layers, the output embedding.
 
     Attributes:
-        in_tuples: whether layers return their hidden states as the first of several things, as far as any has run.
+        returns: how many things layers return, of which their hidden states are the first; 0: these alone, in no tuple.
+            None until one has run, or what surrounds them has been seen to expect several.
     """
 
     def __init__(
@@ -53,20 +55,35 @@ class Surroundings:
         place = next(name for name, module in model.named_modules() if module is self.embedding)
         self.embedding_key = f"{place}.weight"
         self.calls: Calls = {}
-        self.in_tuples = False
+        self.returns: int | None = None
 
     def first_inputs(self, batches: Sequence[Tensor]) -> Iterator[Tensor]:
         """Each batch's input of the first layer; ``calls`` is known afterwards.
 
         Raises:
-            PlanError: the checkpoint lacks a tensor.
+            PlanError: the checkpoint lacks a tensor, or layers are given more than depends on a batch's shape.
             CheckpointError: one has another shape than config.json says.
         """
         tokens = torch.unique(torch.cat([batch.flatten() for batch in batches]))
         with self._filled(tokens):
             for batch in batches:
-                seen, _ = self._through(torch.searchsorted(tokens, batch), None)
+                known = bool(self.calls)
+                seen, _ = self._through(batch, None)
+                if not known:
+                    self._check_calls(batch, tuple(seen.shape))
                 yield seen
+
+    def _check_calls(self, batch: Tensor, shape: tuple[int, ...]) -> None:
+        """Refuse a model that tells its layers something of each batch: what is kept of the first is wrong for others.
+
+        Raises:
+            PlanError: it does.
+        """
+        calls = self.calls.pop(shape)
+        self._through(batch.flip(-1), None)
+        if not _equal(self.calls[shape], calls):
+            kind = self.model.config.model_type
+            raise PlanError(f"layers of a {kind} model are given more of the tokens than hidden states: {DYNAMIC}")
 
     def learn_calls(self, batches: Sequence[Tensor]) -> None:
         """``calls``, without reading anything."""
@@ -92,10 +109,15 @@ class Surroundings:
         padding, self.embedding.padding_idx = self.embedding.padding_idx, None  # may be none of the rows
         # load_state_dict would compare the shapes.
         weight, self.embedding.weight = self.embedding.weight, _parameter(state.pop(self.embedding_key))
+        looked_up = self.embedding.forward
+        rows = _NONE if tokens is None else tokens.to(self.device)
+        # Tokens keep their numbers: a model may have other tables that it looks them up in.
+        self.embedding.forward = lambda ids: looked_up(torch.searchsorted(rows, ids).clamp(0, max(0, len(rows) - 1)))
         self.model.load_state_dict(state, strict=False, assign=True)
         try:
             yield
         finally:
+            del self.embedding.forward
             self.embedding.padding_idx, self.embedding.weight = padding, weight
             self.model.load_state_dict(self.empty, strict=False, assign=True)
 
@@ -114,21 +136,48 @@ class Surroundings:
 
     def _through(self, batch: Tensor, result: Tensor | None) -> tuple[Tensor, Tensor]:
         """The first layer's input for a batch, and what the model makes of ``result`` as the last layer's output."""
+        if self.returns is not None:
+            return self._as_layers_do(batch, result, self.returns)
+        first: Exception | None = None
+        for count in _RETURNS:
+            try:
+                found = self._as_layers_do(batch, result, count)
+            except OF_MODELS as error:
+                if isinstance(error, ModelExportError):
+                    raise
+                first = first or error
+            else:
+                self.returns = count or None  # tensors can be taken for tuples, but not the other way round
+                return found
+        assert first is not None
+        raise first
+
+    def _as_layers_do(self, batch: Tensor, result: Tensor | None, returns: int) -> tuple[Tensor, Tensor]:
         calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         seen: list[Tensor] = []
+        given: list[Tensor] = []
+        wanted = (*batch.shape, self.model.config.hidden_size)
 
         def note(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if hidden_states.shape != wanted:
+                raise ValueError(f"a layer is given {list(hidden_states.shape)}, where {list(wanted)} is usual")
+            if given and hidden_states is not given[-1] and not torch.equal(hidden_states, given[-1]):
+                raise ValueError("what a layer gives is changed before the next one gets it")
+            if any(each is _MORE for each in (*args, *kwargs.values())):
+                kind = self.model.config.model_type
+                raise PlanError(f"layers of a {kind} model hand more than hidden states to the next: {DYNAMIC}")
             seen.append(hidden_states)
             calls.append((args, kwargs))
             out = hidden_states if result is None else result
-            return (out, None, None) if self.in_tuples else out
+            given.append(out)
+            return (out, *(_MORE,) * (returns - 1)) if returns else out
 
         for layer in self.layers:
             layer.forward = note
         try:
             with torch.inference_mode():
                 ids = batch.to(self.device)
-                out: Tensor = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+                out: Tensor = body(self.model)(input_ids=ids, use_cache=False).last_hidden_state
         finally:
             for layer in self.layers:
                 del layer.forward
@@ -136,7 +185,22 @@ class Surroundings:
         return seen[0], out
 
 
+_MORE = object()
+"""What layers may return beside their hidden states."""
+_RETURNS = (0, 3, 2)
+"""What layers may return, until one has run."""
 _NONE = torch.empty(0, dtype=torch.int64)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether all tensors among arguments are the same."""
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and torch.equal(one, other)
+    if isinstance(one, dict):
+        return isinstance(other, dict) and one.keys() == other.keys() and all(_equal(one[k], other[k]) for k in one)
+    if isinstance(one, (tuple, list)):
+        return isinstance(other, (tuple, list)) and len(one) == len(other) and all(map(_equal, one, other))
+    return True
 
 
 def _parameter(value: Tensor) -> torch.nn.Parameter:

@@ -37,11 +37,13 @@ from modelexport.quantization.calibration_cut import ForwardCut, Share
 from modelexport.quantization.calibration_filled import FilledLayer, Read, fill
 from modelexport.quantization.calibration_model import (
     DYNAMIC,
+    Source,
     build,
     choosing_all,
     decoder_layers,
     in_memory,
     narrow,
+    running,
     sources,
     unknown,
 )
@@ -94,6 +96,7 @@ class LayerRunner:
         directory: of that file.
         stacked_as_stored: experts that transformers stacks keep the dtype in which they are read.
         alone: whether other ranks, if there are any, have no part in it.
+        derived: whether nobody has looked at how the model's layers run by themselves, see ``running``.
         progress: called with (batches done, batches in all) on the way through a layer.
 
     Raises:
@@ -121,10 +124,11 @@ class LayerRunner:
         directory: str | os.PathLike[str] | None = None,
         stacked_as_stored: bool = False,
         alone: bool = False,
+        derived: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.names, self.read, self.dtype, self.device = names, read, dtype, torch.device(device)
-        self.cut, self.stacked_as_stored = cut or ForwardCut(), stacked_as_stored
+        self.cut, self.stacked_as_stored, self.derived = cut or ForwardCut(), stacked_as_stored, derived
         self.model = build(config, self.cut.config)
         modules = {module: name for name, module in self.model.named_modules()}
         stack = decoder_layers(self.model)
@@ -162,11 +166,12 @@ class LayerRunner:
         self._together: Together | None = None
         try:
             self._together = Together(self.cut, alone=self._by_itself)
-            if self._restored:
-                self._around.learn_calls(self.batches)
-            else:
-                for number, hidden in enumerate(self._around.first_inputs(self.batches)):
-                    self.hidden[number] = hidden
+            with running(self.model, derived=self.derived):
+                if self._restored:
+                    self._around.learn_calls(self.batches)
+                else:
+                    for number, hidden in enumerate(self._around.first_inputs(self.batches)):
+                        self.hidden[number] = hidden
         except BaseException:
             self.__exit__()
             raise
@@ -209,6 +214,9 @@ class LayerRunner:
         module, prefix = self.layers[index], f"{self.prefix}.{index}."
         empty = module.state_dict()
         made_of = sources(empty, prefix, self.names)
+        for key in empty:
+            if key not in made_of and (name := self.on_disk.get(prefix + key)) is not None:
+                made_of[key] = (Source(name),)
         missing = [key for key in empty if key not in made_of]
         if missing:
             raise unknown(self.model, prefix + missing[0])
@@ -341,10 +349,10 @@ class LayerRunner:
             kv_heads=self.kv_heads,
             rotary=self.rotary,
         )
-        with torch.inference_mode(), watch:
+        with running(self.model, derived=self.derived), torch.inference_mode(), watch:
             out = self.layers[layer.index](hidden, *args, **kwargs)
-        self._around.in_tuples = isinstance(out, tuple)
-        return out[0] if isinstance(out, tuple) else out
+        self._around.returns = len(out) if isinstance(out, (tuple, list)) else 0
+        return out[0] if self._around.returns else out
 
     def _check_all_seen(self, layer: FilledLayer, observed: Observed) -> None:
         total = sum(batch.numel() for batch in self.batches)

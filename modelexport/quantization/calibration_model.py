@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelexport.errors import CheckpointError, PlanError
+from modelexport.errors import CheckpointError, ModelExportError, PlanError
 from modelexport.quantization.calibration_attention import watched_attention
 from modelexport.quantization.calibration_cut import ForwardCut
 
 __all__ = [
     "DYNAMIC",
+    "OF_MODELS",
     "Source",
+    "body",
     "build",
     "choosing_all",
     "decoder_layers",
@@ -25,12 +27,15 @@ __all__ = [
     "is_stacked",
     "misshapen",
     "narrow",
+    "running",
     "sources",
     "unknown",
 ]
 
 DYNAMIC = "choose what needs no calibration (such as --quant fp8 or int8 with --algorithm rtn), and no --kv-cache"
 """What else to do where a model cannot be calibrated."""
+OF_MODELS = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What transformers' modules raise that are run in a way they are not made for."""
 
 _EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.(\w+)\.weight")
 _STACKED = re.compile(r"(.+)\.experts\.(gate_up_proj|down_proj)")
@@ -79,16 +84,69 @@ def build(config: Mapping[str, Any], local: Mapping[str, int]) -> Any:
     if kind not in CONFIG_MAPPING:
         raise PlanError(f"calibration runs transformers' models, which know no model_type {kind!r}: {DYNAMIC}")
     plain = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
-    parsed = CONFIG_MAPPING[kind].from_dict(plain)
+    try:
+        parsed = CONFIG_MAPPING[kind].from_dict(_special(plain))
+    except Exception as error:  # transformers checks a config in many ways
+        first = (str(error).strip().splitlines() or ["no reason given"])[0]
+        raise CheckpointError(f"config.json: transformers refuses it: {type(error).__name__}: {first[:300]}") from error
     parsed._experts_implementation = "eager"  # which calls F.linear, expert by expert
     for key, value in local.items():
         setattr(parsed, key, value)
-    try:
+
+    def made(attention: str) -> Any:
         with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(parsed, attn_implementation=_attention(parsed))
+            return AutoModelForCausalLM.from_config(parsed, attn_implementation=attention).eval()
+
+    attention = _attention(parsed)
+    try:
+        try:
+            return made(attention)
+        except KeyError as error:  # old models look theirs up in tables of their own
+            if error.args != (attention,):
+                raise
+            return made("eager")
     except ValueError as error:
         raise PlanError(f"calibration cannot build transformers' model for {kind!r}: {error}; {DYNAMIC}") from error
-    return model.eval()
+
+
+def _special(value: Any) -> Any:
+    """With infinity and NaN, which JSON has no numbers for, in place of what transformers writes for them."""
+    if isinstance(value, Mapping):
+        if set(value) == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _special(each) for key, each in value.items()}
+    return [_special(each) for each in value] if isinstance(value, list) else value
+
+
+@contextmanager
+def running(model: Any, *, derived: bool, what: str = "its decoder layers do not run one at a time") -> Iterator[None]:
+    """Within it, modules of a model run by themselves.
+
+    Args:
+        what: could not be done.
+        derived: whether nobody has looked at how these do: what they raise is then said in a sentence, and else is an
+            error of ours.
+
+    Raises:
+        PlanError: that sentence.
+    """
+    try:
+        yield
+    except OF_MODELS as error:
+        if not derived or isinstance(error, ModelExportError):
+            raise
+        kind, lines = model.config.model_type, str(error).strip().splitlines()
+        raise PlanError(
+            f"of a {kind} model in transformers, {what} ("
+            f"{type(error).__name__}: {lines[0][:200] if lines else 'no reason given'}): {DYNAMIC}"
+        ) from error
+
+
+def body(model: Any) -> Any:
+    """The model without its head."""
+    found = [each for each in (model.base_model, model.get_decoder()) if each is not model]
+    tokens = model.get_input_embeddings()
+    return next(iter([*found, *(child for child in model.children() if tokens in child.modules())]), model)
 
 
 def _attention(parsed: Any) -> str:

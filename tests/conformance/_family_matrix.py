@@ -30,7 +30,14 @@ SHARDED = 2  # tensor-parallel ranks that a checkpoint is also written for
 LEAST_SQNR = {"int8": 30.0, "int4": 14.0}  # in dB; of random weights, 40 and 19 are usual
 LOGITS = {"int8": 0.3, "int4": 0.05}  # of their standard deviation, for half of the tokens
 DIFFERENT = 0.01  # how much the logits of different tokens differ, at least
-FLOAT32 = ("ctrl", "hy_v4", "reformer", "xlnet", "xlstm")  # transformers' code for them mixes dtypes otherwise
+FLOAT32 = (
+    "ctrl",
+    "hy_v4",
+    "inkling2_text",
+    "reformer",
+    "xlnet",
+    "xlstm",
+)  # transformers' code for them mixes dtypes otherwise
 
 
 class Mismatch(AssertionError):

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from modelexport.families import derived
 from tests._tiny_models import NOT_MADE, causal_types
 from tests.conformance._family_matrix import Outcome
 
@@ -83,7 +84,7 @@ def shortened(names: Sequence[str]) -> str:
     for name in names:
         inside = name.partition(".*.")[2] or name
         *place, leaf = [part for part in inside.split(".") if part != "*"]
-        leaf = re.sub(r"_(proj|lin|linear)$", "", leaf)
+        leaf = leaf if leaf == "c_proj" else re.sub(r"_(proj|lin|linear)$", "", leaf)
         leaves = places.setdefault(".".join(place), [])
         if leaf not in leaves:
             leaves.append(leaf)
@@ -121,6 +122,7 @@ def document(rows: Mapping[str, str], versions: str) -> str:
         versions: what it was made with.
     """
     types = causal_types()
+    planned = {kind for kind, plan in derived.model_types().items() if plan == derived.PLANNED}
     counts = {how: sum(f"| {how} |" in row for row in rows.values()) for how in (DECLARED, PLANNED, WHOLE)}
     lines = [
         "# Model families",
@@ -132,7 +134,9 @@ def document(rows: Mapping[str, str], versions: str) -> str:
         "",
         f"**{len(rows)} of {len(types)} types are supported**: {counts[DECLARED]} declared in a file of their own,",
         f"{counts[PLANNED]} derived from transformers' tensor-parallel plan, and {counts[WHOLE]} derived without one:",
-        "they are quantised all the same, and a target of several ranks holds whole layers on each.",
+        "they are quantised all the same, and a target of several ranks holds whole layers on each. Of the",
+        f"{len(planned)} types that transformers has a plan for, in their own config class or in that of their",
+        f"language model, {len(planned & rows.keys())} are.",
         "",
         "Supported means, for each: the directories that 1, 2 and 4 processes write are equal to the byte; what is not",
         "quantised is the source's to the bit; the quantised weights, decoded by us, lie as near to the source as",

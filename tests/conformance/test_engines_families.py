@@ -17,8 +17,7 @@ from tests.conformance._vllm import needs_vllm, token_logprobs, vllm_logprobs
 
 PROMPTS, LENGTH = 4, 12
 FEW = {"quiet": True, "evaluate": False}
-DECLARED = (
-    "cohere2",
+DECLARED = (  # not cohere2: vLLM 0.32 and transformers differ on an unquantised one by as much as on a quantised one
     "gemma2",
     "gemma3_text",
     "glm4",
@@ -32,8 +31,8 @@ DECLARED = (
     "qwen3",
     "starcoder2",
 )
-DERIVED = ("exaone4", "nemotron", "opt", "phi", "stablelm")
-EXPERTS = ("glm4_moe", "mixtral", "olmoe", "qwen3_moe")  # vLLM's CPU build has no kernel for quantised experts
+DERIVED = ("cohere", "exaone4", "nemotron", "opt", "phi", "stablelm")
+EXPERTS = ("mixtral", "olmoe", "qwen3_moe")  # vLLM's CPU build has no kernel for quantised experts
 CASES = [*((kind, "int4") for kind in (*DECLARED, *DERIVED)), *((kind, "none") for kind in EXPERTS)]
 
 

@@ -1,0 +1,34 @@
+"""Checkpoint formats are listed without importing them, and the list is the one that importing all of them gives."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import subprocess
+import sys
+
+from modelexport import checkpoints
+from modelexport.contents import formats
+
+
+def test_the_list_is_that_of_the_modules_that_say_their_name() -> None:
+    found = {}
+    for module in pkgutil.iter_modules(checkpoints.__path__, f"{checkpoints.__name__}."):
+        name = getattr(importlib.import_module(module.name), "NAME", None)
+        if name is not None:
+            found[name] = module.name
+    assert formats.containers() == found
+    assert list(formats.formats()) == sorted(found)
+    assert {"hf", "dcp", "gguf"} < set(found)
+
+
+def test_help_imports_no_container() -> None:
+    program = (
+        "import sys\n"
+        "from modelexport.contents import formats\n"
+        "from modelexport.cli import parser_of\n"
+        "parser_of('').format_help()\n"
+        "print([name for name in formats.containers().values() if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[]\n"

@@ -1,0 +1,88 @@
+"""Layers of derived families run one at a time: what ``eval`` says is what transformers says, or one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+
+from modelexport.errors import CheckpointError, ModelExportError, PlanError
+from modelexport.inspection.eval_command import evaluate_on_text
+from modelexport.inspection.losses import cut_windows
+from tests._tiny_models import NOT_MADE, causal_types, model_class, tiny_checkpoint
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
+
+WINDOWS, WINDOW = 40, 17  # more tokens than one batch has
+RUN = {
+    "opt": "calls a part of its body",
+    "mamba": "asks for the dtype of its head",
+    "gptj": "has attention functions of its own",
+    "openai-gpt": "returns lists",
+    "codegen": "returns tuples",
+    "llama4_text": "is its own body",
+    "granitemoe": "renames a router",
+    "ctrl": "has a bias beside a tied head",
+    "falcon_h1": "has infinity in config.json",
+    "bert-generation": "has a bias that is tied",
+}
+REFUSED = {
+    "zaya": "hand more than hidden states to the next",
+    "zamba": "more of the tokens than hidden states",
+    "gemma4_text": "more of the tokens than hidden states",
+    "xlm": "its decoder layers do not run one at a time",
+    "bert": "what comes behind its layers does not run by itself",
+    "gemma3": "config.json has no vocab_size",
+}
+
+
+@pytest.fixture(scope="module")
+def ids() -> torch.Tensor:
+    return torch.randint(3, 200, (WINDOWS * WINDOW + 1,), generator=torch.Generator().manual_seed(3))
+
+
+def by_us(model_type: str, ids: torch.Tensor, directory: Path) -> float:
+    text = directory / "ids.jsonl"
+    text.write_text(json.dumps({"input_ids": ids.tolist()}))
+    return evaluate_on_text(tiny_checkpoint(model_type), None, text, windows=WINDOWS, window=WINDOW).model.loss
+
+
+def by_transformers(model_type: str, ids: torch.Tensor) -> float:
+    model = model_class(model_type).from_pretrained(tiny_checkpoint(model_type), dtype=torch.float32).eval()
+    cut = cut_windows(ids, WINDOW, WINDOWS)
+    with torch.inference_mode():
+        logits = model(input_ids=cut.inputs, use_cache=False).logits.float()
+    return float(functional.cross_entropy(logits.flatten(0, 1), cut.targets.flatten()))
+
+
+@pytest.mark.parametrize("model_type", RUN)
+def test_the_loss_is_the_whole_models(model_type: str, ids: torch.Tensor, tmp_path: Path) -> None:
+    assert by_us(model_type, ids, tmp_path) == pytest.approx(by_transformers(model_type, ids), abs=5e-5)
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_what_layers_alone_cannot_compute_is_refused(model_type: str, ids: torch.Tensor, tmp_path: Path) -> None:
+    with pytest.raises((PlanError, CheckpointError), match=REFUSED[model_type]) as caught:
+        by_us(model_type, ids, tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_no_type_is_evaluated_wrongly(ids: torch.Tensor, tmp_path: Path) -> None:
+    run, said, wrong = 0, list[str](), {}
+    for model_type in sorted(set(causal_types()) - set(NOT_MADE)):
+        try:
+            ours = by_us(model_type, ids, tmp_path)
+        except ModelExportError as error:
+            said.append(str(error))
+            continue
+        run += 1
+        theirs = by_transformers(model_type, ids)
+        if abs(ours - theirs) > 5e-4:  # some keep a factor in bfloat16
+            wrong[model_type] = (ours, theirs)
+    assert not wrong
+    assert not [text for text in said if "\n" in text]
+    assert run >= 120
