@@ -68,7 +68,12 @@ def assigned(
     reader = Reader(checkpoint)
     try:
         with LayerRunner(
-            config, checkpoint.infos.keys(), forward_reader(checkpoint, reader), tokens, alone=True
+            config,
+            checkpoint.infos.keys(),
+            forward_reader(checkpoint, reader),
+            tokens,
+            alone=True,
+            derived=family.is_derived,
         ) as runner:
             return sensitivity.assign(
                 runner,
@@ -105,7 +110,7 @@ def _groups(family: Family, dimensions: Dimensions) -> tuple[list[list[list[str]
         prefix = family.layer_prefix.format(i=i)
         groups: dict[str, list[str]] = {}
         for path, _, module in family.modules_of_layer(dimensions, i):
-            if module.kind == "linear":
+            if module.kind == "linear" and not module.why:
                 name = full_name(prefix, path)
                 # Engines have one scheme for all that a layer's experts do.
                 together = "experts" if module.is_expert else module.fused_into or module.general_path

@@ -79,3 +79,23 @@ def test_what_needs_more_than_a_plan_is_refused_in_words(
     with pytest.raises(PlanError, match=says):
         run(model_type, tmp_path / "out", algorithm, samples)
     assert not (tmp_path / "out").exists()
+
+
+def test_autoquant_leaves_out_what_is_never_quantised(tmp_path: Path, samples: Path) -> None:
+    """Mamba's dt_proj, whose weight its kernels take as it is: no choice among formats is spent on it."""
+    export(
+        model=str(tiny_checkpoint("mamba")),
+        out=str(tmp_path / "out"),
+        algorithm="autoquant",
+        candidates="int4:32,int8",
+        bits=6.0,
+        calib=str(samples),
+        calib_samples=4,
+        calib_length=16,
+        evaluate=False,
+        quiet=True,
+    )
+    record = json.loads((tmp_path / "out" / "modelexport.json").read_text())
+    assert "dt_proj" not in json.dumps(record["recipe"])
+    assert {name.rpartition(".")[2] for name in record["sqnr_db"]} == {"in_proj", "out_proj", "x_proj"}
+    assert "kernels" in record["unquantised"]["backbone.layers.0.mixer.dt_proj"]
