@@ -221,7 +221,7 @@ def test_outliers_and_warnings(copy: Path) -> None:
     name = "model.layers.0.self_attn.q_proj"
     other = sqnr[name.replace(".0.", ".1.")]
     experts = [f"model.layers.0.mlp.experts.{n}.w1" for n in range(9)]
-    calibration = {"samples": 8, "unseen_experts": experts}
+    calibration = {"samples": 8, "length": 64, "text": "a text", "unseen_experts": experts}
     change(copy, sqnr_db={**sqnr, name: other - 5}, calibration=calibration, warnings=["an engine refuses it"])
     page = page_of(copy)
     alerts = [e.text for e in page.all("li", "warnings")]
@@ -365,9 +365,9 @@ def test_a_strangers_words_stay_words(copy: Path, tmp_path: Path) -> None:
         left_out={evil: evil},
         warnings=[evil, 7, {evil: evil}] * 400,
         sqnr_db={**record["sqnr_db"], evil: 3.0},
-        output_error={"before": {evil: "x"}, "after": [1]},
+        output_error={"before": {evil: 2.0}, "after": {evil: 1.0}},
         evaluation={"comparison": {"mean_kl": evil, "reference": [], "loss_difference": math.inf}, "windows": evil},
-        calibration=[evil],
+        calibration={"samples": 8, "length": 64, "text": evil, "unseen_experts": [evil], "notes": {evil: evil}},
     )
     hostile = Path(shutil.move(copy, tmp_path / "<script>alert(3)<"))
     content = render(gather(hostile))
