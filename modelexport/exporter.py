@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from modelexport.export_rank import RankJob
     from modelexport.quantization.algorithms.base import Options
 
-PRELOAD = ("torch", "torch.distributed", "safetensors", "modelexport.export_rank")
+PRELOAD = ("torch", "torch.distributed", "safetensors", "modelexport.export_rank", "modelexport.contents.preloading")
 
 CALIBRATION_PRELOAD = (
     "modelexport.export_calibrated",

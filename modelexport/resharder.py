@@ -43,7 +43,7 @@ from modelexport.sharding.plan import Parallelism
 from modelexport.startup import without_collector
 from modelexport.target import Target, TargetFiles
 
-PRELOAD = ("torch", "modelexport.reshard_rank")
+PRELOAD = ("torch", "modelexport.reshard_rank", "modelexport.contents.preloading")
 
 
 @dataclass(frozen=True)
