@@ -322,9 +322,10 @@ class _Planner:
     def _shape_is_right(
         self, weight: TensorInfo, module: Module, number_format: NumberFormat | None, stored: StoredLinear | None
     ) -> bool:
-        expected = self.dims.weight_shape(module)
-        if weight.shape != expected:
-            self.problems.append(f"{weight.name} is {list(weight.shape)} but config.json makes it {list(expected)}")
+        expected = self.dims.stored_shapes(module)
+        if weight.shape not in expected:
+            makes = " or ".join(str(list(shape)) for shape in expected)
+            self.problems.append(f"{weight.name} is {list(weight.shape)} but config.json makes it {makes}")
             return False
         if number_format is None:
             return True

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from modelexport.checkpoints.safetensors_file import TensorInfo
 from modelexport.contents.engines import loadable_tp
 from modelexport.families import Dimensions, Family, Module
+from modelexport.quantization.methods.base import KeptSubtree
 from modelexport.sharding.plan import Cut, Parallelism, Range, scale_range
 
 if TYPE_CHECKING:
@@ -224,13 +225,35 @@ class ExportPlan:
         for step in self.steps:
             for task in step.tasks:
                 kept = task.module.kind == "linear" and task.number_format is None
-                if task.module.stacked and task.module.why:  # engines that take it apart must not quantise its parts
-                    names.append(rf"re:{re.escape(full_name(step.layer, task.path))}\..*")
                 if task.parameter == "weight" and (kept or task.module.kind == "router"):
                     names.append(full_name(step.layer, task.path))
                     if task.module.in_memory:
                         names.append(task.module.in_memory.replace("{i}", str(step.index)))
         return list(dict.fromkeys([*names, *self._kept_in_memory()]))
+
+    def kept_subtrees(self) -> list[KeptSubtree]:
+        """The stacks of experts that are kept, and what is kept outside of the language model's layers."""
+        roots: dict[str, dict[str, None]] = {}
+        for step in self.steps:
+            for task in step.tasks:
+                if task.module.why and task.number_format is None:
+                    for root, path in self._roots(step, task):
+                        roots.setdefault(path, {})[root] = None
+        subtrees = [KeptSubtree(path, tuple(names)) for path, names in roots.items()]
+        quantised = list(self.formats())
+        return [each for each in subtrees if not any(map(re.compile(each.pattern).match, quantised))]
+
+    def _roots(self, step: Step, task: TensorTask) -> Iterator[tuple[str, str]]:
+        """(full name, path) of the parts of the model that nothing is quantised in because of a kept module."""
+        above = self.family.layer_prefix.split(".")[:-1]  # "model", "language_model", "layers"
+        if step.index is None:
+            name = full_name(step.layer, task.path).split(".")
+            apart = next((n for n, (own, other) in enumerate(zip(name, above)) if own != other), len(above))  # noqa: B905
+            if apart < len(name):
+                yield ".".join(name[: apart + 1]), name[apart]
+        elif task.module.stacked:
+            for path in dict.fromkeys((task.path, _experts_root(task.path))):
+                yield full_name(step.layer, path), f"{above[-1]}.*.{path}"
 
     def _kept_in_memory(self) -> Iterator[str]:
         """Every Linear of transformers' model whose weight is not quantised, of families that know them all."""
@@ -289,6 +312,13 @@ def alignment(outputs: Iterable[OutputTensor]) -> tuple[int, int]:
             if axis is not None and axis[0] < len(units):
                 units[axis[0]] = math.lcm(units[axis[0]], axis[1])
     return (units[0], units[1])
+
+
+def _experts_root(path: str) -> str:
+    """What engines call the experts of a layer, of which ``path`` is a stack: ``experts``, beside or above it."""
+    parts = path.split(".")
+    end = parts.index("experts") if "experts" in parts else len(parts) - 1
+    return ".".join([*parts[:end], "experts"])
 
 
 def full_name(*parts: str) -> str:

@@ -128,7 +128,7 @@ def announcement(plan: ExportPlan) -> Announcement | None:
     formats = plan.formats()
     if not formats and not plan.kv_cache:
         return None
-    announced = Announced(formats, plan.ignored(), kv_cache=plan.kv_cache, version=__version__)
+    announced = Announced(formats, plan.ignored(), plan.kv_cache, __version__, plan.kept_subtrees())
     return of_method(plan.method).announce(announced)
 
 

@@ -21,6 +21,7 @@ from modelexport.checkpoints.safetensors_file import Checkpoint, plan_layout
 from modelexport.checkpoints.source import Source, resolve_source
 from modelexport.checkpoints.staging import resolve_target
 from modelexport.contents import formats as checkpoint_formats
+from modelexport.contents.draft_layers import without_drafts
 from modelexport.contents.engines import Linear
 from modelexport.contents.engines import warnings as engine_warnings
 from modelexport.contents.opening import open_model
@@ -170,7 +171,7 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> Prepared:
     if target is not None and source.directory.resolve().is_relative_to(target):
         raise UsageError(f"--out {recipe.out} would replace the source, {source.directory}: choose another target")
     with without_collector():  # a hundred thousand small objects: the collector would walk them over and over
-        checkpoint = open_model(source.directory, recipe.config)
+        checkpoint, dropped = without_drafts(open_model(source.directory, recipe.config))
         if "autoquant" in recipe.algorithms:
             recipe = _autoquant(recipe, source, checkpoint)
         assignment = _assignment(recipe)
@@ -198,7 +199,7 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> Prepared:
         prepared = Prepared(recipe, source, checkpoint, plan, _target(recipe, checkpoint, plan))
         if recipe.quant == KEEP:
             check_source(prepared.target, checkpoint)
-        return replace(prepared, warnings=_warnings(prepared))
+        return replace(prepared, warnings=(*dropped, *_warnings(prepared)))
 
 
 def _autoquant(recipe: ExportRecipe, source: Source, checkpoint: Checkpoint) -> ExportRecipe:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -20,6 +21,7 @@ from modelexport.checkpoints.hf import SideFiles
 from modelexport.checkpoints.safetensors_file import Checkpoint
 from modelexport.checkpoints.staging import resolve_target
 from modelexport.contents import formats
+from modelexport.contents.draft_layers import without_drafts
 from modelexport.contents.engines import warnings
 from modelexport.contents.opening import open_model
 from modelexport.contents.rules import left_out, tensor_rules
@@ -52,6 +54,7 @@ class Prepared:
 
     Attributes:
         record: the source's modelexport.json, or None.
+        warnings: what is lost, a line each.
     """
 
     recipe: ReshardRecipe
@@ -59,6 +62,13 @@ class Prepared:
     target: TargetPlan
     steps: list[Step]
     record: dict[str, Any] | None
+    warnings: tuple[str, ...] = ()
+
+    def warn(self) -> None:
+        """Print the warnings, before the work starts."""
+        if not self.recipe.quiet and not self.recipe.json:
+            for warning in self.warnings:
+                print(f"warning: {warning}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -73,6 +83,7 @@ class ReshardResult:
         reads: bytes that each process reads.
         plan: lines that say who holds what.
         left_out: what of the source is not part of the model -> what it is.
+        warnings: what was said before the work started.
     """
 
     source: str
@@ -92,6 +103,7 @@ class ReshardResult:
     seconds: float = 0.0
     plan: list[str] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """JSON-able form, for ``--json``."""
@@ -119,7 +131,9 @@ def reshard(recipe: ReshardRecipe | None = None, **settings: Any) -> ReshardResu
     if recipe.out is None and not recipe.dry_run:
         raise UsageError("no target given: add --out DIR")
     if recipe.dry_run:
-        return _result(prepare(recipe), recipe.ranks or 1)
+        prepared = prepare(recipe)
+        prepared.warn()
+        return _result(prepared, recipe.ranks or 1)
     config = reshard_config(recipe)
     prepared, world, outcome = _launch(recipe) if config is None else _take_part(recipe, config)
     return _result(prepared, world, outcome, time.perf_counter() - began)
@@ -135,7 +149,7 @@ def _prepare(recipe: ReshardRecipe) -> Prepared:
     formats.get(recipe.format)
     source = Path(os.path.expanduser(recipe.checkpoint))
     target_directory = None if recipe.out is None else resolve_target(recipe.out)
-    checkpoint = open_model(source, recipe.config)
+    checkpoint, dropped = without_drafts(open_model(source, recipe.config))
     if target_directory is not None and source.resolve().is_relative_to(target_directory):
         raise UsageError(f"--out {recipe.out} would replace the source, {source}: choose another target")
     _check_spelling(recipe, checkpoint)
@@ -151,7 +165,7 @@ def _prepare(recipe: ReshardRecipe) -> Prepared:
     )
     check_source(target, checkpoint)
     record = read_record(checkpoint.directory)
-    return Prepared(recipe, checkpoint, target, plan_steps(rules, checkpoint.infos), record)
+    return Prepared(recipe, checkpoint, target, plan_steps(rules, checkpoint.infos), record, tuple(dropped))
 
 
 def _check_spelling(recipe: ReshardRecipe, checkpoint: Checkpoint) -> None:
@@ -175,6 +189,7 @@ def _launch(recipe: ReshardRecipe) -> tuple[Prepared, int, dict[str, Any]]:
     if world > 1:
         launch.prestart(PRELOAD)
     prepared = prepare(recipe)
+    prepared.warn()
     with _target(prepared) as target:
         done = target.begin()
         job = _job(prepared, done, spread=False)
@@ -199,6 +214,8 @@ def _take_part(recipe: ReshardRecipe, config: MultiprocessConfig) -> tuple[Prepa
 
         launch.phase("planning the resharding")
         prepared = prepare(recipe)
+        if config.rank == 0:
+            prepared.warn()
         agree(prepared.checkpoint, recipe)
         with _target(prepared) as target:
             result = take_part(
@@ -226,7 +243,12 @@ def _target(prepared: Prepared) -> Target:
         kept = {key: value for key, value in found["recipe"].items() if not key.startswith("target_")}
         ways = target_of(recipe.tp, recipe.pp, recipe.ep)
         written = {**kept, "format": recipe.format, "max_shard_bytes": recipe.max_shard_bytes, **ways}
-        changed = {"file_sha256": digests, "recipe": written, "warnings": engine_warnings(recipe, found)}
+        changed = {
+            "file_sha256": digests,
+            "recipe": written,
+            "warnings": [*prepared.warnings, *engine_warnings(recipe, found)],
+            "left_out": {**(found.get("left_out") or {}), **checkpoint.left_out},
+        }
         return {key: changed.get(key, value) for key, value in found.items()}
 
     fingerprint = {
@@ -312,4 +334,5 @@ def _result(
         seconds=seconds,
         plan=list(prepared.target.plan.describe()),
         left_out={**checkpoint.left_out, **left_out(checkpoint)},
+        warnings=prepared.warnings,
     )

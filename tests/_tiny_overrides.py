@@ -77,7 +77,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "mamba_dt_rank": 8,
     },
     "lfm2_moe": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
-    "llama4": {"vision_config": {"projector_input_dim": 256, "projector_output_dim": 128, "vision_output_dim": 128}},
+    "llama4": {"vision_config": {"projector_input_dim": 128, "projector_output_dim": 128, "vision_output_dim": 128}},
     "longcat_flash": {"head_dim": 16},
     "mamba2": {"num_heads": 8},
     "ministral": {"head_dim": 32},

@@ -96,6 +96,7 @@ class Refusal:
 
 _HF = ("hf",)
 _ASYMMETRIC_8 = "--quant int8-wo, or int4-asym"
+_MAMBA = ("mixer.in_proj", "mixer.x_proj", "mixer.out_proj", "mamba.in_proj", "mamba.x_proj", "mamba.out_proj")
 _FIRST_OF_FUSED = ("attention.q", "attention.k", "mlp.gate", "shared.gate")
 
 REFUSALS: tuple[Refusal, ...] = (
@@ -112,6 +113,26 @@ REFUSALS: tuple[Refusal, ...] = (
         models=("gpt_oss",),
     ),
     # auto_awq.py: in_features of a rank // in_features groups, which is none. Run: tp 2 fails, groups of 32 load.
+    # layers/mamba/mamba_mixer.py gives its linears no quantisation. Run: loading fails on weight_packed.
+    Refusal(
+        VLLM,
+        ("hf", "modelopt", "awq", "gptq", "fp8-block"),
+        (),
+        "it builds the linears of Mamba-1 layers unquantised, and fails on quantised ones",
+        "--quant none, or patterns of --quant that leave these linears out",
+        roles=_MAMBA,
+        models=("falcon_mamba", "jamba", "mamba"),
+    ),
+    # bloom.py reorders the rows of all tensors of query_key_value as it loads them. Run: what has no rows fails.
+    Refusal(
+        VLLM,
+        _HF,
+        ("int4", "int4-asym", "int8-wo", "int8-wo-asym", "w4a8", "fp8-block", "fp8-static", "nvfp4", "nvfp4-wo"),
+        "it reorders the rows of Bloom's query_key_value, which scales of a whole weight do not have",
+        "--quant int8 or fp8",
+        roles=("attention.qkv",),
+        models=("bloom",),
+    ),
     Refusal(
         VLLM,
         ("awq",),

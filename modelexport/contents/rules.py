@@ -45,6 +45,10 @@ class Place:
     expert: int | None = None
     stages: Stages = ()
 
+    def tensor(self, suffix: str) -> str:
+        """The name of a tensor of the module; parameters of the model itself have no module in front."""
+        return f"{self.name}.{suffix}" if self.name else suffix
+
 
 def places(family: Family, dims: Dimensions) -> Iterator[Place]:
     """Every module of a model in its order: before the layers, layer by layer, behind them; no head that is tied."""
@@ -191,7 +195,7 @@ class _Builder:
             promises["bias"] = self._bias(place)
         tensors = {}
         for suffix, promise in promises.items():
-            name = f"{place.name}.{suffix}"
+            name = place.tensor(suffix)
             info = self.infos.pop(name, None)
             if info is None:
                 self.problems.append(f"{name} is missing{self._hint(name, place, suffix)}")
@@ -211,7 +215,7 @@ class _Builder:
             promises["bias"] = self._bias(place)
         tensors = {}
         for suffix, promise in promises.items():
-            wanted = self.dtypes(f"{place.name}.{suffix}") if len(promise.dtypes) > 1 else ""
+            wanted = self.dtypes(place.tensor(suffix)) if len(promise.dtypes) > 1 else ""
             tensors[suffix] = (wanted if wanted in promise.dtypes else promise.dtypes[0], promise.shapes[0])
         return _rules(place, self.model.dims, promises, tensors)
 
@@ -233,12 +237,13 @@ class _Builder:
         if scheme is not None:
             try:
                 extra = extras(scheme, (shape[0], shape[1]))
-                present = {s: promise for s, promise in extra.items() if f"{place.name}.{s}" in self.infos}
+                present = {s: promise for s, promise in extra.items() if place.tensor(s) in self.infos}
                 return {**promised(scheme, (shape[0], shape[1])), **present}
             except CheckpointError as error:
                 self.problems.append(str(error))
         dtypes = dtype_names() if place.module.kind == "other" else (*FLOATS, "F64")
-        plain = Promise(dtypes, (shape,), tuple((d, 1) for d in range(len(shape))))
+        stored = self.model.dims.stored_shapes(place.module)
+        plain = Promise(dtypes, stored, tuple((d, 1) for d in range(len(shape))))
         return {place.module.parameter: plain}
 
     def _bias(self, place: Place) -> Promise:
@@ -268,9 +273,11 @@ def _rules(
     rules = []
     for suffix, (dtype, shape) in tensors.items():
         dim, unit = _own_dim(promises[suffix], along, len(shape))
+        if dim and shape != promises[suffix].shapes[0] and module.either_way:  # its last two dims are swapped
+            dim = 2 * len(shape) - 3 - dim
         rules.append(
             TensorRule(
-                name=f"{place.name}.{suffix}",
+                name=place.tensor(suffix),
                 dtype=dtype,
                 shape=shape,
                 module=place.name,

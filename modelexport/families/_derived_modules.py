@@ -15,8 +15,11 @@ _EXPERT = re.compile(r"(.*experts)\.(\d+)\.(.+)")
 _FUSED = {**dict.fromkeys(("q", "k", "v"), "qkv_proj"), **dict.fromkeys(("gate", "up"), "gate_up_proj")}
 _IN_ATTENTION = ("q", "k", "v", "o", "qkv")
 _PICKERS = ("gate", "wg")  # a linear of that name may pick experts, or be a part of a gated MLP
-_USED_DIRECTLY = {  # the last part of a linear's name -> why it stays
+_PICKS_TOKENS = "it picks the tokens that are attended to, and engines build it unquantised"
+_USED_DIRECTLY = {  # the end of a linear's name -> why it stays
     "dt_proj": "the kernels of state-space layers take its weight as it is",
+    "indexer.weights_proj": _PICKS_TOKENS,
+    "indexer.wk": _PICKS_TOKENS,
 }
 _SMALLEST = 32  # features: with fewer, what a group saves goes into its scale
 _OUTSIDE = "outside of the language model's decoder layers"
@@ -244,8 +247,12 @@ class Derivation:
             return replace(module, why=_OUTSIDE if self._is_large(shape) else "")
         if len(shape) > 1 and "expert" in f"{kind} {parent.rpartition('.')[2]}".lower():
             stacked = shape == self.skeleton.shapes.get(target) and shape[0] == self.most_experts
+            saved = f"{self.prefix}.{found.layer}.{role}"
             module = replace(
-                module, stacked=stacked, why=_STACK if self._is_large(shape) and "bias" not in name else ""
+                module,
+                stacked=stacked,
+                either_way=saved in self.skeleton.either_way,
+                why=_STACK if self._is_large(shape) and "bias" not in name else "",
             )
         elif self._is_large(shape):
             module = replace(module, why=f"of a {kind}, which is no linear to what engines quantise")
@@ -304,8 +311,9 @@ class Derivation:
 
     def _why(self, found: _Found, *, expert: bool) -> str:
         """Why a linear of a decoder layer stays as it is; "" where it need not."""
-        if found.leaf in _USED_DIRECTLY:
-            return _USED_DIRECTLY[found.leaf]
+        for end, why in _USED_DIRECTLY.items():
+            if f".{found.path}".endswith(f".{end}"):
+                return why
         if not expert and f"{self.prefix}.{found.layer}.{found.path}.weight" in self.skeleton.changed:
             return _CHANGED
         if found.target in self.skeleton.wide:

@@ -8,6 +8,7 @@ from typing import Any
 
 from modelexport.errors import CheckpointError
 from modelexport.families.base import Axis, AxisSize, Dimensions, Family
+from modelexport.families.drafts import draft_counts
 
 MOST_HEADS = 1 << 13  # many times those of any model
 EXPERT_KEYS = ("num_local_experts", "n_routed_experts", "num_experts")
@@ -42,19 +43,17 @@ def read_dimensions(config: Mapping[str, Any], family: Family | None = None) -> 
 
 def _with_own(dimensions: Dimensions, family: Family, read: _Numbers) -> Dimensions:
     """With what only some families have: experts, dense layers, axes of their own."""
-    experts = dense = predicting = 0
+    experts = dense = 0
     if family.has_experts:
         experts = read.whole(next((key for key in EXPERT_KEYS if read.config.get(key) is not None), EXPERT_KEYS[0]))
     if family.dense_layers is not None:
         dense = min(dimensions.layers, read.whole(family.dense_layers, least=0))
-    if family.prediction_layers is not None:
-        predicting = read.whole(family.prediction_layers, 0, least=0)
     axes = {name: read.axis(axis) for name, axis in family.axes.items() if not axis.of}
     found = replace(
         dimensions,
         experts=experts,
         dense_layers=dense,
-        prediction_layers=predicting,
+        prediction_layers=max(draft_counts(read.config).values(), default=0),
         own_axes=tuple(axes.items()),
     )
     multiples = {name: found.axis(axis.of).times(axis.each) for name, axis in family.axes.items() if axis.of}

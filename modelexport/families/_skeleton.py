@@ -37,6 +37,7 @@ class Skeleton:
         tensors: name on disk -> shape, in the order in which transformers saves them.
         targets: name on disk -> the parameter or buffer in memory that it becomes, or becomes a part of.
         changed: names on disk whose numbers are cut up or moved about as they become that.
+        either_way: those of them that transformers reads with their last two dims in either order.
         copies: name in memory of a tensor that is tied to another and not saved -> what it is called on disk.
         wide: names in memory of what transformers computes with in float32, whatever the model's dtype.
         linears: name in memory of every Linear -> the name of the one that its weight is saved under.
@@ -58,6 +59,7 @@ class Skeleton:
     tensors: Mapping[str, tuple[int, ...]]
     targets: Mapping[str, str]
     changed: frozenset[str]
+    either_way: frozenset[str]
     copies: Mapping[str, str]
     wide: frozenset[str]
     linears: Mapping[str, str]
@@ -107,17 +109,18 @@ def read_skeleton(config: Mapping[str, Any]) -> Skeleton:
     many = sum(value.shape[0] if value.ndim == 3 else 1 for value in held.values())  # a stack is taken apart
     if many > MOST_TENSORS:
         raise CheckpointError(f"config.json makes {many:,} tensors; at most {MOST_TENSORS:,} are believed")
-    tensors, targets, changed = _on_disk(model, held)
-    embedding = _name_of(model, model.get_input_embeddings(), held)
+    saved = _on_disk(model, held)
+    embedding = _name_of(model, _token_embedding(model), held)
     embedding = tied.get(f"{embedding}.weight", f"{embedding}.").rpartition(".")[0]
     head = _name_of(model, model.get_output_embeddings(), held)
     plan = dict(getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {})
     return Skeleton(
         model_type=kind,
         architecture=model_class.__name__,
-        tensors=tensors,
-        targets=targets,
-        changed=changed,
+        tensors=saved.shapes,
+        targets=saved.targets,
+        changed=saved.changed,
+        either_way=saved.either_way,
         copies=_copies(model, tied),
         wide=_wide(model, held),
         linears={
@@ -141,6 +144,21 @@ def read_skeleton(config: Mapping[str, Any]) -> Skeleton:
         base=str(model.base_model_prefix),
         ignored=tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),
     )
+
+
+def _token_embedding(model: Any) -> Any:
+    """The embedding of a model's tokens.
+
+    Raises:
+        PlanError: it has none that transformers can name, as where several models are joined in one.
+    """
+    try:
+        return model.get_input_embeddings()
+    except NotImplementedError as error:
+        raise PlanError(
+            f"transformers' {type(model).__name__} names no token embedding, as where several models are joined in "
+            "one: export the checkpoint of its language model alone"
+        ) from error
 
 
 def _name_of(model: Any, wanted: Any, held: Mapping[str, Any]) -> str:
@@ -230,8 +248,18 @@ def _is_layer(module: Any) -> bool:
     return any(True for _ in module.children()) and any(True for _ in module.parameters())
 
 
-def _on_disk(model: Any, held: Mapping[str, Any]) -> tuple[dict[str, tuple[int, ...]], dict[str, str], frozenset[str]]:
-    """Names and shapes as saved; for each of these names the one in memory; and those that are not only renamed."""
+@dataclass(frozen=True)
+class _Saved:
+    """Tensors as transformers saves them: see the attributes of :class:`Skeleton`."""
+
+    shapes: dict[str, tuple[int, ...]]
+    targets: dict[str, str]
+    changed: frozenset[str] = frozenset()
+    either_way: frozenset[str] = frozenset()
+
+
+def _on_disk(model: Any, held: Mapping[str, Any]) -> _Saved:
+    """The tensors of a model as transformers saves them."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import (
@@ -242,26 +270,35 @@ def _on_disk(model: Any, held: Mapping[str, Any]) -> tuple[dict[str, tuple[int, 
         )
     except ImportError:  # before transformers 5, names on disk are those in memory
         shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
-        return shapes, {name: name for name in shapes}, frozenset()
+        return _Saved(shapes, {name: name for name in shapes})
     saved = revert_weight_conversion(model, dict(held))
     mapping = [
         each for each in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(each, PrefixChange)
     ]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
     renamings = [each for each in mapping if not isinstance(each, WeightConverter)]
-    targets, changed = {}, set()
+    flexible = {
+        pattern
+        for converter in converters
+        if any(getattr(operation, "check_dims", False) for operation in converter.operations)
+        for pattern in converter.source_patterns
+    }
+    targets, changed, either_way = {}, set(), set()
     for name in saved:
         target, pattern = rename_source_key(name, renamings, converters)
         targets[name] = target if target in held else _closest(target, name, held)
         if pattern is not None:
             changed.add(name)
-    return {name: tuple(tensor.shape) for name, tensor in saved.items()}, targets, frozenset(changed)
+        if pattern in flexible:
+            either_way.add(name)
+    shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
+    return _Saved(shapes, targets, frozenset(changed), frozenset(either_way))
 
 
 def _copies(model: Any, tied: Mapping[str, str]) -> dict[str, str]:
     """What checkpoints of the model call the tensors that are tied to others."""
     state = model.state_dict()
-    return {name: next(iter(_on_disk(model, {name: state[name]})[0]), name) for name in tied if name in state}
+    return {name: next(iter(_on_disk(model, {name: state[name]}).shapes), name) for name in tied if name in state}
 
 
 def _wide(model: Any, held: Iterable[str]) -> frozenset[str]:

@@ -10,10 +10,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from modelexport.families.drafts import PREFIX
+
 Partition = Literal["column", "row", "replicated"]
 Kind = Literal["linear", "norm", "embedding", "head", "router", "vector", "other"]
 
 MOST_DIGITS = 9
+_NOT_WRITTEN = "nothing here can write these yet, and the model itself does not use them"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +45,7 @@ class Module:
         why: why it stays as it is, of a linear that is never quantised, or of a stack of them.
         dim: the dimension that ``axis`` runs along and that is cut, where ``partition`` does not say: of a stack.
         stacked: whether dim 0 counts a layer's experts.
+        either_way: whether checkpoints of the model have it with its last two dims in either order.
         in_memory: what transformers calls the module, where that is not its name on disk: in full, with ``{i}`` for
             the layer's number and ``{e}`` for the expert's.
     """
@@ -62,6 +66,7 @@ class Module:
     why: str = ""
     dim: int | None = None
     stacked: bool = False
+    either_way: bool = False
     in_memory: str = ""
 
     @property
@@ -142,7 +147,6 @@ class Family:
         ignored_patterns: patterns that are searched for in the names of further ones -> why they are left out.
         axes: its own, beside those that every family has.
         dense_layers: the key of config.json that counts the first layers, which have no experts; None: all have.
-        prediction_layers: the key that counts the layers behind the model's own that only predict further tokens.
         scalings: what scales into what, in a decoder layer, in the order in which it is done. Linears come first: their
             rows, which read a norm, are then no larger than others merely because what reads them is small.
         dimensions: of a family that is derived from one model: that model's.
@@ -170,7 +174,6 @@ class Family:
     ignored_patterns: Mapping[str, str] = field(default_factory=dict)
     axes: Mapping[str, Axis] = field(default_factory=dict)
     dense_layers: str | None = None
-    prediction_layers: str | None = None
     scalings: tuple[Scaling, ...] = ()
     dimensions: Dimensions | None = None
     notes: tuple[str, ...] = ()
@@ -227,19 +230,29 @@ class Family:
         """Why a tensor of a checkpoint is no part of the model, or None where it may be one."""
         if tensor.endswith(self.ignored_tensors or ("\0",)):
             return "a buffer that every engine computes itself"
+        draft = self.draft_reason(tensor, dimensions)
+        if draft is not None:
+            return draft
         for pattern, why in self.ignored_patterns.items():
             if re.search(pattern, tensor):
                 return why
+        return None
+
+    def draft_reason(self, tensor: str, dimensions: Dimensions) -> str | None:
+        """Why a tensor is a draft layer's, or None where it is not: see :mod:`modelexport.families.drafts`."""
         prefix = self.layer_prefix.partition("{i}")[0]
         number = tensor.removeprefix(prefix).partition(".")[0]
-        if not tensor.startswith(prefix) or not number.isdecimal() or len(number) > MOST_DIGITS:
-            return None
-        if 0 <= int(number) - dimensions.layers < dimensions.prediction_layers:
-            return (
-                f"of a layer behind the model's {dimensions.layers} ({self.prediction_layers}) that only drafts "
-                "further tokens: the model itself does not use it"
-            )
+        if tensor.startswith(prefix) and number.isdecimal() and len(number) <= MOST_DIGITS:
+            behind = 0 <= int(number) - dimensions.layers < dimensions.prediction_layers
+            return f"of a draft layer behind the model's {dimensions.layers}: {_NOT_WRITTEN}" if behind else None
+        if _is_mtp(tensor) and not any(_is_mtp(module.path) for module in (*self.before, *self.layer, *self.after)):
+            return f"of a draft layer: {_NOT_WRITTEN}"
         return None
+
+
+def _is_mtp(name: str) -> bool:
+    """Whether a part of a name says multi-token prediction."""
+    return any(part.startswith(PREFIX) for part in name.split("."))
 
 
 @dataclass(frozen=True)
@@ -317,6 +330,12 @@ class Dimensions:
             return False
         axes = [axis for _, axis in module.axes] + ([module.across] if module.across is not None else [])
         return all(self.axis_size(axis) for axis in axes)
+
+    def stored_shapes(self, module: Module) -> tuple[tuple[int, ...], ...]:
+        """The shapes that a module's weight may have in a checkpoint; the first is :meth:`weight_shape`."""
+        shape = self.weight_shape(module)
+        swapped = (*shape[:-2], shape[-1], shape[-2]) if module.either_way else shape
+        return (shape,) if swapped == shape else (shape, swapped)
 
     def weight_shape(self, module: Module) -> tuple[int, ...]:
         """The shape of a module's weight, ``[out_features, in_features]``; of a norm or vector ``[features]``."""

@@ -27,7 +27,6 @@ FAMILY = Family(
         "shared_intermediate": Axis(features=("moe_intermediate_size",), times="n_shared_experts", optional=True),
     },
     dense_layers="first_k_dense_replace",
-    prediction_layers="num_nextn_predict_layers",
     before=embedding(),
     layer=(
         norm("input_layernorm", "attention.norm"),

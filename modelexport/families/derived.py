@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 from modelexport.families._derived_modules import Derivation
 from modelexport.families._skeleton import read_skeleton
 from modelexport.families.base import Family
+from modelexport.families.drafts import draft_counts
 
 __all__ = ["causal_types", "derive", "is_known", "model_types"]
 
@@ -38,7 +40,11 @@ def derive(config: Mapping[str, Any]) -> Family:
 
 @lru_cache(maxsize=8)
 def _derived(config: str) -> Family:
-    return Derivation(read_skeleton(json.loads(config))).family()
+    content = json.loads(config)
+    family = Derivation(read_skeleton(content)).family()
+    assert family.dimensions is not None
+    drafts = max(draft_counts(content).values(), default=0)
+    return replace(family, dimensions=replace(family.dimensions, prediction_layers=drafts))
 
 
 def causal_types() -> list[str]:

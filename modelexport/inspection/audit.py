@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import threading
 import zlib
 from collections import Counter
@@ -310,6 +311,10 @@ def _check(item: Item, chunks: Iterator[Chunk], pieces: Mapping[str, Sequence[Pi
     )
 
 
+_SCALE = re.compile(r"(?:weight|input|output|[qkv])_(?:global_)?scale|scales$|scaling_factor")
+"""Names of scales that methods of quantisation store; parameters of models may be called scales too."""
+
+
 def value_faults(key: str, data: Tensor) -> dict[str, int]:
     """What must not be in a tensor called ``key`` within its module -> how many of it there are; empty if none."""
     code_mask = _NOT_A_NUMBER.get(data.dtype)
@@ -324,7 +329,7 @@ def value_faults(key: str, data: Tensor) -> dict[str, int]:
     amax = data if wide else kernels.row_amax(data.view(data.shape[0] if data.dim() > 1 else 1, -1))
     if not bool(torch.isfinite(amax).all()):
         counts = {"NaN": int(data.isnan().sum()), "Inf": int(data.isinf().sum())}
-    if "scale" in key:
+    if _SCALE.match(key):
         counts["values that are zero or less, though it is a scale"] = int((data <= 0).sum())
     return {what: count for what, count in counts.items() if count}
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from modelexport.checkpoints.safetensors_file import Checkpoint, TensorInfo
+from modelexport.checkpoints.safetensors_file import Checkpoint, TensorInfo, dtype_names
 from modelexport.contents.modules import Architecture, StoredModule
 from modelexport.contents.rules import KV_SCALES, places
 from modelexport.errors import CheckpointError
 from modelexport.families import Dimensions, Family
-from modelexport.quantization.methods import FLOATS, QuantizationConfig, Scheme, extras, methods, promised
+from modelexport.quantization.methods import FLOATS, Promise, QuantizationConfig, Scheme, extras, methods, promised
 
 _PLAIN = ("weight", "bias")
 _OF_QUANTISATION = ("scale", "zero", "packed", "qweight", "g_idx", "weight_shape", "absmax")
@@ -28,28 +28,31 @@ def check_structure(
     """Everything that is wrong, one line each; empty where all is as config.json says."""
     quantised = {module.name for module in modules if module.stored.quantised}
     problems = list(_config_problems(architecture, quantization, quantised))
-    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+    promises: dict[str, dict[str, Promise]] = {}
     if architecture.family is not None and architecture.dimensions is not None:
         dims, count = architecture.dimensions, len(checkpoint.infos)
         if dims.most_blocks > count:  # before any loop over a number that a stranger wrote
             each = f" of {dims.experts} experts" if dims.experts else ""
             problems.append(f"config.json says {dims.layers} layers{each}, but there are only {count} tensors")
         else:
-            shapes = family_shapes(architecture.family, dims)
-            problems += _family_problems(architecture, quantization, modules, shapes)
+            promises = family_promises(architecture.family, dims)
+            problems += _family_problems(architecture, quantization, modules, promises)
     for module in modules:
-        own = shapes.get(module.name, {})
-        vectors = {name: shape for name, shape in own.items() if name != "weight"}
-        problems += module_problems(module, quantization, own.get("weight"), vectors)
+        own = promises.get(module.name, {})
+        vectors = {name: promise for name, promise in own.items() if name != "weight"}
+        expected = own["weight"].shapes[0] if "weight" in own else None
+        problems += module_problems(module, quantization, expected, vectors)
     return list(dict.fromkeys(problems))
 
 
-def family_shapes(family: Family, dims: Dimensions) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Every module of the model -> the shapes of its weight and its vectors, by config.json; not of its bias."""
-    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+def family_promises(family: Family, dims: Dimensions) -> dict[str, dict[str, Promise]]:
+    """Every module of the model -> what config.json makes its weight, unquantised, and its vectors; not its bias."""
+    promises: dict[str, dict[str, Promise]] = {}
     for place in places(family, dims):
-        shapes.setdefault(place.name, {})[place.module.parameter] = dims.weight_shape(place.module)
-    return shapes
+        dtypes = dtype_names() if place.module.kind == "other" else (*FLOATS, "F64")
+        shapes = dims.stored_shapes(place.module)
+        promises.setdefault(place.name, {})[place.module.parameter] = Promise(dtypes, shapes)
+    return promises
 
 
 def _config_problems(
@@ -65,9 +68,12 @@ def _config_problems(
         )
     if not quantization.schemes and quantization.kv_cache_scheme is None:
         yield "config.json: quantization_config has no config_groups with weights"
-    kept = "lm_head" not in quantised
-    if kept and quantization.scheme_of("lm_head") is not None and architecture.kinds.get("lm_head", "head") == "head":
-        yield "config.json: lm_head is not in quantization_config.ignore: transformers gives NaN"
+    heads = ["lm_head"]
+    if architecture.family is not None:
+        heads = [module.path for module in architecture.family.after if module.kind == "head"]
+    for head in heads:
+        if head not in quantised and quantization.scheme_of(head) is not None:
+            yield f"config.json: {head} is not in quantization_config.ignore: transformers gives NaN"
 
 
 def _family_problems(
@@ -103,13 +109,13 @@ def module_problems(
     module: StoredModule,
     quantization: QuantizationConfig | None,
     expected: tuple[int, ...] | None,
-    vectors: Mapping[str, tuple[int, ...]],
+    vectors: Mapping[str, Promise],
 ) -> Iterator[str]:
     """What is wrong with one module.
 
     Args:
         expected: its weight's shape by config.json, None if not known.
-        vectors: its parameters that are neither weight nor bias: name -> shape.
+        vectors: its parameters that are neither weight nor bias: name -> what it must be.
     """
     yield from _vector_problems(module, vectors)
     cached = quantization is not None and quantization.kv_cache_scheme is not None
@@ -179,13 +185,15 @@ def _plain_problems(
     yield from _bias_problems(module, shape)
 
 
-def _vector_problems(module: StoredModule, vectors: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
-    for name, shape in vectors.items():
+def _vector_problems(module: StoredModule, vectors: Mapping[str, Promise]) -> Iterator[str]:
+    for name, promise in vectors.items():
         info = module.tensors.get(name)
         if info is None:
             yield f"{module.name}.{name} is missing"
-        elif info.shape != shape or info.dtype not in (*FLOATS, "F64"):
-            yield f"{info.name} is {info.dtype} {list(info.shape)}, config.json makes it {list(shape)}, of floats"
+        elif info.shape not in promise.shapes or info.dtype not in promise.dtypes:
+            makes = " or ".join(str(list(shape)) for shape in promise.shapes)
+            of = ", of floats" if info.dtype not in promise.dtypes else ""
+            yield f"{info.name} is {info.dtype} {list(info.shape)}, config.json makes it {makes}{of}"
 
 
 def _extra_problems(module: StoredModule, allowed: set[str], why: str) -> Iterator[str]:

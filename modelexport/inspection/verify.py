@@ -25,8 +25,8 @@ from modelexport.errors import CheckpointError, PlanError, UsageError
 from modelexport.inspection.comparison import Comparison, compare_headers, plan_items
 from modelexport.inspection.record_check import check_record
 from modelexport.inspection.record_reading import read_record
-from modelexport.inspection.structure import check_structure, family_shapes
-from modelexport.quantization.methods import QuantizationConfig, methods, read_quantization_config
+from modelexport.inspection.structure import check_structure, family_promises
+from modelexport.quantization.methods import Promise, QuantizationConfig, methods, read_quantization_config
 from modelexport.tables import table
 
 FAR_DB = 6.0
@@ -280,10 +280,10 @@ def _weight_shapes(
     """``weight_shape`` of packed weights is data, not header: engines unpack by it."""
     from modelexport.checkpoints.safetensors_file import Reader
 
-    known: dict[str, dict[str, tuple[int, ...]]] = {}
+    known: dict[str, dict[str, Promise]] = {}
     family, dims = architecture.family, architecture.dimensions
     if family is not None and dims is not None and dims.most_blocks <= len(checkpoint.infos):
-        known = family_shapes(family, dims)
+        known = family_promises(family, dims)
     with Reader(checkpoint) as reader:
         for module in modules:
             info, packed = module.tensors.get("weight_shape"), module.tensors.get("weight_packed")
@@ -291,8 +291,9 @@ def _weight_shapes(
                 continue
             rows, cols = (int(n) for n in reader.read(info))
             wanted = known.get(module.name, {}).get("weight")
-            if wanted is not None and (rows, cols) != wanted:
-                yield f"{info.name} says [{rows}, {cols}], config.json makes it {list(wanted)}: engines unpack by it"
+            if wanted is not None and (rows, cols) not in wanted.shapes:
+                made = list(wanted.shapes[0])
+                yield f"{info.name} says [{rows}, {cols}], config.json makes it {made}: engines unpack by it"
                 continue
             at_most = module.stored.shape[1]
             per_word = at_most // max(1, packed.shape[1])

@@ -207,14 +207,16 @@ def test_layers_that_only_draft_tokens_are_left_out_and_said(tmp_path: Path) -> 
     dropped = left_out(open_checkpoint(source))
     assert set(dropped) == set(open_checkpoint(source).infos) - set(open_checkpoint(plain).infos)
     (reason,) = set(dropped.values())
-    assert "behind the model's 3 (num_nextn_predict_layers) that only drafts further tokens" in reason
+    assert "of a draft layer behind the model's 3" in reason
     assert inspect_checkpoint(source).warnings == []
     result = reshard(checkpoint=str(source), out=str(tmp_path / "sharded"), tp=2, quiet=True)
     assert result.left_out == dropped
+    assert "num_nextn_predict_layers becomes 0, not 1" in result.warnings[0]
     assert diff_checkpoints(tmp_path / "sharded", plain).equal
     export(model=str(source), quant="fp8", out=str(tmp_path / "out"), evaluate=False, quiet=True)
     assert json.loads((tmp_path / "out" / "modelexport.json").read_text())["left_out"] == dropped
     for found in ("sharded", "out"):
+        assert json.loads((tmp_path / found / "config.json").read_text())["num_nextn_predict_layers"] == 0
         assert verify_checkpoint(tmp_path / found, source).problems == []
     unknown = with_drafting_layer(plain, tmp_path / "unknown")
     with pytest.raises(CheckpointError, match=r"are not part of a deepseek_v3 model of 3 layers: model.layers.3"):

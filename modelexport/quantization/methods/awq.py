@@ -147,7 +147,8 @@ def announce(announced: Announced) -> Announcement:
             f"checkpoint format awq has one group size for a whole model, but {', '.join(map(str, sizes))} are "
             "asked for: choose one with --group-size, or --format hf"
         )
-    for kept in announced.unquantised:
+    unquantised = [*announced.unquantised, *(subtree.path.rpartition("*.")[2] for subtree in announced.subtrees)]
+    for kept in unquantised:
         taken = next((name for name in announced.formats if kept in name), None)
         if taken is not None:
             raise PlanError(
@@ -162,7 +163,7 @@ def announce(announced: Announced) -> Announcement:
         "version": "gemm",
         "symmetric": all(_is_symmetric(number_format) for number_format in announced.formats.values()),
         "lm_head": "lm_head" in announced.formats,
-        "modules_to_not_convert": list(announced.unquantised),
+        "modules_to_not_convert": unquantised,
     }
     return Announcement(config)
 

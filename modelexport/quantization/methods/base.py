@@ -8,6 +8,7 @@ written by another. Importing a method does not import torch: headers are checke
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -239,6 +240,33 @@ class Part:
 
 
 @dataclass(frozen=True)
+class KeptSubtree:
+    """A part of a model in which nothing is quantised, whatever modules an engine builds of it.
+
+    Engines take stacks of experts apart, and fuse and rename the linears of towers; they then look their own names up
+    among the modules that are kept. Only the root is a name that they share.
+
+    Attributes:
+        path: the root, without what comes before it: engines wrap models in prefixes of their own. ``*`` stands for a
+            layer's number.
+        names: the root in full, one name for each layer.
+    """
+
+    path: str
+    names: tuple[str, ...]
+
+    @property
+    def pattern(self) -> str:
+        """A regular expression, for ``re.match``, of the root and of all below it, behind any prefix."""
+        return rf"(.*\.)?{number_pattern(self.path)}(\..*)?$"
+
+
+def number_pattern(path: str) -> str:
+    """A regular expression of a path in which ``*`` stands for a number."""
+    return r"\d+".join(re.escape(piece) for piece in path.split("*"))
+
+
+@dataclass(frozen=True)
 class Announced:
     """What config.json is to say of a model.
 
@@ -247,12 +275,18 @@ class Announced:
         unquantised: every linear and head that is kept, in the model's order, heads of tied embeddings too.
         kv_cache: whether the KV cache has scales (FP8).
         version: ours, where a method names the producer.
+        subtrees: parts of the model that are kept whole; their linears are among ``unquantised``, too.
     """
 
     formats: Mapping[str, NumberFormat]
     unquantised: Sequence[str]
     kv_cache: bool = False
     version: str = ""
+    subtrees: Sequence[KeptSubtree] = ()
+
+    def ignored(self) -> list[str]:
+        """Names of kept linears and heads, and patterns of kept subtrees as compressed-tensors spells them."""
+        return [*self.unquantised, *(f"re:{subtree.pattern}" for subtree in self.subtrees)]
 
     def groups(self) -> list[tuple[NumberFormat, list[str]]]:
         """The number formats in the order in which they first appear, each with its modules."""

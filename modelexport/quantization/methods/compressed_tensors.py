@@ -22,6 +22,7 @@ from modelexport.quantization.methods.base import (
     Scheme,
     is_size,
     mapping,
+    number_pattern,
     optional,
     strings,
 )
@@ -215,25 +216,33 @@ def announce(announced: Announced) -> Announcement:
         "format": formats[0] if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": config_groups,
-        "ignore": list(announced.unquantised),
+        "ignore": announced.ignored(),
         "kv_cache_scheme": dict(KV_SCHEME) if announced.kv_cache else None,
     }
     return Announcement(config)
 
 
 def _targets(modules: list[str], announced: Announced) -> list[str]:
-    """Patterns for modules that are alike in all layers, names for the others."""
+    """Patterns for modules that are alike in all layers, names for the others.
+
+    Engines translate names into their own, and patterns not: a pattern leaves open what comes before the layers.
+    """
     mine = set(modules)
-    others = {_NUMBER.sub(".*", name) for name in (*announced.formats, *announced.unquantised) if name not in mine}
+    others = {_in_any_layer(name) for name in (*announced.formats, *announced.unquantised) if name not in mine}
     targets: dict[str, None] = {}
     for name in modules:
-        general = _NUMBER.sub(".*", name)
+        general = _in_any_layer(name)
         if general in others or general == name:
             targets[name] = None
         else:
-            pattern = r"\d+".join(re.escape(piece) for piece in _NUMBER.sub(".\0", name).split("\0"))
-            targets[f"re:{pattern}$"] = None
+            targets[rf"re:(.*\.)?{number_pattern(general)}$"] = None
     return list(targets)
+
+
+def _in_any_layer(name: str) -> str:
+    """A module's name from the list of layers on, with ``*`` for numbers; the name itself outside of layers."""
+    parts = _NUMBER.sub(".*", name).split(".")
+    return ".".join(parts[max(0, parts.index("*") - 1) :]) if "*" in parts else name
 
 
 def encode(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:

@@ -148,7 +148,8 @@ def announce(announced: Announced) -> Announcement:
     config: dict[str, Any] = {"quant_method": METHOD, "activation_scheme": "static" if static else "dynamic"}
     if not static:
         config |= {"fmt": "e4m3", "weight_block_size": list(BLOCK)}
-    return Announcement(config | {"modules_to_not_convert": list(announced.unquantised)})
+    roots = [name for subtree in announced.subtrees for name in subtree.names]  # no patterns are read here
+    return Announcement(config | {"modules_to_not_convert": [*announced.unquantised, *roots]})
 
 
 def encode(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:

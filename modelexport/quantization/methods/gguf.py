@@ -148,7 +148,7 @@ def announce(announced: Announced) -> Announcement:
         types.setdefault(found, []).extend(modules)
     if len(types) == 1:
         types = {name: ["Linear"] for name in types}
-    return Announcement({"quant_method": METHOD, "types": types, "ignore": list(announced.unquantised)})
+    return Announcement({"quant_method": METHOD, "types": types, "ignore": announced.ignored()})
 
 
 def encode(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:

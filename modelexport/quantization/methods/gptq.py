@@ -188,6 +188,7 @@ def announce(announced: Announced) -> Announcement:
     settings = {name: _settings(number_format) for name, number_format in announced.formats.items()}
     usual = max(groups, key=lambda group: len(group[1]))[0]
     dynamic: dict[str, Any] = {f"-:{re.escape(name)}$": {} for name in announced.unquantised if name != "lm_head"}
+    dynamic |= {f"-:{subtree.pattern}": {} for subtree in announced.subtrees}
     for name, own in settings.items():
         if own != _settings(usual):
             dynamic[f"+:{_pattern(name, settings)}$"] = own

@@ -230,7 +230,7 @@ def announce(announced: Announced) -> Announcement:
         config |= {"group_size": algos[0][1], "has_zero_point": False, "pre_quant_scale": False}
     elif algos and algos[0][0] == "NVFP4":
         config["group_size"] = 16
-    return Announcement({**config, "ignore": list(announced.unquantised)})
+    return Announcement({**config, "ignore": announced.ignored()})
 
 
 def encode(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
