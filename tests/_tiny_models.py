@@ -22,7 +22,16 @@ from tests._tiny_shrink import ALWAYS, COMMON, HEADS, PER_LAYER, VOCAB
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["NOT_MADE", "causal_types", "model_class", "save_tiny", "tiny_checkpoint", "tiny_inputs", "tiny_model"]
+__all__ = [
+    "NOT_MADE",
+    "causal_types",
+    "model_class",
+    "save_tiny",
+    "tiny_checkpoint",
+    "tiny_inputs",
+    "tiny_model",
+    "wrapper_types",
+]
 
 STRUCTURED = ("A_log", "time_", "decay")  # decay rates and the like: noise around what transformers sets
 
@@ -34,11 +43,23 @@ def causal_types() -> dict[str, str]:
     return dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
+def wrapper_types() -> dict[str, str]:
+    """``model_type`` -> class of every model that transformers wraps around a language model: it also sees or hears."""
+    from transformers.models.auto import modeling_auto
+
+    found: dict[str, str] = {}
+    for lists in ("MULTIMODAL_LM", "IMAGE_TEXT_TO_TEXT"):
+        for kind, names in getattr(modeling_auto, f"MODEL_FOR_{lists}_MAPPING_NAMES").items():
+            found.setdefault(kind, names if isinstance(names, str) else names[0])
+    return found
+
+
 def model_class(model_type: str) -> Any:
     """The class that a checkpoint of that type is of."""
     import transformers
 
-    return getattr(transformers, CLASSES.get(model_type) or causal_types()[model_type])
+    own = CLASSES.get(model_type) or causal_types().get(model_type) or wrapper_types()[model_type]
+    return getattr(transformers, own)
 
 
 @functools.cache

@@ -183,7 +183,7 @@ def test_what_engines_refuse_is_said_and_no_command_given(tmp_path: Path) -> Non
 
 
 def test_what_was_not_run_is_named_by_nobody(tmp_path: Path) -> None:
-    export(out=str(tmp_path / "out"), quant="int4:64", **QUIET)
+    export(out=str(tmp_path / "out"), quant="int4:64", format="gptq", **QUIET)
     card = card_of(tmp_path / "out")
     assert "No engine has been run on such a checkpoint" in card
     assert "```python" not in card

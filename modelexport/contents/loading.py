@@ -75,6 +75,7 @@ STAND_IN = (
 )
 _COMPUTES = "it computed what the dequantised weights do"
 _SAME = "it loaded the same numbers"
+_FILLED = "its model class found a tensor for every parameter that it has (built on a CPU, and not run)"
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,7 @@ class Loading:
         sharded: whether it is about checkpoints that are written for several ranks: None says about either.
         mixed: whether several number formats in one checkpoint were tried.
         kv_cache: whether it is about checkpoints with scales for the KV cache.
+        any_group: whether it is about groups of any size: of names and shapes, which do not depend on it.
     """
 
     engine: str
@@ -122,20 +124,26 @@ class Loading:
     sharded: bool | None = False
     mixed: bool = False
     kv_cache: bool = False
+    any_group: bool = False
 
     def is_about(self, stored: Stored) -> bool:
         """Whether it has run such a checkpoint of some model."""
         one = len(stored.number_formats) == 1 or self.mixed
         shape = self.format == stored.format and self.sharded in (None, stored.sharded)
         known = {name for names in self.ran.values() for name in names}
-        return one and shape and self.kv_cache == stored.kv_cache and set(stored.number_formats) <= known
+        return one and shape and self.kv_cache == stored.kv_cache and self._formats(stored) <= known
 
     def has_run(self, stored: Stored) -> bool:
         """Whether it has run such a checkpoint of that model type."""
         own = self.ran.get(stored.model_type or "", ())
-        return self.is_about(stored) and set(stored.number_formats) <= set(own)
+        return self.is_about(stored) and self._formats(stored) <= set(own)
+
+    def _formats(self, stored: Stored) -> set[str]:
+        """The number formats of a checkpoint as ``ran`` names them."""
+        return {name.partition(":")[0] if self.any_group else name for name in stored.number_formats}
 
 
+FILLED_TEST = "tests/conformance/test_vllm_parameters.py"
 _VLLM_TEST = "tests/conformance/test_engines.py"
 _VLLM_OWN = ("none", "int8", "fp8", "int4", "int4-asym", "int8-static")
 _VLLM_READ = (
@@ -147,6 +155,36 @@ _VLLM_FAMILIES = (
     *("olmo2", "opt", "phi", "phi3", "qwen2", "qwen3", "stablelm", "starcoder2"),
 )
 _VLLM_EXPERTS = ("mixtral", "olmoe", "qwen3_moe")
+# fmt: off
+_VLLM_FILLS = (
+    "apertus", "arcee", "axk2", "bert-generation", "biogpt", "bitnet", "cohere", "cohere2", "cohere2_moe", "ctrl",
+    "cwm", "deepseek_v2", "deepseek_v3", "deepseek_v32", "doge", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4",
+    "exaone_moe", "falcon_h1", "flex_olmo", "gemma", "gemma2", "gemma3_text", "gemma4_unified_text", "glm", "glm4",
+    "glm4_moe", "glm4_moe_lite", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "gptj", "granite",
+    "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "helium",
+    "hunyuan_v1_dense", "hunyuan_v1_moe", "hyperclovax", "jais2", "jetmoe", "lfm2", "lfm2_moe", "llama",
+    "llama4_text", "mamba2", "minicpm3", "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mixtral",
+    "moshi", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi", "phi3",
+    "phi4_multimodal", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe",
+    "qwen3_next", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu",
+)
+# Not calibrated: wrappers, and layers that do not run one by one.
+_VLLM_FILLS_WEIGHTS = (
+    "aria", "aya_vision", "blip-2", "cosmos3_omni", "deepseek_vl", "deepseek_vl_hybrid", "emu3", "exaone4_5",
+    "gemma3n_text", "gemma4_text", "glm46v", "glm4v", "glm4v_moe", "glm_moe_dsa", "glm_ocr", "glmasr", "glmga",
+    "got_ocr2", "granite_speech", "granite_speech_plus", "hrm_text", "hyperclovax_vision_v2", "idefics2", "idefics3",
+    "internvl", "janus", "kosmos-2", "kosmos-2.5", "lighton_ocr", "llama4", "minicpmv4_6", "minicpmv4_7",
+    "minimax_m2", "mistral3", "mistral4", "mllama", "nemotron_h", "ovis2", "paddleocr_vl", "qwen2_5_vl",
+    "qwen2_audio", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_asr", "qwen3_vl", "qwen3_vl_moe", "smolvlm",
+    "vibevoice_asr", "video_llama_3", "video_llava", "vipllava", "voxtral_realtime", "zaya",
+)
+# fmt: on
+_VLLM_FILLED = {
+    **dict.fromkeys(_VLLM_FILLS, ("none", "int4", "fp8", "nvfp4")),
+    **dict.fromkeys(_VLLM_FILLS_WEIGHTS, ("none", "int4", "fp8", "nvfp4-wo")),
+    "bloom": ("none", "fp8"),
+    **dict.fromkeys(("falcon_mamba", "jamba", "mamba"), ("none",)),
+}
 _FAMILIES_TEST = "tests/conformance/test_engines_families.py"
 _MODELOPT_READ = ("fp8", "fp8-static", "fp8-block", "nvfp4", "nvfp4-wo", "mxfp8")
 _DECODED = ("int4-asym", "int8-wo-asym", "int4-asym:32")
@@ -174,6 +212,7 @@ LOADINGS: tuple[Loading, ...] = (
     Loading(VLLM, "hf", {"llama": _VLLM_READ}, _VLLM, STAND_IN, _VLLM_TEST, mixed=True),
     Loading(VLLM, "hf", dict.fromkeys(_VLLM_FAMILIES, ("int4:32",)), _VLLM, STAND_IN, _FAMILIES_TEST),
     Loading(VLLM, "hf", dict.fromkeys(_VLLM_EXPERTS, ("none",)), _VLLM, _OWN, _FAMILIES_TEST),
+    Loading(VLLM, "hf", _VLLM_FILLED, _VLLM, _FILLED, FILLED_TEST, any_group=True),
     Loading(VLLM, "hf", {"llama": ("none", "int4")}, _VLLM_FP8_CACHE, STAND_IN, _VLLM_TEST, kv_cache=True),
     Loading(
         VLLM,

@@ -1,4 +1,4 @@
-"""Tiny models with the config.json keys that their publishers write and transformers' classes leave out.
+"""Tiny models with the config.json keys, and in the layout, that their publishers chose and transformers does not save.
 
 transformers saves what its own classes read. Engines also read keys of the publishers' files, and do not load a model
 without them. Data, and one function that adds them to a tiny checkpoint.
@@ -7,6 +7,7 @@ without them. Data, and one function that adds them to a tiny checkpoint.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,10 @@ KEYS: dict[str, dict[str, Any]] = {
 }
 
 
+# model type -> pattern of the tensors whose last two dims are published in the other order
+SWAPPED = {"qwen3_vl_moe": re.compile(r"\.mlp\.experts\.")}
+
+
 def published_checkpoint(model_type: str, directory: Path) -> Path:
     """A copy of the tiny checkpoint of that type in ``directory``, with its publishers' keys; returns ``directory``."""
     shutil.copytree(tiny_checkpoint(model_type), directory)
@@ -48,4 +53,13 @@ def published_checkpoint(model_type: str, directory: Path) -> Path:
     for key, value in KEYS.get(model_type, {}).items():
         config[key] = {**config[key], **value} if isinstance(value, dict) else value
     path.write_text(json.dumps(config, indent=2))
+    if model_type in SWAPPED:
+        from safetensors.torch import load_file, save_file
+
+        weights = directory / "model.safetensors"
+        tensors = {
+            name: tensor.transpose(-1, -2).contiguous() if SWAPPED[model_type].search(name) else tensor
+            for name, tensor in load_file(weights).items()
+        }
+        save_file(tensors, weights, metadata={"format": "pt"})
     return directory

@@ -1,13 +1,14 @@
 """Run inside an environment that holds vLLM's CPU build: which of its parameters does a checkpoint fill?
 
-usage: python vllm_parameters.py CHECKPOINT...
+usage: python vllm_parameters.py [--modules] CHECKPOINT...
 
 Builds vLLM's model class for each checkpoint, runs its real weight loading, and prints a line of JSON for each:
 
 * ``parameters``: how many parameters the model has;
 * ``missing``: those that no tensor of the checkpoint filled. They stay uninitialised, and vLLM says nothing;
 * ``methods``: class of the quantisation method -> how many modules have it;
-* ``error``: what vLLM raised instead.
+* ``error``: what vLLM raised instead;
+* with ``--modules``, ``asked``: what ``vllm_rules.py`` works with, instead of the methods.
 
 Nothing is computed. What stands between a CPU and building the model is replaced: the choice of kernels for quantised
 weights (vLLM has none for quantised experts on a CPU), sparse attention, and the inspection of model classes (vLLM
@@ -171,25 +172,23 @@ def built(path: str) -> tuple[Any, Any]:
         disable_log_stats=True,
     )
     config = arguments.create_engine_config()
-    with set_current_vllm_config(config):
-        start_distributed()
-        with set_default_torch_dtype(config.model_config.dtype):
-            return initialize_model(vllm_config=config), config
+    with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
+        return initialize_model(vllm_config=config), config
 
 
 def start_distributed() -> None:
+    """Make vLLM's groups of one rank, those of experts too: with no model's config they are made whatever the model."""
+    from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.v1.worker import workspace
 
-    if parallel_state.model_parallel_is_initialized():
-        return
-    store = tempfile.mktemp(prefix="vllm-parameters-")
-    parallel_state.init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
-    parallel_state.initialize_model_parallel(1, 1)
+    with tempfile.TemporaryDirectory() as directory, set_current_vllm_config(VllmConfig()):
+        parallel_state.init_distributed_environment(1, 0, f"file://{directory}/store", 0, "gloo")
+        parallel_state.initialize_model_parallel(1, 1)
     workspace.init_workspace_manager("cpu")
 
 
-def filled(path: str) -> dict[str, Any]:
+def filled(path: str, *, modules: bool = False) -> dict[str, Any]:
     """What is printed of a checkpoint."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model_loader
@@ -208,8 +207,51 @@ def filled(path: str) -> dict[str, Any]:
         if method is not None:
             kind = type(getattr(module, "scheme", None) or method).__name__
             methods[f"{re.sub(r'[0-9]+', 'N', '.'.join(name.split('.')[-2:]))}: {kind}"] += 1
+    result: dict[str, Any] = {"methods": dict(methods)}
+    if modules:
+        result = {"asked": asked(model, config)}
     missing = sorted(name for name in names.values() if name not in loaded and not CACHE_SCALE.search(name))
-    return {"parameters": len(names), "missing": missing, "methods": dict(methods)}
+    return {"parameters": len(names), "missing": missing, **result}
+
+
+def asked(model: Any, config: Any) -> dict[str, Any]:
+    """How a model class names and fuses modules, and which modules it asks its quantization config about."""
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    modules = {}
+    for name, module in model.named_modules():
+        method, prefix = getattr(module, "quant_method", None), ASKED.get(id(module))
+        if prefix is None or method is None or not isinstance(module, (LinearBase, RoutedExperts, ParallelLMHead)):
+            continue
+        names = [prefix]
+        kind = type(module).__name__
+        if isinstance(module, RoutedExperts):
+            own = (module.ckpt_gate_proj_name, module.ckpt_up_proj_name, module.ckpt_down_proj_name)
+            names, kind = [f"{prefix}.0.{each}" for each in own], "Linear"
+        modules[name] = {"asks": names, "kind": kind, "quantised": type(method).__name__.startswith("Compressed")}
+    rename = getattr(type(model), "hf_to_vllm_mapper", None)
+    kinds = ("regex", "substr", "prefix", "suffix")
+    renames = {kind: dict(getattr(rename, f"orig_to_new_{kind}", None) or {}) for kind in kinds}
+    renames["regex"] = {pattern.pattern: new for pattern, new in renames["regex"].items()}
+    return {"renames": renames, "fused": dict(config.quant_config.packed_modules_mapping), "modules": modules}
+
+
+ASKED: dict[int, str] = {}
+
+
+def note_what_is_asked() -> None:
+    """Keep the name by which each module asks for its quantisation method: it is not always the module's own."""
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+
+    method_of = CompressedTensorsConfig.get_quant_method
+
+    def noted(self: Any, layer: Any, prefix: str) -> Any:
+        ASKED[id(layer)] = prefix
+        return method_of(self, layer, prefix)
+
+    CompressedTensorsConfig.get_quant_method = noted
 
 
 def main() -> None:
@@ -222,10 +264,14 @@ def main() -> None:
     replace_attention()
     inspect_here()
     ask_no_device()
-    for path in sys.argv[1:]:
+    note_what_is_asked()
+    start_distributed()
+    modules = "--modules" in sys.argv
+    for path in (each for each in sys.argv[1:] if each != "--modules"):
         began = time.monotonic()
         try:
-            result = filled(path)
+            ASKED.clear()
+            result = filled(path, modules=modules)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 raise

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from modelexport.contents.formats import names as checkpoint_formats
-from modelexport.contents.loading import LOADINGS, MEGATRON, STAND_IN, TORCH, Loading, Stored, candidates
+from modelexport.contents.loading import FILLED_TEST, LOADINGS, MEGATRON, STAND_IN, TORCH, Loading, Stored, candidates
 from modelexport.families import known_model_types
 from modelexport.quantization import formats
-from tests._tiny_models import causal_types
+from tests._tiny_models import causal_types, wrapper_types
 from tests.conformance import (
     _dcp_ranks,
     test_awq_gptq,
@@ -24,6 +24,7 @@ from tests.conformance import (
     test_llama_cpp,
     test_megatron_core,
     test_transformers_formats,
+    test_vllm_parameters,
     test_vllm_sharded_state,
 )
 from tests.families import test_exported_families
@@ -45,6 +46,8 @@ def parameters(test: Any) -> list[Any]:
 
 def ran_by_vllm(row: Loading) -> set[tuple[str, str]]:
     """(model type, number format) of what the conformance tests run in vLLM for a row."""
+    if row.test == FILLED_TEST:
+        return set(test_vllm_parameters.CASES)
     if row.test.endswith("test_engines_families.py"):
         return {(kind, label(quant, None if quant == "none" else 32)) for kind, quant in test_engines_families.CASES}
     own = [(quant, form) for quant, form, _ in parameters(test_engines.test_vllm_with_kernels_of_its_own)]
@@ -104,7 +107,7 @@ def test_every_row_was_run(row: Loading) -> None:
 def test_rows_name_what_exists_and_commands_are_python() -> None:
     for row in LOADINGS:
         assert row.format in checkpoint_formats()
-        assert set(row.ran) <= {*known_model_types(), *causal_types()}
+        assert set(row.ran) <= {*known_model_types(), *causal_types(), *wrapper_types()}
         assert {name.partition(":")[0] for names in row.ran.values() for name in names} <= set(formats.names())
         ast.parse(row.command.replace("{tp}", "2"))
         assert "CKPT" in row.command
@@ -126,11 +129,14 @@ def test_versions_are_those_that_the_tests_name() -> None:
     ("stored", "expected"),
     [
         (Stored("hf", ("int4",), "llama"), {"vLLM": "run", "transformers": "run"}),
-        (Stored("hf", ("int4",), "qwen3"), {"vLLM": "other model", "transformers": "run"}),
+        (Stored("hf", ("int4",), "qwen3"), {"vLLM": "run", "transformers": "run"}),
+        (Stored("hf", ("int4",), "bloom"), {"vLLM": "other model", "transformers": "other model"}),
+        (Stored("hf", ("int4",), "granitemoehybrid"), {"vLLM": "run", "transformers": "other model"}),
         (Stored("hf", ("int4:32",), "gemma2"), {"vLLM": "run", "transformers": "other model"}),
         (Stored("hf", ("none",), "mixtral"), {"vLLM": "run", "transformers": "other model"}),
         (Stored("hf", ("int4",), None), {"vLLM": "other model", "transformers": "other model"}),
-        (Stored("hf", ("int4:64",), "llama"), {}),
+        (Stored("hf", ("int4:64",), "llama"), {"vLLM": "run"}),
+        (Stored("gptq", ("int4:64",), "llama"), {}),
         (Stored("hf", ("fp8", "int4"), "llama"), {"vLLM": "run", "transformers": "run"}),
         (Stored("hf", ("int4",), "llama", kv_cache=True), {"vLLM": "run", "transformers": "run"}),
         (Stored("hf", ("fp8",), "llama", kv_cache=True), {}),

@@ -1,0 +1,42 @@
+"""What we keep unquantised, vLLM takes for unquantised, and what we quantise for quantised: by its own rules.
+
+The rules are in ``vllm_rules.py``, the names in ``vllm_modules.json``, as vLLM 0.32 printed them. The models are those
+whose names differ most: stacks of experts, towers, indexers. ``test_vllm_parameters.py`` asks vLLM itself, about more.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from modelexport.export_target import announcement
+from modelexport.exporter import prepare
+from modelexport.recipe import ExportRecipe
+from tests.conformance import vllm_rules
+from tests.conformance._published import published_checkpoint
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def quantization_config(model_type: str, directory: Path) -> dict[str, object]:
+    source = published_checkpoint(model_type, directory / "source")
+    announced = announcement(prepare(ExportRecipe(model=str(source), quant="int4", group_size=32)).plan)
+    assert announced is not None
+    return announced.config
+
+
+@pytest.mark.parametrize("model_type", vllm_rules.types())
+def test_vllm_takes_for_quantised_what_is(tmp_path: Path, model_type: str) -> None:
+    config = quantization_config(model_type, tmp_path)
+    assert vllm_rules.asked(model_type, config) == vllm_rules.expected(model_type)
+    assert set(vllm_rules.expected(model_type).values()) == {True, False}
+
+
+def test_names_on_disk_alone_would_not_do(tmp_path: Path) -> None:
+    config = quantization_config("granitemoehybrid", tmp_path)
+    config["ignore"] = [name for name in config["ignore"] if not name.startswith("re:")]  # type: ignore[attr-defined]
+    asked, expected = vllm_rules.asked("granitemoehybrid", config), vllm_rules.expected("granitemoehybrid")
+    assert [name for name in asked if asked[name] != expected[name]] == [
+        f"model.layers.{i}.block_sparse_moe.experts.routed_experts" for i in (0, 1)
+    ]
