@@ -64,6 +64,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("modelexport.distributed",),
     ("modelexport.recipe", "modelexport.reshard_recipe"),
     ("modelexport.settings", "modelexport.assets", "modelexport.tables"),
+    ("modelexport.small_files",),
     ("modelexport.errors", "modelexport.startup"),
     ("modelexport",),  # __version__
 )
@@ -156,6 +157,7 @@ LIGHT = (
     "modelexport.resharder",
     "modelexport.summary",
     "modelexport.tables",
+    "modelexport.small_files",
 )
 HEAVY = ("torch", "transformers", "numba", "safetensors", "huggingface_hub", "numpy")
 

@@ -17,11 +17,12 @@ from typing import Any
 from modelexport.checkpoints.arrays import Array, Share, placements
 from modelexport.checkpoints.dcp_metadata import Chunk, Metadata, StoredTensor, listed
 from modelexport.checkpoints.placement import Placement
-from modelexport.checkpoints.safetensors_file import Layout, LayoutFile, TensorInfo, read_json, tensor_nbytes
+from modelexport.checkpoints.safetensors_file import Layout, LayoutFile, TensorInfo, tensor_nbytes
 from modelexport.checkpoints.torch_zip import ALIGNMENT, Stored, envelope, find_tensor
 from modelexport.errors import CheckpointError
 from modelexport.sharding.boxes import Box, extent, placed
 from modelexport.sharding.rules import TensorRule
+from modelexport.small_files import LARGEST_CONFIG, read_json
 
 SUFFIX = ".distcp"
 
@@ -68,7 +69,7 @@ def own_config(directory: Path, config: dict[str, Any] | None) -> dict[str, Any]
         CheckpointError: there is neither.
     """
     if config is None and (directory / "config.json").is_file():
-        config = read_json(directory / "config.json")
+        config = read_json(directory / "config.json", largest=LARGEST_CONFIG)
     if config is None:
         raise CheckpointError(
             f"{directory} is a distributed checkpoint without a config.json; give --config DIR, the directory or file "

@@ -31,7 +31,7 @@ from modelexport.checkpoints.gguf_metadata import architecture, file_values, mod
 from modelexport.checkpoints.gguf_tokenizer import describe, read_tokenizer
 from modelexport.checkpoints.safetensors_header import TensorInfo
 from modelexport.checkpoints.safetensors_layout import DEFAULT_MAX_SHARD_BYTES, Layout, LayoutFile
-from modelexport.checkpoints.safetensors_reader import Checkpoint, read_json
+from modelexport.checkpoints.safetensors_reader import Checkpoint
 from modelexport.checkpoints.sharded_safetensors import (
     Constant,
     Widened,
@@ -45,6 +45,7 @@ from modelexport.sharding.boxes import whole
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.rules import TensorRule
 from modelexport.sharding.shard_plan import ShardPlan, build_shard_plan
+from modelexport.small_files import LARGEST_CONFIG, read_json
 
 NAME = "gguf"
 SIDE_FILES = ()
@@ -273,7 +274,7 @@ def open(directory: Path, config: dict[str, Any] | None, rules: Rules) -> Checkp
                 f"{directory}: a GGUF file without a config.json; give --config DIR, the directory or file of the "
                 "config.json that the model had"
             )
-        config = read_json(directory / "config.json")
+        config = read_json(directory / "config.json", largest=LARGEST_CONFIG)
     try:
         # A PlanError is about a config.json that is not this file's, or of a model that is not read from GGUF.
         model = str(found.values.get("general.architecture"))

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from modelexport.checkpoints.gguf_file import Value
-from modelexport.checkpoints.safetensors_reader import read_json
 from modelexport.errors import CheckpointError
+from modelexport.small_files import read_json
 
-_LARGEST = 256 << 20
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 _NO_VOCABULARY: Mapping[str, Value] = {"tokenizer.ggml.model": "no_vocab"}
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|"
@@ -68,8 +67,8 @@ def read_tokenizer(directory: Path | None, config: Mapping[str, Any], vocab: int
         return Tokenizer(_NO_VOCABULARY, where)
     beside = directory / "tokenizer_config.json"
     files = _Json(
-        read_json(directory / "tokenizer.json", largest=_LARGEST),
-        read_json(beside, largest=_LARGEST) if beside.is_file() else {},
+        read_json(directory / "tokenizer.json"),
+        read_json(beside) if beside.is_file() else {},
     )
     try:
         values = _translate(files, config, vocab)
