@@ -14,8 +14,9 @@ import json
 import os
 import secrets
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from modelexport.errors import CheckpointError, ModelExportError, UsageError
 
@@ -25,6 +26,7 @@ __all__ = [
     "check_place",
     "check_regular",
     "file_sha256",
+    "has_file",
     "open_regular",
     "read_json",
     "read_small",
@@ -46,13 +48,18 @@ _KINDS = (
 )
 
 
+def has_file(directory: Path, name: str) -> bool:
+    """Whether a directory lists a file of that name. What cannot be read counts: opening it says what is wrong."""
+    return os.path.lexists(directory / name) and not (directory / name).is_dir()
+
+
 def open_regular(
     path: str | os.PathLike[str],
     *,
     largest: int | None = None,
     label: str | None = None,
     error: type[ModelExportError] = CheckpointError,
-) -> BinaryIO:
+) -> BufferedReader:
     """Open a regular file to read it; links are followed, and nothing that is no file is waited for or read.
 
     Args:
@@ -72,7 +79,7 @@ def open_regular(
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
-            raise error(f"{label}: {_described(path, status)}, no regular file: put the file itself there")
+            raise error(f"{label}: {_described(path, status)}; a regular file is needed in its place")
         if largest is not None and status.st_size > largest:
             raise error(_too_large(label, status.st_size, largest))
         return os.fdopen(fd, "rb")
@@ -82,14 +89,18 @@ def open_regular(
 
 
 def check_regular(
-    path: str | os.PathLike[str], *, largest: int | None = None, error: type[ModelExportError] = CheckpointError
+    path: str | os.PathLike[str],
+    *,
+    largest: int | None = None,
+    label: str | None = None,
+    error: type[ModelExportError] = CheckpointError,
 ) -> None:
     """Refuse a file that :func:`open_regular` would refuse, before a library of others opens it.
 
     Raises:
         ModelExportError: as :func:`open_regular`.
     """
-    open_regular(path, largest=largest, error=error).close()
+    open_regular(path, largest=largest, label=label, error=error).close()
 
 
 def read_small(

@@ -31,9 +31,9 @@ def a_socket(path: Path) -> None:
 
 
 STRANGE = {
-    a_pipe: "is a named pipe, no regular file",
+    a_pipe: "is a named pipe; a regular file is needed",
     zeros_without_end: "is a link to /dev/zero, a character device",
-    Path.mkdir: "is a directory, no regular file",
+    Path.mkdir: "is a directory; a regular file is needed",
     a_socket: "cannot be read: No such device or address",
 }
 

@@ -27,7 +27,7 @@ from modelexport.sharding.boxes import Box, extent, offset, placed, uncovered, w
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.rules import TensorRule
 from modelexport.sharding.shard_plan import ShardPlan
-from modelexport.small_files import LARGEST_CONFIG, read_json
+from modelexport.small_files import LARGEST_CONFIG, has_file, read_json
 
 NAME = "hf"
 SIDE_FILES = ()
@@ -131,7 +131,7 @@ def open(  # the name that every format module offers
         CheckpointError: a damaged file, files or parts of tensors that are missing, files that contradict each
             other; everything that is wrong.
     """
-    if config is None and (directory / "config.json").exists():
+    if config is None and has_file(directory, "config.json"):
         config = read_json(directory / "config.json", largest=LARGEST_CONFIG)
     names = _file_names(directory)
     reading = _Reading(directory)

@@ -41,7 +41,7 @@ from modelexport.errors import CheckpointError, PlanError
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.rules import TensorRule
 from modelexport.sharding.shard_plan import ShardPlan
-from modelexport.small_files import LARGEST_CONFIG, read_json
+from modelexport.small_files import LARGEST_CONFIG, has_file, read_json
 
 NAME = "trtllm"
 SIDE_FILES = ("config.json", "hf_config.json")
@@ -196,8 +196,10 @@ def open(directory: Path, config: dict[str, Any] | None, rules: Rules) -> Checkp
     engine = read_json(directory / "config.json", largest=LARGEST_CONFIG)
     parallelism = read_mapping(directory, engine)
     if config is None:
-        own = directory / MODEL_CONFIG
-        config = read_json(own, largest=LARGEST_CONFIG) if own.exists() else model_config(directory, engine)
+        has_own = has_file(directory, MODEL_CONFIG)
+        config = (
+            read_json(directory / MODEL_CONFIG, largest=LARGEST_CONFIG) if has_own else model_config(directory, engine)
+        )
     _check_configs(directory, engine, config)
     config = _with_quantization(directory, engine, config, rules, parallelism)
     headers: dict[Path, Header] = {}

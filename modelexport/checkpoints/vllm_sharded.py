@@ -35,7 +35,7 @@ from modelexport.checkpoints.sharded_safetensors import lay_out as lay_out_files
 from modelexport.errors import CheckpointError, PlanError
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.shard_plan import ShardPlan
-from modelexport.small_files import LARGEST_CONFIG, read_json
+from modelexport.small_files import LARGEST_CONFIG, has_file, read_json
 
 NAME = "vllm-sharded"
 HOLDS_QUANTISED = False
@@ -146,12 +146,11 @@ def open(directory: Path, config: dict[str, Any] | None, rules: Rules) -> Checkp
             config.json describes; everything that is wrong.
     """
     if config is None:
-        path = directory / "config.json"
-        if not path.exists():
+        if not has_file(directory, "config.json"):
             raise CheckpointError(
                 f"{directory} has no config.json; give --config DIR, the directory or file of the model's config.json"
             )
-        config = read_json(path, largest=LARGEST_CONFIG)
+        config = read_json(directory / "config.json", largest=LARGEST_CONFIG)
     headers, found = _read_files(directory)
     parallelism = Parallelism(len(found), 1, _expert_groups(found, config))
     _check_ranks(directory, found, config)

@@ -15,7 +15,7 @@ from modelexport.contents.rules import expected_rules
 from modelexport.errors import CheckpointError, ModelExportError
 from modelexport.families import Family, declared_family, family_of
 from modelexport.quantization.methods import QUANTIZATION_KEYS, methods
-from modelexport.small_files import LARGEST_CONFIG, read_json
+from modelexport.small_files import LARGEST_CONFIG, has_file, read_json
 
 _UNPREFIXED = re.compile(r"(decoder\.)?\w+\.\d+\.")  # a list of layers that is part of nothing
 
@@ -74,7 +74,7 @@ def _with_side_config(found: Checkpoint) -> Checkpoint:
         return found
     for method in methods().values():
         for name in method.SIDE_FILES:
-            if (found.directory / name).is_file():
+            if has_file(found.directory, name):
                 said = {**read_json(found.directory / name, largest=LARGEST_CONFIG), "quant_method": method.METHOD}
                 return replace(found, config={**found.config, "quantization_config": said})
     return found

@@ -8,7 +8,7 @@ from typing import Any
 
 from modelexport.checkpoints.hf import RECORD
 from modelexport.errors import CheckpointError, shown
-from modelexport.small_files import read_json
+from modelexport.small_files import has_file, read_json
 
 __all__ = ["read_record"]
 
@@ -34,7 +34,7 @@ def read_record(directory: Path) -> dict[str, Any] | None:
         CheckpointError: it cannot be read, or is not what an export writes.
     """
     path = directory / RECORD
-    if not path.exists():
+    if not has_file(directory, RECORD):
         return None
     record = read_json(path)
     for key, kind in _NEEDED.items():
