@@ -136,14 +136,14 @@ def verify_checkpoint(
         result.notes.append(f"whether modules are missing was not checked: {architecture.reason}")
     if quantization is not None and quantization.method not in methods():
         result.notes.append(f"which tensors quant_method '{quantization.method}' promises is not known here")
+    record = None
     try:
         record = read_record(directory)
+        if record is None:
+            result.notes.append(f"there is no {RECORD}: no hashes to compare with")
     except CheckpointError as error:
         result.problems.append(str(error))
-        record = None
-    if record is None:
-        result.notes.append(f"there is no {RECORD}: no hashes to compare with")
-    else:
+    if record is not None:
         result.problems += check_record(record, checkpoint, modules, quantization)
     comparison = compare_headers(checkpoint, modules, architecture, record, source)
     result.problems += comparison.problems
