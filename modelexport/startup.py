@@ -5,7 +5,8 @@ interpreter ends: 0.35 s and 0.5 s, measured, out of three seconds for a whole e
 
 Native code of torch imports numpy, and takes a KeyboardInterrupt there for a machine without numpy: the interrupt is
 lost, and the program goes on with half of numpy, which ends in a RecursionError, an ImportError, or a crash. Elsewhere
-in that import C++ meets an exception that it does not expect, and aborts.
+in that import C++ meets an exception that it does not expect, and aborts. Before Python 3.12 a class body may turn an
+interrupt into a RuntimeError (``__set_name__``).
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_NOT_TO_BE_INTERRUPTED = ("numpy", "torch")
 _LATER = 0.02  # seconds
 
 
@@ -42,7 +42,7 @@ def exempt_everything() -> None:
 
 
 def interrupt_no_import() -> None:
-    """Let Ctrl-C wait, from now on, until numpy or torch is imported: only in a process that is ours alone.
+    """Let Ctrl-C wait, from now on, until what is being imported is whole: only in a process that is ours alone.
 
     A process that ignores SIGINT, as one in the background does, goes on to ignore it.
     """
@@ -53,8 +53,7 @@ def interrupt_no_import() -> None:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     while frame is not None:
-        package = str(frame.f_globals.get("__name__")).partition(".")[0]
-        if frame.f_code.co_name == "<module>" and package in _NOT_TO_BE_INTERRUPTED:
+        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") != "__main__":
             signal.setitimer(signal.ITIMER_REAL, _LATER)  # look again then
             return
         frame = frame.f_back
