@@ -15,9 +15,16 @@ _SHOWN = 100
 
 
 class ModelExportError(Exception):
-    """Base of every error raised on purpose. ``exit_status`` is what the command line returns for it."""
+    """Base of every error raised on purpose.
+
+    Attributes:
+        exit_status: what the command line returns for it.
+        final: whether the same command must fail again as long as its files are what they are, so that nothing of an
+            unfinished run is worth keeping.
+    """
 
     exit_status = 1
+    final = False
 
 
 class UsageError(ModelExportError, ValueError):
@@ -28,6 +35,12 @@ class UsageError(ModelExportError, ValueError):
 
 class CheckpointError(ModelExportError, ValueError):
     """A checkpoint's files are missing, damaged, inconsistent, or hold values that cannot be exported."""
+
+
+class ValuesError(CheckpointError):
+    """A checkpoint holds values that cannot be exported: NaN, Inf, or what leads to them."""
+
+    final = True
 
 
 class PlanError(ModelExportError, ValueError):
@@ -57,16 +70,25 @@ class RankFailedError(ModelExportError, RuntimeError):
         summary: one line, the rank's own error.
         rank_traceback: the rank's formatted traceback, or ``""`` where it left none (a signal).
         user_error: whether the rank's error was itself a :class:`ModelExportError`, which needs no traceback.
+        final: the rank's error's own.
     """
 
     def __init__(
-        self, rank: int, phase: str, summary: str, rank_traceback: str = "", *, user_error: bool = False
+        self,
+        rank: int,
+        phase: str,
+        summary: str,
+        rank_traceback: str = "",
+        *,
+        user_error: bool = False,
+        final: bool = False,
     ) -> None:
         self.rank = rank
         self.phase = phase
         self.summary = summary
         self.rank_traceback = rank_traceback
         self.user_error = user_error
+        self.final = final
         where = f" while {phase}" if phase else ""
         text = f"rank {rank} failed{where}: {summary}"
         if rank_traceback and not user_error:

@@ -27,6 +27,7 @@ from modelexport.quantization.calibration_text import file_of
 from modelexport.quantization.methods import methods, of_method
 from modelexport.quantization.methods.base import Announced, Announcement
 from modelexport.recipe import ExportRecipe
+from modelexport.small_files import LARGEST_CONFIG, has_file, read_small
 from modelexport.target import Target, TargetFiles
 
 
@@ -65,6 +66,7 @@ def export_target(prepared: Prepared) -> Target:
         source=prepared.checkpoint,
         target=replace(prepared.target, side_files={**prepared.target.side_files, **beside}),
         fingerprint=_fingerprint(prepared),
+        inputs=inputs_of(prepared.checkpoint, recipe.config, recipe.calib if _is_calibrated(prepared) else None),
         config=source_config(
             prepared.checkpoint, recipe.config, None if announced is None else announced.config, replaced=True
         ),
@@ -85,8 +87,8 @@ def cards(source: Path) -> tuple[frozenset[str], dict[str, str]]:
     """
     try:
         record = read_record(source)
-        own = record is not None and (source / CARD).read_text(encoding="utf-8") == model_card(record)
-    except (CheckpointError, OSError, UnicodeDecodeError):  # damaged, or gone: nobody can tell, so it is kept
+        own = record is not None and read_small(source / CARD) == model_card(record).encode()
+    except CheckpointError:  # damaged, or gone: nobody can tell, so it is kept
         own = False
     return (frozenset({CARD}), {}) if own else (frozenset(), {CARD: SOURCE_CARD})
 
@@ -143,19 +145,24 @@ def source_config(
     """
     content = None
     if given is not None:
-        content = config_path(given).read_bytes()
+        content = read_small(config_path(given), largest=LARGEST_CONFIG)
         if json.loads(content) != checkpoint.config:  # changed since, as where a head was untied
             content = (json.dumps(checkpoint.config, indent=2) + "\n").encode()
     elif checkpoint.config is not None:
-        own = checkpoint.directory / "config.json"
-        if own.is_file():
-            content = own.read_bytes()
+        if has_file(checkpoint.directory, "config.json"):
+            content = read_small(checkpoint.directory / "config.json", largest=LARGEST_CONFIG)
             if json.loads(content) != checkpoint.config:  # a format with a config.json of its own kind
                 content = None
         if content is None:
             content = (json.dumps(checkpoint.config, indent=2) + "\n").encode()
     assert content is not None
     return config_bytes(content, quantization, replace=replaced)
+
+
+def inputs_of(checkpoint: Checkpoint, config: str | None, text: str | None = None) -> list[Path]:
+    """The files that a target is made from: weights, config.json, and the text that a model is calibrated on."""
+    own = checkpoint.directory / "config.json" if config is None else config_path(config)
+    return [path for path in (*checkpoint.files, own, file_of(text)) if path is not None]
 
 
 def files_digest(config: dict[str, Any] | None, files: Iterable[Path]) -> str:
@@ -188,7 +195,7 @@ def _fingerprint(prepared: Prepared) -> dict[str, Any]:
 def _calibration(prepared: Prepared) -> dict[str, Any] | None:
     """What calibration depends on, beside the model; None where there is none."""
     recipe = prepared.recipe
-    if not prepared.plan.needs_ranges and not prepared.plan.calibrated:
+    if not _is_calibrated(prepared):
         return None
     file = file_of(recipe.calib)
     return {
@@ -201,3 +208,7 @@ def _calibration(prepared: Prepared) -> dict[str, Any] | None:
         "experts": recipe.calib_experts,
         **recipe.algorithm_settings,
     }
+
+
+def _is_calibrated(prepared: Prepared) -> bool:
+    return bool(prepared.plan.needs_ranges or prepared.plan.calibrated)

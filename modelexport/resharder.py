@@ -6,7 +6,6 @@ side files and file headers -> processes read, exchange, write, compare -> one r
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 import time
@@ -32,7 +31,7 @@ from modelexport.distributed.launch import MultiprocessConfig
 from modelexport.errors import UsageError
 from modelexport.export_hosts import agree, is_spread, reshard_config, run_as_rank
 from modelexport.export_record import target_of
-from modelexport.export_target import cards, files_digest, source_config
+from modelexport.export_target import cards, files_digest, inputs_of, source_config
 from modelexport.inspection.model_card import model_card
 from modelexport.inspection.record_reading import read_record
 from modelexport.inspection.record_rows import linears_of
@@ -42,6 +41,7 @@ from modelexport.reshard_moves import ReshardJob, run_alone
 from modelexport.reshard_plan import Step, deal, plan_steps
 from modelexport.reshard_recipe import ReshardRecipe
 from modelexport.sharding.plan import Parallelism
+from modelexport.small_files import file_sha256
 from modelexport.startup import without_collector
 from modelexport.target import Target, TargetFiles
 
@@ -239,7 +239,7 @@ def _target(prepared: Prepared) -> Target:
         found = prepared.record
         if found is None:
             return {}
-        digests = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in sorted(beside.items())}
+        digests = {name: file_sha256(path) for name, path in sorted(beside.items())}
         kept = {key: value for key, value in found["recipe"].items() if not key.startswith("target_")}
         ways = target_of(recipe.tp, recipe.pp, recipe.ep)
         written = {**kept, "format": recipe.format, "max_shard_bytes": recipe.max_shard_bytes, **ways}
@@ -266,6 +266,7 @@ def _target(prepared: Prepared) -> Target:
         checkpoint,
         prepared.target,
         fingerprint,
+        inputs_of(checkpoint, recipe.config),
         config,
         record,
         stale=stale,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from modelexport.errors import UsageError, nearest
+from modelexport.small_files import LARGEST_CONFIG, read_small
 
 S = TypeVar("S", bound="Settings")
 
@@ -37,11 +38,10 @@ class Settings:
         """Read a YAML recipe, then apply ``overrides`` (flags given on the command line win)."""
         import yaml
 
+        content = read_small(path, largest=LARGEST_CONFIG, label=f"recipe {path}", error=UsageError)
         try:
-            keys = yaml.safe_load(path.read_bytes())
-        except OSError as error:
-            raise UsageError(f"recipe {path} cannot be read: {error.strerror}") from error
-        except yaml.YAMLError as error:
+            keys = yaml.safe_load(content)
+        except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that is none
             raise UsageError(f"recipe {path} is not YAML: {' '.join(str(error).split())}") from error
         if keys is None:
             keys = {}

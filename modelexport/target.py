@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from modelexport.checkpoints.safetensors_file import INDEX_NAME, Checkpoint
 from modelexport.checkpoints.staging import Staging
 from modelexport.contents import formats
 from modelexport.contents.targets import TargetPlan
+from modelexport.errors import CheckpointError, ModelExportError
+from modelexport.small_files import write_small
 
 MakeRecord = Callable[[SideFiles, Mapping[str, Path], dict[str, Any]], dict[str, Any]]
 
@@ -25,6 +27,7 @@ class TargetFiles:
     Attributes:
         source: the checkpoint that the weights come from; its tokenizer and the like come along.
         fingerprint: what must be equal for an interrupted run to be resumed.
+        inputs: the files that the weights are made from.
         config: the content of config.json, where the format has no other.
         stale: names of files beside the source's weights that do not come along: what they say no longer holds.
         record: makes modelexport.json of what came along, every file beside the weights (name -> path) and the first
@@ -36,6 +39,7 @@ class TargetFiles:
     source: Checkpoint
     target: TargetPlan
     fingerprint: Mapping[str, Any]
+    inputs: Sequence[Path]
     config: bytes
     record: MakeRecord
     stale: frozenset[str] = frozenset()
@@ -61,17 +65,19 @@ class Target:
             UsageError: the target exists, or another export is in its place.
         """
         files = self._files
-        self._staging = Staging.open(Path(self._out), files.fingerprint, overwrite=self._overwrite)
+        self._staging = Staging.open(Path(self._out), files.fingerprint, inputs=files.inputs, overwrite=self._overwrite)
         if self._staging.restarted and not self._quiet:
             print("the machine has restarted since an export here was cut off: it begins anew", file=sys.stderr)
+        if self._staging.lost and not self._quiet:
+            print(f"another export here is dropped, which cannot be finished: {self._staging.lost}", file=sys.stderr)
         payload = self._staging.directory
         not_the_models = {*formats.get(files.source.format).SIDE_FILES, *files.stale}
         weights = set(files.source.files)
         self._side = copy_side_files(files.source.directory, payload, weights, not_the_models, files.renamed)
-        (payload / "config.json").write_bytes(files.config)
+        self._write("config.json", files.config)
         for name, content in files.target.side_files.items():
             if name != INDEX_NAME:
-                (payload / name).write_bytes(content)
+                self._write(name, content)
         made = files.target.layout.create(payload)
         return {} if made else dict(self._staging.done)
 
@@ -87,14 +93,18 @@ class Target:
         payload = staging.directory
         index = files.target.side_files.get(INDEX_NAME)
         if index is not None:  # last: without it nobody takes the files for a checkpoint
-            (payload / INDEX_NAME).write_bytes(index)
+            self._write(INDEX_NAME, index)
         record = files.record(side, self._beside_weights(payload), outcome)
         if record:
-            (payload / RECORD).write_text(json.dumps(record, indent=1) + "\n")
+            self._write(RECORD, (json.dumps(record, indent=1) + "\n").encode())
             if files.card is not None:
-                (payload / CARD).write_text(files.card(record), encoding="utf-8")
+                self._write(CARD, files.card(record).encode())
         staging.publish()
         return record
+
+    def _write(self, name: str, content: bytes) -> None:
+        assert self._staging is not None
+        write_small(self._staging.directory / name, content, error=CheckpointError)
 
     def _beside_weights(self, directory: Path) -> dict[str, Path]:
         """Name -> path of every file but the weights, and the record and the card that are yet to be written."""
@@ -107,6 +117,6 @@ class Target:
     def __enter__(self) -> Target:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._staging is not None:
-            self._staging.close()
+            self._staging.close(ended=str(error) if isinstance(error, ModelExportError) and error.final else "")
