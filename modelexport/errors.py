@@ -8,10 +8,26 @@ traceback.
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable
 from typing import Any
 
 _SHOWN = 100
+
+
+class _Short(reprlib.Repr):
+    """``repr`` of what is much too large, or contains itself: of its beginning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxother = 4, 2 * _SHOWN, 2 * _SHOWN
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = 12
+
+    def repr_int(self, x: int, level: int) -> str:
+        return repr(x) if abs(x) < 1 << 256 else "a number of very many digits"
+
+
+_SHORT = _Short()
 
 
 class ModelExportError(Exception):
@@ -84,6 +100,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def shown(value: object) -> str:
     """What a stranger wrote, as much of it as a message needs, on one line."""
-    text = value if isinstance(value, str) else repr(value)
+    text = value if isinstance(value, str) else _SHORT.repr(value)
     text = text[: _SHOWN + 1].encode("unicode_escape").decode()
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def quoted(value: object) -> str:
+    """The same, with quotes around a text."""
+    return f"'{shown(value)}'" if isinstance(value, str) else shown(value)

@@ -64,6 +64,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("modelexport.distributed",),
     ("modelexport.recipe", "modelexport.reshard_recipe"),
     ("modelexport.settings", "modelexport.assets", "modelexport.tables"),
+    ("modelexport.json_values", "modelexport.yaml_reading"),
     ("modelexport.errors", "modelexport.startup"),
     ("modelexport",),  # __version__
 )
@@ -114,6 +115,8 @@ LIGHT = (
     "modelexport",
     "modelexport.errors",
     "modelexport.settings",
+    "modelexport.json_values",
+    "modelexport.yaml_reading",
     "modelexport.recipe",
     "modelexport.reshard_recipe",
     "modelexport.cli",

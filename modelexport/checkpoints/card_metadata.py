@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from modelexport.checkpoints.hf import CARD
+from modelexport.yaml_reading import read_yaml
 
 __all__ = ["known_fields", "read_card_metadata"]
 
@@ -35,8 +36,6 @@ def read_card_metadata(directory: Path) -> dict[str, Any]:
         ``license``, ``license_name``, ``license_link`` and ``base_model_relation`` (``"quantized"`` alone) as text,
         ``language`` and ``base_model`` as lists; whatever is no such value is left out.
     """
-    import yaml
-
     try:
         with open(directory / CARD, "rb") as file:
             text = file.read(_LARGEST).decode("utf-8", errors="replace")
@@ -49,8 +48,8 @@ def read_card_metadata(directory: Path) -> dict[str, Any]:
     if end is None:
         return {}
     try:
-        fields = yaml.safe_load("\n".join(lines[1:end]))
-    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date that is none
+        fields = read_yaml("\n".join(lines[1:end]))
+    except ValueError:
         return {}
     return known_fields(fields) if isinstance(fields, dict) else {}
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from modelexport.checkpoints.safetensors_header import TensorInfo
-from modelexport.errors import CheckpointError
+from modelexport.errors import CheckpointError, PlanError, shown
 
 ALIGNMENT = 32
 _MAGIC = b"GGUF"
@@ -130,10 +130,13 @@ def encode_header(values: Mapping[str, Value], entries: Sequence[Entry]) -> tupl
 
     Returns:
         (the bytes, each tensor's offset in the file, the file's size).
+
+    Raises:
+        PlanError: a number among the values is larger than the file can say.
     """
     pieces = [_MAGIC, struct.pack("<IQQ", _VERSION, len(entries), len(values))]
     for name, value in values.items():
-        pieces += [_text(name), _value(value)]
+        pieces += [_text(name), _value(name, value)]
     offsets, at = [], 0
     for entry in entries:
         offsets.append(at)
@@ -155,9 +158,24 @@ def _text(text: str) -> bytes:
     return struct.pack("<Q", len(encoded)) + encoded
 
 
-def _value(value: Value) -> bytes:
-    kind, content = _content(value, _UINT32)
+def _value(name: str, value: Value) -> bytes:
+    try:
+        kind, content = _content(value, _UINT32)
+    except (struct.error, OverflowError, UnicodeEncodeError) as error:
+        raise PlanError(f"--format gguf: {name} is {shown(value)}, which the file cannot say: {error}") from error
     return struct.pack("<I", kind) + content
+
+
+def float32_bytes(values: Sequence[float], name: str) -> bytes:
+    """Numbers as a tensor of float32 has them.
+
+    Raises:
+        PlanError: one is beyond float32; ``name`` says whose.
+    """
+    try:
+        return struct.pack(f"<{len(values)}f", *values)
+    except OverflowError as error:
+        raise PlanError(f"--format gguf: {name} has numbers beyond float32, up to {max(map(abs, values)):g}") from error
 
 
 def _content(value: Value, whole: int) -> tuple[int, bytes]:

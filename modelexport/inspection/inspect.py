@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from modelexport.checkpoints.safetensors_file import INDEX_NAME, Checkpoint
+from modelexport.checkpoints.safetensors_file import INDEX_NAME, Checkpoint, read_json
 from modelexport.contents.engines import loadable_tp
 from modelexport.contents.modules import Architecture, StoredModule
-from modelexport.errors import CheckpointError
+from modelexport.errors import CheckpointError, shown
 from modelexport.inspection.opened import Contents, open_contents
 from modelexport.inspection.record_reading import read_record
 from modelexport.inspection.structure import check_structure
@@ -156,6 +156,8 @@ def tensor_parallel_sizes(architecture: Architecture, modules: Sequence[StoredMo
         rule = declared.get(module.path)
         if rule is None or rule.kind != "linear" or module.stored.shape is None:
             continue
+        if len(module.stored.shape) < 2:
+            return None, f"{module.name} is stored flat, as {list(module.stored.shape)}: rows and columns are not told"
         dim = rule.cut_dim
         if dim is None:
             continue
@@ -268,11 +270,12 @@ def _index_warnings(checkpoint: Checkpoint) -> Iterator[str]:
     path = checkpoint.directory / INDEX_NAME
     if not path.is_file():
         return
-    metadata = json.loads(path.read_bytes()).get("metadata")
+    metadata = read_json(path).get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     found = sum(info.nbytes for info in checkpoint.infos.values())
     if total is not None and total != found:
-        yield f"{INDEX_NAME}: total_size is {total:,}, the tensors take {found:,} bytes"
+        said = f"{total:,}" if isinstance(total, int) else f"'{shown(total)}'"
+        yield f"{INDEX_NAME}: total_size is {said}, the tensors take {found:,} bytes"
 
 
 def _report(inspection: Inspection) -> Iterator[str]:
