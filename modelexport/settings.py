@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from modelexport.errors import UsageError, nearest
+from modelexport.errors import UsageError, error_text, nearest, quoted, shown
+
+_HELP = "modelexport --help"
 
 S = TypeVar("S", bound="Settings")
 
@@ -42,7 +44,7 @@ class Settings:
         except OSError as error:
             raise UsageError(f"recipe {path} cannot be read: {error.strerror}") from error
         except yaml.YAMLError as error:
-            raise UsageError(f"recipe {path} is not YAML: {' '.join(str(error).split())}") from error
+            raise UsageError(f"recipe {path} is not YAML: {error_text(error)}") from error
         if keys is None:
             keys = {}
         if not isinstance(keys, dict):
@@ -83,7 +85,7 @@ def _checked(cls: type[Settings], keys: Mapping[str, Any], where: str) -> dict[s
     for key, value in keys.items():
         name = _field_name(key)
         if name not in known:
-            raise UsageError(f"{where}: unknown key '{key}'{nearest(name, known)}")
+            raise UsageError(f"{where}: unknown key '{shown(key)}'{nearest(name, known, listing=_HELP)}")
         values[name] = _coerce(known[name], value, where)
     return values
 
@@ -121,7 +123,7 @@ def _coerce(spec: dataclasses.Field[Any], value: Any, where: str) -> Any:
     expected: Any = kinds[declared[0]]
     right = isinstance(value, expected) and not (isinstance(value, bool) and declared[0] != "bool")
     if not right:
-        raise UsageError(f"{where}: {spec.name} must be {' or '.join(declared)}, found {value!r}")
+        raise UsageError(f"{where}: {spec.name} must be {' or '.join(declared)}, found {quoted(value)}")
     return float(value) if declared[0] == "float" else value
 
 
@@ -132,6 +134,6 @@ def _joined_pairs(name: str, items: Iterable[Any], where: str) -> str:
         if isinstance(item, dict) and len(item) == 1:
             item = next(iter(item.items()))
         if not (isinstance(item, (list, tuple)) and len(item) == 2 and all(isinstance(part, str) for part in item)):
-            raise UsageError(f"{where}: {name} must be a name, or a list of [pattern, name], found {item!r}")
+            raise UsageError(f"{where}: {name} must be a name, or a list of [pattern, name], found {quoted(item)}")
         texts.append("=".join(item))
     return ",".join(texts)

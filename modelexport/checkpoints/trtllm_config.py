@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from modelexport.checkpoints.sharded_safetensors import raise_problems
-from modelexport.errors import CheckpointError, PlanError
+from modelexport.errors import CheckpointError, PlanError, quoted
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.shard_plan import ShardPlan
 
@@ -161,7 +161,7 @@ def read_mapping(directory: Path, engine: Mapping[str, Any]) -> Parallelism:
         value = mapping.get(key, default)
         if type(value) is int and (value > 0 or value == -1):  # -1: not told
             return default if value == -1 else value
-        problems.append(f"mapping.{key} is {value!r}, a positive whole number is needed")
+        problems.append(f"mapping.{key} is {quoted(value)}, a positive whole number is needed")
         return 1
 
     tp, pp = size("tp_size", 1), size("pp_size", 1)

@@ -32,7 +32,7 @@ from modelexport.checkpoints.placement import itemsize
 from modelexport.checkpoints.safetensors_header import TensorInfo
 from modelexport.checkpoints.safetensors_reader import Checkpoint, Reader
 from modelexport.checkpoints.sharded_safetensors import Constant, Found, Widened, raise_problems
-from modelexport.errors import CheckpointError, PlanError
+from modelexport.errors import CheckpointError, PlanError, quoted
 from modelexport.sharding.boxes import whole
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.rules import TensorRule
@@ -192,7 +192,7 @@ def quantization_config(
     """
     said = engine.get("quantization") or {}
     if not isinstance(said, dict):
-        raise CheckpointError(f"quantization is {said!r}, an object is needed")
+        raise CheckpointError(f"quantization is {quoted(said)}, an object is needed")
     own = config.get("quantization_config") or {}
     if own.get("quant_method") == METHOD:
         differs = [key for key in ("quant_algo", "kv_cache_quant_algo") if own.get(key) != said.get(key)]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from modelexport.errors import CheckpointError
+from modelexport.errors import CheckpointError, quoted
 from modelexport.families.base import Axis, AxisSize, Dimensions, Family
 
 MOST_HEADS = 1 << 13  # many times those of any model
@@ -72,7 +72,7 @@ class _Numbers:
         if value is None:
             value = default
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            found = "is missing" if value is None else f"is {value!r}"
+            found = "is missing" if value is None else f"is {quoted(value)}"
             needed = "a positive whole number" if least else "a whole number, 0 or more,"
             raise CheckpointError(f"config.json: {key} {found}; {needed} is needed")
         return value

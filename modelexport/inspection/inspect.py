@@ -23,6 +23,7 @@ from modelexport.inspection.record_reading import read_record
 from modelexport.inspection.structure import check_structure
 from modelexport.quantization.methods import QuantizationConfig
 from modelexport.tables import size_text, table
+from modelexport.terminal import show
 
 
 @dataclass(frozen=True)
@@ -172,9 +173,9 @@ def print_inspection(directory: Path, config: Path | None = None, *, as_json: bo
     """Print what a checkpoint holds; returns the exit status, 0."""
     inspection = inspect_checkpoint(directory, config)
     if as_json:
-        print(json.dumps(inspection.as_json(), indent=1))
+        show(json.dumps(inspection.as_json(), indent=1))
     else:
-        print("\n".join(_report(inspection)))
+        show("\n".join(_report(inspection)))
     return 0
 
 
