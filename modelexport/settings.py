@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 from modelexport.errors import UsageError, nearest, quoted, shown
 from modelexport.yaml_reading import read_yaml
 
+_HELP = "modelexport --help"
+
 S = TypeVar("S", bound="Settings")
 
 
@@ -80,7 +82,7 @@ def _checked(cls: type[Settings], keys: Mapping[str, Any], where: str) -> dict[s
     for key, value in keys.items():
         name = _field_name(key)
         if name not in known:
-            raise UsageError(f"{where}: unknown key '{shown(key)}'{nearest(name, known)}")
+            raise UsageError(f"{where}: unknown key '{shown(key)}'{nearest(name, known, listing=_HELP)}")
         values[name] = _coerce(known[name], value, where)
     return values
 

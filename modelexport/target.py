@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from modelexport.checkpoints.safetensors_file import INDEX_NAME, Checkpoint
 from modelexport.checkpoints.staging import Staging
 from modelexport.contents import formats
 from modelexport.contents.targets import TargetPlan
+from modelexport.terminal import note
 
 MakeRecord = Callable[[SideFiles, Mapping[str, Path], dict[str, Any]], dict[str, Any]]
 
@@ -63,7 +63,7 @@ class Target:
         files = self._files
         self._staging = Staging.open(Path(self._out), files.fingerprint, overwrite=self._overwrite)
         if self._staging.restarted and not self._quiet:
-            print("the machine has restarted since an export here was cut off: it begins anew", file=sys.stderr)
+            note("the machine has restarted since an export here was cut off: it begins anew")
         payload = self._staging.directory
         not_the_models = {*formats.get(files.source.format).SIDE_FILES, *files.stale}
         weights = set(files.source.files)

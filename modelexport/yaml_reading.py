@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from modelexport.errors import error_text
+
 
 def read_yaml(text: str | bytes) -> Any:
     """The value that a YAML document describes.
@@ -19,4 +21,4 @@ def read_yaml(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from error
     # Beside its own errors the parser raises what a wrong date, number or truth value leads to.
     except (yaml.YAMLError, ValueError, AttributeError, LookupError, TypeError) as error:
-        raise ValueError(" ".join(str(error).split())) from error
+        raise ValueError(error_text(error)) from error

@@ -63,7 +63,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("modelexport.sharding",),
     ("modelexport.distributed",),
     ("modelexport.recipe", "modelexport.reshard_recipe"),
-    ("modelexport.settings", "modelexport.assets", "modelexport.tables"),
+    ("modelexport.settings", "modelexport.assets", "modelexport.tables", "modelexport.terminal"),
     ("modelexport.json_values", "modelexport.yaml_reading"),
     ("modelexport.errors", "modelexport.startup"),
     ("modelexport",),  # __version__
@@ -159,6 +159,7 @@ LIGHT = (
     "modelexport.resharder",
     "modelexport.summary",
     "modelexport.tables",
+    "modelexport.terminal",
 )
 HEAVY = ("torch", "transformers", "numba", "safetensors", "huggingface_hub", "numpy")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from modelexport.checkpoints.gguf_file import Value
 from modelexport.checkpoints.safetensors_reader import read_json
-from modelexport.errors import CheckpointError, shown
+from modelexport.errors import CheckpointError, error_text
 
 _LARGEST = 256 << 20
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
@@ -79,8 +79,8 @@ def read_tokenizer(directory: Path | None, config: Mapping[str, Any], vocab: int
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, CheckpointError):
             raise
-        why = shown(f"{type(error).__name__}: {error}")
-        raise CheckpointError(f"{directory / 'tokenizer.json'}: is not as tokenizers writes it: {why}") from error
+        what = f"{type(error).__name__}: {error_text(error)}"
+        raise CheckpointError(f"{directory / 'tokenizer.json'}: is not as tokenizers writes it: {what}") from error
     return Tokenizer({**values, **({"tokenizer.chat_template": template} if template else {})})
 
 
@@ -198,7 +198,7 @@ def _template(directory: Path, config: Mapping[str, Any]) -> str | None:
         try:
             return path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{path}: cannot be read: {error}") from error
+            raise CheckpointError(f"{path}: cannot be read: {error_text(error)}") from error
     found = config.get("chat_template")
     if isinstance(found, list):
         found = next((each.get("template") for each in found if each.get("name") == "default"), None)

@@ -12,7 +12,7 @@ from typing import Any
 
 from modelexport.checkpoints.rope import RopeConfig, read_rope_config
 from modelexport.checkpoints.sharded_safetensors import raise_problems
-from modelexport.errors import CheckpointError, PlanError, shown
+from modelexport.errors import CheckpointError, PlanError, quoted, shown
 from modelexport.json_values import JsonValues
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.shard_plan import ShardPlan
@@ -162,7 +162,7 @@ def read_mapping(directory: Path, engine: Mapping[str, Any]) -> Parallelism:
         value = mapping.get(key, default)
         if type(value) is int and (value > 0 or value == -1):  # -1: not told
             return default if value == -1 else value
-        problems.append(f"mapping.{key} is {value!r}, a positive whole number is needed")
+        problems.append(f"mapping.{key} is {quoted(value)}, a positive whole number is needed")
         return 1
 
     tp, pp = size("tp_size", 1), size("pp_size", 1)

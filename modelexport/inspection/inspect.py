@@ -17,12 +17,13 @@ from typing import Any
 from modelexport.checkpoints.safetensors_file import INDEX_NAME, Checkpoint, read_json
 from modelexport.contents.engines import loadable_tp
 from modelexport.contents.modules import Architecture, StoredModule
-from modelexport.errors import CheckpointError, shown
+from modelexport.errors import CheckpointError, quoted
 from modelexport.inspection.opened import Contents, open_contents
 from modelexport.inspection.record_reading import read_record
 from modelexport.inspection.structure import check_structure
 from modelexport.quantization.methods import QuantizationConfig
 from modelexport.tables import size_text, table
+from modelexport.terminal import show
 
 
 @dataclass(frozen=True)
@@ -174,9 +175,9 @@ def print_inspection(directory: Path, config: Path | None = None, *, as_json: bo
     """Print what a checkpoint holds; returns the exit status, 0."""
     inspection = inspect_checkpoint(directory, config)
     if as_json:
-        print(json.dumps(inspection.as_json(), indent=1))
+        show(json.dumps(inspection.as_json(), indent=1))
     else:
-        print("\n".join(_report(inspection)))
+        show("\n".join(_report(inspection)))
     return 0
 
 
@@ -274,7 +275,7 @@ def _index_warnings(checkpoint: Checkpoint) -> Iterator[str]:
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     found = sum(info.nbytes for info in checkpoint.infos.values())
     if total is not None and total != found:
-        said = f"{total:,}" if isinstance(total, int) else f"'{shown(total)}'"
+        said = f"{total:,}" if isinstance(total, int) else quoted(total)
         yield f"{INDEX_NAME}: total_size is {said}, the tensors take {found:,} bytes"
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelexport.assets import Split, demo_documents
-from modelexport.errors import CheckpointError, UsageError
+from modelexport.errors import CheckpointError, UsageError, error_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -190,7 +190,7 @@ class TokenDocuments:
         try:
             yield from datasets.load_dataset(name, configuration, split=split, streaming=True)
         except Exception as error:  # of any kind: the hub's, the network's, a parser's
-            raise UsageError(f"{self.label}: cannot be read: {type(error).__name__}: {error}") from error
+            raise UsageError(f"{self.label}: cannot be read: {type(error).__name__}: {error_text(error)}") from error
 
     def _row(self, value: Any, where: str) -> list[int]:
         if isinstance(value, dict) and isinstance(value.get("text"), str):
@@ -225,5 +225,5 @@ class TokenDocuments:
         try:
             return AutoTokenizer.from_pretrained(str(self.directory), local_files_only=True, trust_remote_code=False)
         except Exception as error:  # of any kind: what a damaged file leads to is not foreseen there
-            what = f"{type(error).__name__}: {error}"
+            what = f"{type(error).__name__}: {error_text(error)}"
             raise CheckpointError(f"{self.directory}: its tokenizer cannot be loaded ({what})") from error
