@@ -7,7 +7,7 @@ from modelexport.checkpoints.source import Source
 from modelexport.errors import PlanError, UsageError
 from modelexport.export_plan import ExportPlan
 from modelexport.quantization.assignment import KEEP
-from modelexport.quantization.calibration_text import TOKENIZER_FILES, file_of
+from modelexport.quantization.calibration_text import file_of, has_tokenizer
 from modelexport.quantization.methods import QUANTIZATION_KEYS
 from modelexport.recipe import ExportRecipe
 
@@ -36,7 +36,7 @@ def check_calibration(recipe: ExportRecipe, source: Source, checkpoint: Checkpoi
             "scales, and no --kv-cache"
         )
     file_of(recipe.calib)
-    if recipe.calib is None and not any((source.directory / name).is_file() for name in TOKENIZER_FILES):
+    if recipe.calib is None and not has_tokenizer(source.directory):
         raise UsageError(
             f"{source.directory} has no tokenizer, which calibration needs to read its text: copy the model's "
             'tokenizer files there, or give --calib FILE.jsonl with a list of "input_ids" on each line'

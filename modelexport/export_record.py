@@ -6,7 +6,6 @@ directory is the same to the byte whatever the parallelism.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import math
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from modelexport.contents.targets import TargetPlan
 from modelexport.export_plan import ExportPlan, full_name
 from modelexport.quantization.calibration_text import DATASET
 from modelexport.recipe import ExportRecipe
+from modelexport.small_files import file_sha256
 
 if TYPE_CHECKING:
     from modelexport.inspection.evaluate import Evaluation
@@ -68,7 +68,7 @@ def make_record(
         "notes": list(plan.family.notes),
         "unquantised": plan.unquantised,
         "left_out": {**plan.left_out, **side.left_out},
-        "file_sha256": {n: hashlib.sha256(path.read_bytes()).hexdigest() for n, path in sorted(files.items())},
+        "file_sha256": {n: file_sha256(path) for n, path in sorted(files.items())},
         "layers": _joined_layers(outcome["layers"]),
         "sqnr_db": {n: c["sqnr_db"] for n, c in sorted(checks.items()) if c["sqnr_db"] is not None},
         "sha256": {t: h for _, check in sorted(checks.items()) for t, h in check["sha256"].items()},

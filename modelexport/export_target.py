@@ -27,6 +27,7 @@ from modelexport.quantization.calibration_text import file_of
 from modelexport.quantization.methods import methods, of_method
 from modelexport.quantization.methods.base import Announced, Announcement
 from modelexport.recipe import ExportRecipe
+from modelexport.small_files import LARGEST_CONFIG, has_file, read_small
 from modelexport.target import Target, TargetFiles
 
 
@@ -85,8 +86,8 @@ def cards(source: Path) -> tuple[frozenset[str], dict[str, str]]:
     """
     try:
         record = read_record(source)
-        own = record is not None and (source / CARD).read_text(encoding="utf-8") == model_card(record)
-    except (CheckpointError, OSError, UnicodeDecodeError):  # damaged, or gone: nobody can tell, so it is kept
+        own = record is not None and read_small(source / CARD) == model_card(record).encode()
+    except CheckpointError:  # damaged, or gone: nobody can tell, so it is kept
         own = False
     return (frozenset({CARD}), {}) if own else (frozenset(), {CARD: SOURCE_CARD})
 
@@ -143,13 +144,12 @@ def source_config(
     """
     content = None
     if given is not None:
-        content = config_path(given).read_bytes()
+        content = read_small(config_path(given), largest=LARGEST_CONFIG)
         if json.loads(content) != checkpoint.config:  # changed since, as where a head was untied
             content = (json.dumps(checkpoint.config, indent=2) + "\n").encode()
     elif checkpoint.config is not None:
-        own = checkpoint.directory / "config.json"
-        if own.is_file():
-            content = own.read_bytes()
+        if has_file(checkpoint.directory, "config.json"):
+            content = read_small(checkpoint.directory / "config.json", largest=LARGEST_CONFIG)
             if json.loads(content) != checkpoint.config:  # a format with a config.json of its own kind
                 content = None
         if content is None:

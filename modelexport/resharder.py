@@ -6,7 +6,6 @@ side files and file headers -> processes read, exchange, write, compare -> one r
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections.abc import Iterable, Mapping
@@ -40,6 +39,7 @@ from modelexport.reshard_moves import ReshardJob, run_alone
 from modelexport.reshard_plan import Step, deal, plan_steps
 from modelexport.reshard_recipe import ReshardRecipe
 from modelexport.sharding.plan import Parallelism
+from modelexport.small_files import file_sha256
 from modelexport.startup import without_collector
 from modelexport.target import Target, TargetFiles
 
@@ -222,7 +222,7 @@ def _target(prepared: Prepared) -> Target:
         found = prepared.record
         if found is None:
             return {}
-        digests = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in sorted(beside.items())}
+        digests = {name: file_sha256(path) for name, path in sorted(beside.items())}
         kept = {key: value for key, value in found["recipe"].items() if not key.startswith("target_")}
         ways = target_of(recipe.tp, recipe.pp, recipe.ep)
         written = {**kept, "format": recipe.format, "max_shard_bytes": recipe.max_shard_bytes, **ways}

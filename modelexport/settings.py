@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from modelexport.errors import UsageError, nearest, quoted, shown
+from modelexport.small_files import LARGEST_CONFIG, read_small
 from modelexport.yaml_reading import read_yaml
 
 _HELP = "modelexport --help"
@@ -38,10 +39,9 @@ class Settings:
     @classmethod
     def load(cls: type[S], path: Path, overrides: Mapping[str, Any] = {}) -> S:
         """Read a YAML recipe, then apply ``overrides`` (flags given on the command line win)."""
+        content = read_small(path, largest=LARGEST_CONFIG, label=f"recipe {path}", error=UsageError)
         try:
-            keys = read_yaml(path.read_bytes())
-        except OSError as error:
-            raise UsageError(f"recipe {path} cannot be read: {error.strerror}") from error
+            keys = read_yaml(content)
         except ValueError as error:
             raise UsageError(f"recipe {path} is not YAML: {error}") from error
         if keys is None:

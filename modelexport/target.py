@@ -13,6 +13,8 @@ from modelexport.checkpoints.safetensors_file import INDEX_NAME, Checkpoint
 from modelexport.checkpoints.staging import Staging
 from modelexport.contents import formats
 from modelexport.contents.targets import TargetPlan
+from modelexport.errors import CheckpointError
+from modelexport.small_files import write_small
 from modelexport.terminal import note
 
 MakeRecord = Callable[[SideFiles, Mapping[str, Path], dict[str, Any]], dict[str, Any]]
@@ -68,10 +70,10 @@ class Target:
         not_the_models = {*formats.get(files.source.format).SIDE_FILES, *files.stale}
         weights = set(files.source.files)
         self._side = copy_side_files(files.source.directory, payload, weights, not_the_models, files.renamed)
-        (payload / "config.json").write_bytes(files.config)
+        self._write("config.json", files.config)
         for name, content in files.target.side_files.items():
             if name != INDEX_NAME:
-                (payload / name).write_bytes(content)
+                self._write(name, content)
         made = files.target.layout.create(payload)
         return {} if made else dict(self._staging.done)
 
@@ -87,14 +89,18 @@ class Target:
         payload = staging.directory
         index = files.target.side_files.get(INDEX_NAME)
         if index is not None:  # last: without it nobody takes the files for a checkpoint
-            (payload / INDEX_NAME).write_bytes(index)
+            self._write(INDEX_NAME, index)
         record = files.record(side, self._beside_weights(payload), outcome)
         if record:
-            (payload / RECORD).write_text(json.dumps(record, indent=1) + "\n")
+            self._write(RECORD, (json.dumps(record, indent=1) + "\n").encode())
             if files.card is not None:
-                (payload / CARD).write_text(files.card(record), encoding="utf-8")
+                self._write(CARD, files.card(record).encode())
         staging.publish()
         return record
+
+    def _write(self, name: str, content: bytes) -> None:
+        assert self._staging is not None
+        write_small(self._staging.directory / name, content, error=CheckpointError)
 
     def _beside_weights(self, directory: Path) -> dict[str, Path]:
         """Name -> path of every file but the weights, and the record and the card that are yet to be written."""

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from modelexport import cli
-from modelexport.checkpoints.safetensors_file import read_json
 from modelexport.checkpoints.source import resolve_source
 from modelexport.contents.opening import read_config
 from modelexport.distributed.environment import external_rank
 from modelexport.errors import CheckpointError, ModelExportError, UsageError
+from modelexport.small_files import read_json
 
 GROUPS = (128, 64, 32)
 """Group sizes of int4 and int8-wo, the cheapest first."""

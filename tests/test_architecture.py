@@ -64,7 +64,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("modelexport.distributed",),
     ("modelexport.recipe", "modelexport.reshard_recipe"),
     ("modelexport.settings", "modelexport.assets", "modelexport.tables", "modelexport.terminal"),
-    ("modelexport.json_values", "modelexport.yaml_reading"),
+    ("modelexport.json_values", "modelexport.small_files", "modelexport.yaml_reading"),
     ("modelexport.errors", "modelexport.startup"),
     ("modelexport",),  # __version__
 )
@@ -160,6 +160,7 @@ LIGHT = (
     "modelexport.summary",
     "modelexport.tables",
     "modelexport.terminal",
+    "modelexport.small_files",
 )
 HEAVY = ("torch", "transformers", "numba", "safetensors", "huggingface_hub", "numpy")
 
@@ -276,6 +277,26 @@ def test_ranks_are_started_and_talked_to_in_one_place() -> None:
     ]
     named = ["modelexport.contents.loading", "modelexport.exporter"]
     assert found == named, "a command that people are told, and the list of modules to preload, name torch.distributed"
+
+
+def test_files_that_somebody_named_are_opened_in_one_place() -> None:
+    """A path of a user's, or in a checkpoint, may be a pipe or a device; these modules open only what is their own."""
+    opened = re.compile(r"""\.(read|write)_(bytes|text)\(|\bfdopen\(|(?<![.\w])open\([^)]*["']|\.open\(["']""")
+    found = {
+        module_name(path)
+        for path in MODULES
+        if not module_name(path).startswith("modelexport.distributed.") and opened.search(path.read_text())
+    }
+    assert found == {
+        "modelexport.small_files",
+        "modelexport.assets",  # of the package
+        "modelexport.quantization.kernels.compiled",  # its own source
+        "modelexport.checkpoints.journal",  # /proc
+        "modelexport.checkpoints.locks",  # /proc
+        "modelexport.export_hosts",  # /proc
+        "modelexport.checkpoints.safetensors_layout",  # in the staging directory, once its size is right
+        "modelexport.quantization.hidden_states",  # in the staging directory
+    }
 
 
 @pytest.mark.parametrize(

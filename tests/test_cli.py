@@ -236,7 +236,7 @@ def test_equals_signs(asked: list[ExportRecipe]) -> None:
         (["--set", "quantt=int4"], "command line: unknown key 'quantt'; did you mean 'quant'?"),
         (["--set", "tp"], "--set tp: expected KEY=VALUE"),
         (["--set", "tp=many"], "command line: tp must be int, found 'many'"),
-        (["--recipe", "missing.yaml"], "recipe missing.yaml cannot be read"),
+        (["--recipe", "missing.yaml"], "recipe missing.yaml: cannot be read"),
         ([], "no target given: add --out DIR"),
         (["--model", "/nonexistent", "--out", "x"], "--model /nonexistent: no such directory"),
         (

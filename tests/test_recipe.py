@@ -210,9 +210,9 @@ def test_a_wrong_flag_is_not_blamed_on_the_file(tmp_path: Path) -> None:
 
 
 def test_a_recipe_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"missing\.yaml cannot be read: No such file"):
+    with pytest.raises(UsageError, match=r"missing\.yaml: cannot be read: No such file"):
         ExportRecipe.load(tmp_path / "missing.yaml")
-    with pytest.raises(UsageError, match="cannot be read: Is a directory"):
+    with pytest.raises(UsageError, match="is a directory; a regular file is needed"):
         ExportRecipe.load(tmp_path)
 
 

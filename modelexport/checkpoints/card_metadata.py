@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from modelexport.checkpoints.hf import CARD
+from modelexport.errors import CheckpointError
+from modelexport.small_files import open_regular
 from modelexport.yaml_reading import read_yaml
 
 __all__ = ["known_fields", "read_card_metadata"]
@@ -37,9 +39,9 @@ def read_card_metadata(directory: Path) -> dict[str, Any]:
         ``language`` and ``base_model`` as lists; whatever is no such value is left out.
     """
     try:
-        with open(directory / CARD, "rb") as file:
+        with open_regular(directory / CARD) as file:
             text = file.read(_LARGEST).decode("utf-8", errors="replace")
-    except OSError:  # none, or one that cannot be read: there is nothing to keep
+    except (CheckpointError, OSError):  # none, or one that cannot be read: there is nothing to keep
         return {}
     lines = text.removeprefix("\ufeff").splitlines()
     if not lines or lines[0].rstrip() != "---":

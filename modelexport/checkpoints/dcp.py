@@ -25,6 +25,7 @@ from modelexport.errors import CheckpointError, listed, quoted
 from modelexport.sharding.boxes import extent, offset, whole
 from modelexport.sharding.rules import TensorRule
 from modelexport.sharding.shard_plan import ShardPlan
+from modelexport.small_files import has_file
 
 NAME = "dcp"
 SIDE_FILES = (".metadata",)
@@ -64,7 +65,7 @@ def side_files(plan: ShardPlan, config: dict[str, Any], layout: Layout | None = 
 
 def recognises(directory: Path) -> bool:
     """Whether there is a ``.metadata``, and no ``metadata.json`` that makes it Megatron's."""
-    return (directory / METADATA_NAME).is_file() and container.sharded_backend(directory) is None
+    return has_file(directory, METADATA_NAME) and container.sharded_backend(directory) is None
 
 
 def open(directory: Path, config: dict[str, Any] | None, rules: Callable[..., list[TensorRule]]) -> Checkpoint:

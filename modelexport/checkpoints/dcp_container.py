@@ -17,11 +17,12 @@ from typing import Any
 from modelexport.checkpoints.arrays import Array, Share, placements
 from modelexport.checkpoints.dcp_metadata import Chunk, Metadata, StoredTensor
 from modelexport.checkpoints.placement import Placement
-from modelexport.checkpoints.safetensors_file import Layout, LayoutFile, TensorInfo, read_json, tensor_nbytes
+from modelexport.checkpoints.safetensors_file import Layout, LayoutFile, TensorInfo, tensor_nbytes
 from modelexport.checkpoints.torch_zip import ALIGNMENT, Stored, envelope, find_tensor
 from modelexport.errors import CheckpointError, listed, quoted
 from modelexport.sharding.boxes import Box, extent, placed
 from modelexport.sharding.rules import TensorRule
+from modelexport.small_files import LARGEST_CONFIG, has_file, open_regular, read_json
 
 SUFFIX = ".distcp"
 
@@ -67,8 +68,8 @@ def own_config(directory: Path, config: dict[str, Any] | None) -> dict[str, Any]
     Raises:
         CheckpointError: there is neither.
     """
-    if config is None and (directory / "config.json").is_file():
-        config = read_json(directory / "config.json")
+    if config is None and has_file(directory, "config.json"):
+        config = read_json(directory / "config.json", largest=LARGEST_CONFIG)
     if config is None:
         raise CheckpointError(
             f"{directory} is a distributed checkpoint without a config.json; give --config DIR, the directory or file "
@@ -194,19 +195,18 @@ def _find_all(directory: Path, tensors: Sequence[StoredTensor], problems: list[s
     for file, chunks in sorted(by_file.items()):
         path = directory / file
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError as error:
-            problems.append(f"{path}: cannot be opened: {error.strerror}; it holds {len(chunks):,} chunks of the model")
+            stream = open_regular(path)
+        except CheckpointError as error:
+            problems.append(f"{error}; it holds {len(chunks):,} chunks of the model")
             continue
-        try:
+        with stream:
+            fd = stream.fileno()
             size = os.fstat(fd).st_size
             for chunk, tensor in sorted(chunks, key=lambda pair: pair[0].start):
                 try:
                     found[chunk] = _find(fd, size, chunk, tensor)
                 except (CheckpointError, OSError) as error:
                     problems.append(f"{path}: {quoted(tensor.key)} at byte {chunk.start:,}: {error}")
-        finally:
-            os.close(fd)
     return found
 
 

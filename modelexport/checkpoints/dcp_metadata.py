@@ -17,6 +17,7 @@ from modelexport.checkpoints.pickle_writing import write_pickle
 from modelexport.checkpoints.torch_zip import dtype_from_torch, dtype_to_torch
 from modelexport.errors import CheckpointError, quoted
 from modelexport.sharding.boxes import Box, extent, offset, placed, uncovered, volume, whole
+from modelexport.small_files import read_small
 
 METADATA_NAME = ".metadata"
 _MAX_INT = 1 << 60
@@ -94,14 +95,7 @@ def read_metadata(directory: Path) -> Metadata:
         CheckpointError: it is missing, damaged, or does not hold what torch writes there.
     """
     path = directory / METADATA_NAME
-    try:
-        size = path.stat().st_size
-        if size > MAX_PICKLE_BYTES:
-            raise CheckpointError(f"{path}: {size:,} bytes; at most {MAX_PICKLE_BYTES:,} are read")
-        content = path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-    fields = _fields(read_pickle(content, what=str(path)))
+    fields = _fields(read_pickle(read_small(path, largest=MAX_PICKLE_BYTES), what=str(path)))
     described, stored = fields.get("state_dict_metadata"), fields.get("storage_data")
     if not isinstance(described, dict) or not isinstance(stored, dict):
         raise CheckpointError(f"{path}: is no metadata of a distributed checkpoint: it lists neither tensors nor files")

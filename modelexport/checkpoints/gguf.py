@@ -31,7 +31,7 @@ from modelexport.checkpoints.gguf_metadata import architecture, file_values, mod
 from modelexport.checkpoints.gguf_tokenizer import describe, read_tokenizer
 from modelexport.checkpoints.safetensors_header import TensorInfo
 from modelexport.checkpoints.safetensors_layout import DEFAULT_MAX_SHARD_BYTES, Layout, LayoutFile
-from modelexport.checkpoints.safetensors_reader import Checkpoint, read_json
+from modelexport.checkpoints.safetensors_reader import Checkpoint
 from modelexport.checkpoints.sharded_safetensors import (
     Constant,
     Widened,
@@ -46,6 +46,7 @@ from modelexport.sharding.boxes import whole
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.rules import TensorRule
 from modelexport.sharding.shard_plan import ShardPlan, build_shard_plan
+from modelexport.small_files import LARGEST_CONFIG, has_file, open_regular, read_json
 
 NAME = "gguf"
 SIDE_FILES = ()
@@ -270,12 +271,12 @@ def open(directory: Path, config: dict[str, Any] | None, rules: Rules) -> Checkp
     """
     found = read_gguf(_the_file(directory))
     if config is None:
-        if not (directory / "config.json").is_file():
+        if not has_file(directory, "config.json"):
             raise CheckpointError(
                 f"{directory}: a GGUF file without a config.json; give --config DIR, the directory or file of the "
                 "config.json that the model had"
             )
-        config = read_json(directory / "config.json")
+        config = read_json(directory / "config.json", largest=LARGEST_CONFIG)
     try:
         # A PlanError is about a config.json that is not this file's, or of a model that is not read from GGUF.
         model = str(found.values.get("general.architecture"))
@@ -333,7 +334,7 @@ def _check_factors(found: GgufFile, factors: Mapping[str, bytes]) -> list[str]:
         elif info.dtype != "F32" or info.nbytes != len(wanted):
             problems.append(f"{name} is {info.dtype} {list(info.shape)}, config.json makes it {len(wanted) // 4} F32")
         else:
-            with info.path.open("rb") as stream:
+            with open_regular(info.path) as stream:
                 stream.seek(info.offset)
                 theirs = stream.read(info.nbytes)
             pairs = zip(struct.iter_unpack("<f", theirs), struct.iter_unpack("<f", wanted), strict=True)

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 from modelexport.checkpoints.safetensors_header import TensorInfo
 from modelexport.errors import CheckpointError, PlanError, quoted, shown
+from modelexport.small_files import open_regular
 
 ALIGNMENT = 32
 _MAGIC = b"GGUF"
@@ -219,7 +220,7 @@ def read_gguf(path: Path) -> GgufFile:
             of several parts, or holds tensors of types that are not known here; all of these are named.
     """
     try:
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             return _read(path, _Stream(path, stream, os.fstat(stream.fileno()).st_size))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error

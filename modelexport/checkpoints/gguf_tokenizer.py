@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from modelexport.checkpoints.gguf_file import Value
-from modelexport.checkpoints.safetensors_reader import read_json
 from modelexport.errors import CheckpointError, error_text
+from modelexport.small_files import LARGEST_CONFIG, has_file, read_json, read_small
 
-_LARGEST = 256 << 20
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 _NO_VOCABULARY: Mapping[str, Value] = {"tokenizer.ggml.model": "no_vocab"}
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|"
@@ -63,13 +62,13 @@ def read_tokenizer(directory: Path | None, config: Mapping[str, Any], vocab: int
     Raises:
         CheckpointError: a file of the tokenizer is damaged.
     """
-    if directory is None or not (directory / "tokenizer.json").is_file():
+    if directory is None or not has_file(directory, "tokenizer.json"):
         where = "no source directory is known" if directory is None else f"{directory} has no tokenizer.json"
         return Tokenizer(_NO_VOCABULARY, where)
-    beside = directory / "tokenizer_config.json"
+    beside = "tokenizer_config.json"
     files = _Json(
-        read_json(directory / "tokenizer.json", largest=_LARGEST),
-        read_json(beside, largest=_LARGEST) if beside.is_file() else {},
+        read_json(directory / "tokenizer.json"),
+        read_json(directory / beside) if has_file(directory, beside) else {},
     )
     try:
         values = _translate(files, config, vocab)
@@ -193,12 +192,12 @@ def _prepended(main: Mapping[str, Any]) -> int | None:
 
 def _template(directory: Path, config: Mapping[str, Any]) -> str | None:
     """The chat template: a file of its own, or in tokenizer_config.json (of several the default one)."""
-    path = directory / "chat_template.jinja"
-    if path.is_file():
+    if has_file(directory, "chat_template.jinja"):
+        path = directory / "chat_template.jinja"
         try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{path}: cannot be read: {error_text(error)}") from error
+            return read_small(path, largest=LARGEST_CONFIG).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{path}: is not UTF-8 text: {error}") from error
     found = config.get("chat_template")
     if isinstance(found, list):
         found = next((each.get("template") for each in found if each.get("name") == "default"), None)

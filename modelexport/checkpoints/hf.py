@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from modelexport.errors import CheckpointError
+from modelexport.small_files import check_regular
 
 RECORD = "modelexport.json"
 CARD = "README.md"
@@ -109,6 +110,7 @@ def copy_side_files(
             continue
         destination = target / name
         destination.parent.mkdir(parents=True, exist_ok=True)
+        check_regular(path)
         try:
             shutil.copyfile(path, destination)
         except OSError as error:

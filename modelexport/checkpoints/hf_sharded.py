@@ -19,7 +19,7 @@ from modelexport.checkpoints.arrays import Array, Share
 from modelexport.checkpoints.placement import Placement, row_major
 from modelexport.checkpoints.safetensors_header import Header, TensorInfo, dtype_bits, read_header
 from modelexport.checkpoints.safetensors_layout import DEFAULT_MAX_SHARD_BYTES, Layout
-from modelexport.checkpoints.safetensors_reader import Checkpoint, read_json
+from modelexport.checkpoints.safetensors_reader import Checkpoint
 from modelexport.checkpoints.sharded_safetensors import divide, raise_problems, tensor_info
 from modelexport.checkpoints.sharded_safetensors import lay_out as lay_out_files
 from modelexport.errors import CheckpointError, quoted
@@ -27,6 +27,7 @@ from modelexport.sharding.boxes import Box, extent, offset, placed, uncovered, w
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.rules import TensorRule
 from modelexport.sharding.shard_plan import ShardPlan
+from modelexport.small_files import LARGEST_CONFIG, has_file, read_json
 
 NAME = "hf"
 SIDE_FILES = ()
@@ -130,8 +131,8 @@ def open(  # the name that every format module offers
         CheckpointError: a damaged file, files or parts of tensors that are missing, files that contradict each
             other; everything that is wrong.
     """
-    if config is None and (directory / "config.json").exists():
-        config = read_json(directory / "config.json")
+    if config is None and has_file(directory, "config.json"):
+        config = read_json(directory / "config.json", largest=LARGEST_CONFIG)
     names = _file_names(directory)
     reading = _Reading(directory)
     headers: dict[Path, Header] = {}

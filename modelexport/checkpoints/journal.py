@@ -20,8 +20,11 @@ from typing import Any
 
 from modelexport.checkpoints import raw_io
 from modelexport.errors import CheckpointError
+from modelexport.small_files import read_small
 
 VERSION = 2
+LARGEST_JOURNAL = 1 << 30
+"""Bytes: what the record of an export says of each module, and the checksum of every piece besides."""
 _CHECKED = re.compile(rb'\{"crc32":(\d{1,10}),(.+)\n', re.DOTALL)
 _ABSENT = "(not given)"
 
@@ -163,10 +166,9 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]
 
 def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
     """The whole lines, up to the first one that is damaged, and the bytes they take."""
-    try:
-        text = path.read_bytes()
-    except FileNotFoundError:
+    if not path.exists():
         return [], 0
+    text = read_small(path, largest=LARGEST_JOURNAL)
     lines: list[dict[str, Any]] = []
     good = 0
     for line in text.splitlines(keepends=True):

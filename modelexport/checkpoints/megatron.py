@@ -31,6 +31,7 @@ from modelexport.errors import CheckpointError, PlanError, listed
 from modelexport.sharding.boxes import Box, extent, intersect, offset, relative, whole
 from modelexport.sharding.rules import TensorRule
 from modelexport.sharding.shard_plan import ShardPlan
+from modelexport.small_files import has_file
 
 NAME = "megatron"
 HOLDS_QUANTISED = False
@@ -294,7 +295,7 @@ def side_files(plan: ShardPlan, config: dict[str, Any], layout: Layout | None = 
 
 def recognises(directory: Path) -> bool:
     """Whether ``metadata.json`` says that it is Megatron's ``torch_dist``."""
-    return (directory / METADATA_NAME).is_file() and container.sharded_backend(directory) == BACKEND
+    return has_file(directory, METADATA_NAME) and container.sharded_backend(directory) == BACKEND
 
 
 def open(directory: Path, config: dict[str, Any] | None, rules: Callable[..., list[TensorRule]]) -> Checkpoint:

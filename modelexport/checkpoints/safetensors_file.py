@@ -29,7 +29,6 @@ from modelexport.checkpoints.safetensors_reader import (
     Checkpoint,
     Reader,
     open_checkpoint,
-    read_json,
 )
 from modelexport.checkpoints.safetensors_writer import Writer
 
@@ -51,7 +50,6 @@ __all__ = [
     "open_checkpoint",
     "plan_layout",
     "read_header",
-    "read_json",
     "tensor_nbytes",
     "torch_dtype",
 ]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from modelexport.errors import CheckpointError, quoted
+from modelexport.small_files import open_regular
 
 if TYPE_CHECKING:
     import torch
@@ -160,25 +160,13 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         CheckpointError: the file cannot be read, is cut short, or contradicts itself; names file and tensor.
     """
     path = Path(path)
-    try:
-        # O_NONBLOCK: a named pipe in a downloaded directory must not hang us; regular files ignore it.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be opened: {_reason(error)}") from error
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"{path}: is not a regular file")
-        text, data_start = _header_text(path, fd, status.st_size)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {_reason(error)}") from error
-    finally:
-        os.close(fd)
-    return _parse(path, text, data_start, status.st_size)
-
-
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error)
+    with open_regular(path) as file:
+        try:
+            size = os.fstat(file.fileno()).st_size
+            text, data_start = _header_text(path, file.fileno(), size)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    return _parse(path, text, data_start, size)
 
 
 def _header_text(path: Path, fd: int, size: int) -> tuple[bytes, int]:

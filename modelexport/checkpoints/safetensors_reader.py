@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -23,6 +22,7 @@ from modelexport.checkpoints.safetensors_header import (
 )
 from modelexport.errors import CheckpointError, quoted
 from modelexport.sharding.boxes import Box, relative, slices, tile, uncovered, whole
+from modelexport.small_files import LARGEST_CONFIG, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -81,7 +81,7 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
     if not directory.is_dir():
         what = "is not a directory" if directory.exists() else "does not exist"
         raise CheckpointError(f"{directory}: {what}; a directory with safetensors files is needed")
-    config = read_json(directory / "config.json") if _lists(directory, "config.json") else None
+    config = read_json(directory / "config.json", largest=LARGEST_CONFIG) if _lists(directory, "config.json") else None
     index = directory / INDEX_NAME
     weight_map = _read_index(index) if _lists(directory, INDEX_NAME) else None
     if weight_map is not None:
@@ -108,27 +108,6 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
 def _lists(directory: Path, name: str) -> bool:
     # A dangling link counts as there: opening it then says what is wrong with it.
     return os.path.lexists(directory / name)
-
-
-def read_json(path: Path, *, largest: int = 1 << 30) -> dict[str, Any]:
-    """The JSON object in a file of at most ``largest`` bytes.
-
-    Raises:
-        CheckpointError: it cannot be read, is larger, is not JSON, or holds something else than an object.
-    """
-    try:
-        if path.stat().st_size > largest:
-            raise CheckpointError(f"{path}: {path.stat().st_size:,} bytes are no plausible JSON file")
-        parsed = json.loads(path.read_bytes().decode("utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{path}: is not valid JSON: {error}") from error
-    if not isinstance(parsed, dict):
-        raise CheckpointError(f"{path}: must hold a JSON object, holds a {type(parsed).__name__}")
-    return parsed
 
 
 def _read_index(path: Path) -> dict[str, str]:

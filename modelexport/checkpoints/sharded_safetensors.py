@@ -17,6 +17,7 @@ from modelexport.checkpoints.safetensors_layout import Layout, plan_file
 from modelexport.checkpoints.safetensors_reader import Checkpoint
 from modelexport.errors import CheckpointError
 from modelexport.sharding.rules import TensorRule
+from modelexport.small_files import open_regular
 
 PROBLEMS_SHOWN = 12
 Found = Mapping[str, Mapping[str, TensorInfo]]
@@ -209,7 +210,7 @@ def only_widened(info: TensorInfo) -> bool:
 def _pieces(info: TensorInfo, size: int = 1 << 20) -> Iterator[bytes]:
     """An array's bytes, some at a time."""
     try:
-        with info.path.open("rb") as stream:
+        with open_regular(info.path) as stream:
             stream.seek(info.offset)
             for at in range(0, info.nbytes, size):
                 yield stream.read(min(size, info.nbytes - at))

@@ -33,7 +33,7 @@ from modelexport.checkpoints.engine_reading import Rules, open_arrays
 from modelexport.checkpoints.fused_arrays import Engine, Slot, check_roles, rank_arrays
 from modelexport.checkpoints.safetensors_header import Header, TensorInfo, read_header
 from modelexport.checkpoints.safetensors_layout import DEFAULT_MAX_SHARD_BYTES, Layout
-from modelexport.checkpoints.safetensors_reader import Checkpoint, read_json
+from modelexport.checkpoints.safetensors_reader import Checkpoint
 from modelexport.checkpoints.sharded_safetensors import lay_out as lay_out_files
 from modelexport.checkpoints.sharded_safetensors import only_widened, raise_problems
 from modelexport.checkpoints.trtllm_config import engine_config, model_config, read_mapping
@@ -41,6 +41,7 @@ from modelexport.errors import CheckpointError, PlanError
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.rules import TensorRule
 from modelexport.sharding.shard_plan import ShardPlan
+from modelexport.small_files import LARGEST_CONFIG, has_file, read_json
 
 NAME = "trtllm"
 SIDE_FILES = ("config.json", "hf_config.json")
@@ -174,7 +175,7 @@ def _json(value: object) -> bytes:
 def recognises(directory: Path) -> bool:
     """Whether a directory's config.json is TensorRT-LLM's."""
     try:
-        config = read_json(directory / "config.json", largest=16 << 20)
+        config = read_json(directory / "config.json", largest=LARGEST_CONFIG)
     except CheckpointError:
         return False
     return isinstance(config.get("architecture"), str) and isinstance(config.get("mapping"), dict)
@@ -192,11 +193,13 @@ def open(directory: Path, config: dict[str, Any] | None, rules: Rules) -> Checkp
             model's config.json cannot be derived, or the files do not hold the model that it describes; everything
             that is wrong.
     """
-    engine = read_json(directory / "config.json")
+    engine = read_json(directory / "config.json", largest=LARGEST_CONFIG)
     parallelism = read_mapping(directory, engine)
     if config is None:
-        own = directory / MODEL_CONFIG
-        config = read_json(own) if own.exists() else model_config(directory, engine)
+        has_own = has_file(directory, MODEL_CONFIG)
+        config = (
+            read_json(directory / MODEL_CONFIG, largest=LARGEST_CONFIG) if has_own else model_config(directory, engine)
+        )
     _check_configs(directory, engine, config)
     config = _with_quantization(directory, engine, config, rules, parallelism)
     headers: dict[Path, Header] = {}

@@ -38,6 +38,7 @@ from modelexport.sharding.boxes import whole
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.rules import TensorRule
 from modelexport.sharding.shard_plan import ShardPlan, build_shard_plan
+from modelexport.small_files import open_regular
 
 METHOD = "trtllm"  # the quantisation method whose spelling this is
 CACHE = {"k_scale": "k_cache_scaling_factor", "v_scale": "v_cache_scaling_factor"}
@@ -284,7 +285,7 @@ def check_smoothing(directory: Path, found: Found) -> None:
     for infos in found.values():
         for name, info in infos.items():
             if name.endswith(_SMOOTHING) and info.dtype in _ONES:
-                with info.path.open("rb") as stream:
+                with open_regular(info.path) as stream:
                     stream.seek(info.offset)
                     content = stream.read(info.nbytes)
                 one = _ONES[info.dtype]

@@ -29,12 +29,13 @@ from modelexport.checkpoints.engine_reading import Rules, open_arrays
 from modelexport.checkpoints.fused_arrays import Engine, Slot, check_plain, check_type, rank_arrays
 from modelexport.checkpoints.safetensors_header import Header, TensorInfo, read_header
 from modelexport.checkpoints.safetensors_layout import DEFAULT_MAX_SHARD_BYTES, Layout
-from modelexport.checkpoints.safetensors_reader import Checkpoint, read_json
+from modelexport.checkpoints.safetensors_reader import Checkpoint
 from modelexport.checkpoints.sharded_safetensors import Constant, divide, raise_problems
 from modelexport.checkpoints.sharded_safetensors import lay_out as lay_out_files
 from modelexport.errors import CheckpointError, PlanError
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.shard_plan import ShardPlan
+from modelexport.small_files import LARGEST_CONFIG, has_file, read_json
 
 NAME = "vllm-sharded"
 HOLDS_QUANTISED = False
@@ -145,12 +146,11 @@ def open(directory: Path, config: dict[str, Any] | None, rules: Rules) -> Checkp
             config.json describes; everything that is wrong.
     """
     if config is None:
-        path = directory / "config.json"
-        if not path.exists():
+        if not has_file(directory, "config.json"):
             raise CheckpointError(
                 f"{directory} has no config.json; give --config DIR, the directory or file of the model's config.json"
             )
-        config = read_json(path)
+        config = read_json(directory / "config.json", largest=LARGEST_CONFIG)
     headers, found = _read_files(directory)
     parallelism = Parallelism(len(found), 1, _expert_groups(found, config))
     _check_ranks(directory, found, config)

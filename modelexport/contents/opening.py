@@ -9,12 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from modelexport.checkpoints.safetensors_file import Checkpoint, open_checkpoint, read_json
+from modelexport.checkpoints.safetensors_file import Checkpoint, open_checkpoint
 from modelexport.contents.formats import formats
 from modelexport.contents.rules import expected_rules
 from modelexport.errors import CheckpointError, ModelExportError
 from modelexport.families import Family, declared_family, family_of
 from modelexport.quantization.methods import QUANTIZATION_KEYS, methods
+from modelexport.small_files import LARGEST_CONFIG, has_file, read_json
 
 _UNPREFIXED = re.compile(r"(decoder\.)?\w+\.\d+\.")  # a list of layers that is part of nothing
 
@@ -73,8 +74,8 @@ def _with_side_config(found: Checkpoint) -> Checkpoint:
         return found
     for method in methods().values():
         for name in method.SIDE_FILES:
-            if (found.directory / name).is_file():
-                said = {**read_json(found.directory / name), "quant_method": method.METHOD}
+            if has_file(found.directory, name):
+                said = {**read_json(found.directory / name, largest=LARGEST_CONFIG), "quant_method": method.METHOD}
                 return replace(found, config={**found.config, "quantization_config": said})
     return found
 
@@ -94,4 +95,4 @@ def read_config(config: str | os.PathLike[str]) -> dict[str, Any]:
     path = config_path(config)
     if not path.exists():
         raise CheckpointError(f"--config {os.fspath(config)}: {path} does not exist; give the model's config.json")
-    return read_json(path)
+    return read_json(path, largest=LARGEST_CONFIG)

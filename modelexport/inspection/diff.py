@@ -23,6 +23,7 @@ from modelexport.contents.opening import open_model
 from modelexport.contents.rules import left_out
 from modelexport.contents.ties import check_ties
 from modelexport.errors import CheckpointError, PlanError
+from modelexport.small_files import has_file
 from modelexport.tables import size_text
 from modelexport.terminal import show
 
@@ -134,7 +135,7 @@ def print_diff(a: Path, b: Path, config: Path | None, *, as_json: bool) -> int:
 
 
 def _open(directory: str | os.PathLike[str], config: str | os.PathLike[str] | None) -> Checkpoint:
-    own = (Path(directory) / "config.json").is_file()
+    own = has_file(Path(directory), "config.json")
     return open_model(directory, None if own else config)
 
 

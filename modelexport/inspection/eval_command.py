@@ -21,8 +21,9 @@ from modelexport.assets import demo_model_path
 from modelexport.contents.opening import open_model
 from modelexport.errors import CheckpointError, UsageError
 from modelexport.inspection.evaluation_record import HELD_OUT, check_record_is_there, save_evaluation
-from modelexport.quantization.calibration_text import DATASET, TOKENIZER_FILES, TokenDocuments
+from modelexport.quantization.calibration_text import DATASET, TokenDocuments, has_tokenizer
 from modelexport.quantization.methods import read_quantization_config
+from modelexport.small_files import read_small
 from modelexport.tables import table
 from modelexport.terminal import progress_bar, show
 
@@ -236,7 +237,7 @@ def _documents(
 ) -> TokenDocuments:
     """The text, tokenised as the source does, or the checkpoint where only that one can."""
     candidates = [opened.directory for opened in (source, checkpoint) if opened is not None]
-    known = (path for path in candidates if any((path / name).is_file() for name in TOKENIZER_FILES))
+    known = filter(has_tokenizer, candidates)
     vocabulary = (checkpoint.config or {}).get("vocab_size")
     if not isinstance(vocabulary, int) or isinstance(vocabulary, bool) or vocabulary < 1:
         raise CheckpointError(f"{checkpoint.directory}: config.json has no vocab_size that is a number of tokens")
@@ -246,7 +247,7 @@ def _documents(
 def _is_demos(directory: Path) -> bool:
     """Whether a tokenizer is the demo model's: the model then is the demo model, or was made of it."""
     own, other = demo_model_path() / "tokenizer.json", directory / "tokenizer.json"
-    return other.is_file() and other.stat().st_size == own.stat().st_size and other.read_bytes() == own.read_bytes()
+    return other.is_file() and other.stat().st_size == own.stat().st_size and read_small(other) == read_small(own)
 
 
 def _row(name: str, losses: Perplexity) -> tuple[str, str, str]:

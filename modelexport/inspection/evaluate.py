@@ -26,6 +26,7 @@ from modelexport.errors import CheckpointError, UsageError
 from modelexport.inspection.losses import Comparison, Perplexity, Windows, comparison_of, cut_windows, perplexity_of
 from modelexport.inspection.models import PlainTensors, load_dequantised, load_reference
 from modelexport.inspection.streaming import Progress, measure, through_layers
+from modelexport.quantization.calibration_text import load_tokenizer
 
 if TYPE_CHECKING:
     from modelexport.checkpoints.safetensors_file import Checkpoint
@@ -311,9 +312,7 @@ def evaluate(
         CheckpointError: a checkpoint that cannot be read or decoded.
         UsageError: a text of fewer than two tokens.
     """
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(str(source_dir), local_files_only=True, trust_remote_code=False)
+    tokenizer = load_tokenizer(Path(source_dir))
     windows = cut_windows(tokenise(tokenizer, text), window, max_windows)
     comparison = compare_checkpoints(open_model(source_dir), open_model(checkpoint_dir), windows, dtype=dtype)
     reference = load_reference(source_dir, dtype=dtype)

@@ -16,6 +16,7 @@ from modelexport.checkpoints.hf import CARD, RECORD
 from modelexport.errors import CheckpointError, UsageError
 from modelexport.inspection.model_card import model_card
 from modelexport.inspection.record_reading import read_record
+from modelexport.small_files import has_file, read_small, write_small
 
 __all__ = ["HELD_OUT", "check_record_is_there", "save_evaluation"]
 
@@ -58,10 +59,10 @@ def save_evaluation(directory: Path, figures: Mapping[str, Any]) -> None:
     card = model_card(record)
     kept = {key: figures[key] for key in _KEPT if figures.get(key) is not None}
     record["evaluation"] = _rounded(kept)
-    _replace(directory / RECORD, json.dumps(record, indent=1) + "\n")
+    write_small(directory / RECORD, (json.dumps(record, indent=1) + "\n").encode(), error=CheckpointError)
     path = directory / CARD
-    if not path.is_file() or path.read_bytes() == card.encode():  # a card that somebody has edited is theirs
-        _replace(path, model_card(record))
+    if not has_file(directory, CARD) or read_small(path) == card.encode():  # a card that somebody has edited is theirs
+        write_small(path, model_card(record).encode(), error=CheckpointError)
 
 
 def _rounded(value: Any) -> Any:
@@ -70,16 +71,3 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None
     return value
-
-
-def _replace(path: Path, text: str) -> None:
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(beside, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise CheckpointError(f"{path} cannot be written: {error.strerror or error}") from error

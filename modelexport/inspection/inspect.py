@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from modelexport.checkpoints.safetensors_file import INDEX_NAME, Checkpoint, read_json
+from modelexport.checkpoints.safetensors_file import INDEX_NAME, Checkpoint
 from modelexport.contents.engines import loadable_tp
 from modelexport.contents.modules import Architecture, StoredModule
 from modelexport.errors import CheckpointError, quoted
@@ -22,6 +22,7 @@ from modelexport.inspection.opened import Contents, open_contents
 from modelexport.inspection.record_reading import read_record
 from modelexport.inspection.structure import check_structure
 from modelexport.quantization.methods import QuantizationConfig
+from modelexport.small_files import has_file, read_json
 from modelexport.tables import size_text, table
 from modelexport.terminal import show
 
@@ -268,10 +269,9 @@ def _record_summary(record: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 def _index_warnings(checkpoint: Checkpoint) -> Iterator[str]:
     """What the index says beyond the places of tensors, which ``open_checkpoint`` has compared."""
-    path = checkpoint.directory / INDEX_NAME
-    if not path.is_file():
+    if not has_file(checkpoint.directory, INDEX_NAME):
         return
-    metadata = read_json(path).get("metadata")
+    metadata = read_json(checkpoint.directory / INDEX_NAME).get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     found = sum(info.nbytes for info in checkpoint.infos.values())
     if total is not None and total != found:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from modelexport.checkpoints.safetensors_file import Checkpoint
 from modelexport.contents.modules import StoredModule
 from modelexport.errors import error_text, quoted
 from modelexport.quantization.methods import QuantizationConfig
+from modelexport.small_files import file_sha256
 
 
 def check_record(
@@ -41,7 +41,7 @@ def _file_problems(record: Mapping[str, Any], checkpoint: Checkpoint) -> Iterato
         path = checkpoint.directory / name
         if not path.is_file():
             yield f"{name} is missing, though it was exported"
-        elif hashlib.sha256(path.read_bytes()).hexdigest() != recorded:
+        elif file_sha256(path) != recorded:
             yield f"{name} is not the file that was exported: it has been edited or replaced"
 
 

@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from modelexport.checkpoints.hf import RECORD
-from modelexport.checkpoints.safetensors_file import read_json
 from modelexport.errors import CheckpointError, shown
+from modelexport.small_files import has_file, read_json
 
 __all__ = ["read_record"]
-
-MAX_RECORD_BYTES = 256 << 20
 
 Kind = type | tuple[type, ...]
 _NEEDED = {"recipe": dict, "sha256": dict, "sqnr_db": dict, "layers": list, "producer": dict, "versions": dict}
@@ -36,9 +34,9 @@ def read_record(directory: Path) -> dict[str, Any] | None:
         CheckpointError: it cannot be read, or is not what an export writes.
     """
     path = directory / RECORD
-    if not path.exists():
+    if not has_file(directory, RECORD):
         return None
-    record = read_json(path, largest=MAX_RECORD_BYTES)
+    record = read_json(path)
     for key, kind in _NEEDED.items():
         if not isinstance(record.get(key), kind):
             raise CheckpointError(f"{path}: has no '{key}'; it is damaged, or of another version of modelexport")

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
-from modelexport.errors import UsageError
 from modelexport.inspection.report_data import Report, gather
 from modelexport.inspection.report_page import render
+from modelexport.small_files import check_place, write_small
 from modelexport.tables import size_text
 from modelexport.terminal import show
 
@@ -33,7 +30,7 @@ def print_report(checkpoint: Path, html: Path | None, config: Path | None, *, as
         UsageError: the page cannot be written there.
     """
     if html is not None:
-        _check_place(html)  # before the checkpoint is read
+        check_place(html, label=f"--html {html}")  # before the checkpoint is read
     report = gather(checkpoint, config)
     nbytes = None if html is None else write_page(report, html)
     if as_json:
@@ -46,39 +43,14 @@ def print_report(checkpoint: Path, html: Path | None, config: Path | None, *, as
 
 
 def write_page(report: Report, path: Path) -> int:
-    """Write the page; a file that is there is replaced by one rename. Returns its bytes.
+    """Write the page, see :func:`~modelexport.small_files.write_small`. Returns its bytes.
 
     Raises:
-        UsageError: ``path`` is a directory, or its directory cannot be written to.
+        UsageError: ``path`` is a directory or takes no file, or its directory cannot be written to.
     """
-    _check_place(path)
     content = render(report).encode("utf-8")
-    temporary = None
-    try:
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            os.fchmod(file.fileno(), 0o666 & ~_umask())
-        os.replace(temporary, path)
-    except OSError as error:
-        if temporary is not None:
-            with suppress(OSError):
-                os.unlink(temporary)
-        raise UsageError(f"--html {path}: cannot be written: {error.strerror or error}") from error
+    write_small(path, content, label=f"--html {path}")
     return len(content)
-
-
-def _check_place(path: Path) -> None:
-    if path.is_dir():
-        raise UsageError(f"--html {path}: is a directory; name a file in it, e.g. {path / 'report.html'}")
-    if not path.parent.is_dir():
-        raise UsageError(f"--html {path}: there is no directory {path.parent}; make it first")
-
-
-def _umask() -> int:
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask
 
 
 def _text(report: Report) -> Iterator[str]:

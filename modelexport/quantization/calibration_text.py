@@ -8,22 +8,36 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from modelexport.assets import Split, demo_documents
 from modelexport.errors import CheckpointError, UsageError, error_text
+from modelexport.small_files import LARGEST_JSON, check_regular, has_file, open_regular
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DATASET", "LENGTH", "SAMPLES", "TOKENIZER_FILES", "TokenDocuments", "file_of", "token_batches_from"]
+__all__ = [
+    "DATASET",
+    "LENGTH",
+    "SAMPLES",
+    "TOKENIZER_FILES",
+    "TokenDocuments",
+    "file_of",
+    "has_tokenizer",
+    "load_tokenizer",
+    "token_batches_from",
+]
 
 SAMPLES, LENGTH = 64, 256
 
 _POOL = 8
 """Windows are drawn from the first tokens of a text, this many times what is needed: a text may be a whole corpus."""
 _BLOCK = 1 << 18  # characters of a plain text that are tokenised at a time
+_LONGEST_LINE = 1 << 22
+_LONGEST_OBJECT = 1 << 28
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
 DATASET = "hf:"
 """What the name of a data set begins with: ``hf:NAME``, ``hf:NAME:SPLIT`` or ``hf:NAME:CONFIGURATION:SPLIT``."""
@@ -43,7 +57,9 @@ def file_of(text: str | os.PathLike[str] | None, flag: str = "--calib") -> Path 
             raise UsageError(f"{flag} {text}: the package that reads data sets is missing: pip install datasets")
         return None
     path = Path(os.path.expanduser(text))
-    if not path.is_file():
+    if os.path.lexists(path):
+        check_regular(path, label=f"{flag} {path}", error=UsageError)
+    else:
         raise UsageError(
             f'{flag} {path}: no such file; give a text, a .jsonl file with "text" or "input_ids", or a data set of the '
             f"hub as {DATASET}NAME:SPLIT"
@@ -156,23 +172,28 @@ class TokenDocuments:
                 yield self._tokenise(document)
             return
         try:
-            with open(self.path, encoding="utf-8") as file:
-                if self.path.suffix == ".jsonl":
-                    for number, line in enumerate(file, 1):
-                        if line.strip():
-                            yield self._line(line, f"{self.label}, line {number}")
-                else:
-                    yield from self._blocks(file)
+            with TextIOWrapper(open_regular(self.path, label=self.label, error=UsageError), encoding="utf-8") as file:
+                yield from self._objects(file) if self.path.suffix == ".jsonl" else self._blocks(file)
         except UnicodeDecodeError as error:
             raise UsageError(f"{self.label} is not UTF-8 text: {error}") from error
         except OSError as error:
             raise UsageError(f"{self.label} cannot be read: {error.strerror or error}") from error
 
-    def _blocks(self, file: Any) -> Iterator[list[int]]:
+    def _blocks(self, file: TextIO) -> Iterator[list[int]]:
         first = True
-        while lines := file.readlines(_BLOCK):  # whole lines: a word is not cut in two
-            yield self._tokenise("".join(lines), begins=first)
+        while block := _whole_lines(file):
+            yield self._tokenise(block, begins=first)
             first = False
+
+    def _objects(self, file: TextIO) -> Iterator[list[int]]:
+        number = 0
+        while line := file.readline(_LONGEST_OBJECT):
+            number += 1
+            where = f"{self.label}, line {number}"
+            if len(line) == _LONGEST_OBJECT:
+                raise UsageError(f"{where} has {_LONGEST_OBJECT:,} characters or more: one document a line is needed")
+            if line.strip():
+                yield self._line(line, where)
 
     def _line(self, line: str, where: str) -> list[int]:
         try:
@@ -215,15 +236,45 @@ class TokenDocuments:
         return [token % self.vocabulary for token in ids]
 
     def _load(self) -> Any:
-        from transformers import AutoTokenizer
-
-        if not any((self.directory / name).is_file() for name in TOKENIZER_FILES):
+        if not has_tokenizer(self.directory):
             raise UsageError(
                 f"{self.directory} has no tokenizer, which is needed to read {self.label}: copy the model's "
                 f'tokenizer files there, or give {self.flag} FILE.jsonl with a list of "input_ids" on each line'
             )
-        try:
-            return AutoTokenizer.from_pretrained(str(self.directory), local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # of any kind: what a damaged file leads to is not foreseen there
-            what = f"{type(error).__name__}: {error_text(error)}"
-            raise CheckpointError(f"{self.directory}: its tokenizer cannot be loaded ({what})") from error
+        return load_tokenizer(self.directory)
+
+
+def _whole_lines(file: TextIO) -> str:
+    """The next lines of a text, ``_BLOCK`` characters and the rest of a line, so that no word is cut in two.
+
+    Of a line that is longer than ``_LONGEST_LINE`` a part: some texts are a single line.
+    """
+    lines: list[str] = []
+    length = 0
+    while length <= _BLOCK and (line := file.readline(_LONGEST_LINE)):
+        lines.append(line)
+        length += len(line)
+    return "".join(lines)
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether one of the files that a tokenizer is kept in is there."""
+    return any(has_file(directory, name) for name in TOKENIZER_FILES)
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """A model's tokenizer, as transformers loads it; no code of the model's is run.
+
+    Raises:
+        CheckpointError: a file of it is missing, damaged, no regular file, or larger than any tokenizer is.
+    """
+    from transformers import AutoTokenizer
+
+    for name in TOKENIZER_FILES:
+        if has_file(directory, name):
+            check_regular(directory / name, largest=LARGEST_JSON)
+    try:
+        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # of any kind: what a damaged file leads to is not foreseen there
+        what = f"{type(error).__name__}: {error_text(error)}"
+        raise CheckpointError(f"{directory}: its tokenizer cannot be loaded ({what})") from error

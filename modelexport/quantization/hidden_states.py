@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from modelexport.errors import CheckpointError
+from modelexport.small_files import open_regular
 
 __all__ = ["HiddenStates"]
 
@@ -128,7 +129,7 @@ class HiddenStates(Sequence[Tensor]):
         path = Path(path)
         if not path.exists():
             return None
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             expected = len(self._header(0))
             found = file.read(expected)
             index = _index_in(found)

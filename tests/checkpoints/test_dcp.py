@@ -375,7 +375,7 @@ WRONG = {
     "behind the end": ({"start": 1 << 40}, r"cut short: it ends at byte 1,099,"),
     "huge": ({"length": 1 << 59}, r"cut short: it ends at byte 576,"),
     "elsewhere": ({"start": 7}, r"damaged|no zip directory"),
-    "no file": ({"file": "__9_0.distcp"}, r"__9_0.distcp: cannot be opened: No such file"),
+    "no file": ({"file": "__9_0.distcp"}, r"__9_0.distcp: cannot be read: No such file"),
 }
 
 

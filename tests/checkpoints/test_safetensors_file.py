@@ -125,7 +125,7 @@ def test_what_is_no_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to("loop")
     for name in ("absent", "pipe", "loop", ".", "nul\0"):
-        with pytest.raises(CheckpointError, match=r"cannot be opened|not a regular file|cannot be read"):
+        with pytest.raises(CheckpointError, match=r"a regular file is needed|cannot be read"):
             read_header(tmp_path / name)
 
 
@@ -239,7 +239,7 @@ def test_links_out_of_the_directory_are_how_the_hub_caches_files(tmp_path: Path)
     with Reader(checkpoint) as reader:
         assert torch.equal(reader.read(checkpoint.infos["a"]), TWO["a"])
     (tmp_path / "blobs" / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"snapshot/model\.safetensors: cannot be opened"):
+    with pytest.raises(CheckpointError, match=r"snapshot/model\.safetensors: cannot be read"):
         open_checkpoint(tmp_path / "snapshot")
 
 

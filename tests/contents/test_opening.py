@@ -95,7 +95,7 @@ def test_a_config_that_is_none(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=f"{name}: (is not valid JSON|must hold a JSON object)"):
             read_config(tmp_path / name)
     (tmp_path / "config.json").mkdir()
-    with pytest.raises(CheckpointError, match="cannot be read: Is a directory"):
+    with pytest.raises(CheckpointError, match="is a directory; a regular file is needed"):
         read_config(tmp_path)
 
 

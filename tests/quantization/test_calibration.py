@@ -17,6 +17,7 @@ from modelexport.assets import demo_documents, demo_model_path
 from modelexport.checkpoints.safetensors_file import Reader, open_checkpoint
 from modelexport.errors import CheckpointError, PlanError, UsageError
 from modelexport.inspection.evaluate import tokenise
+from modelexport.quantization import calibration_text
 from modelexport.quantization.calibration import Ranges, observe, token_batches_from
 from modelexport.quantization.calibration_layers import LayerRunner
 from tests._models import copy_checkpoint, make_llama
@@ -294,6 +295,22 @@ def test_text_that_cannot_be_used(tmp_path: Path, content: str | None, name: str
         (tmp_path / name).write_text(content, encoding="utf-8")
     with pytest.raises(UsageError, match=said):
         token_batches_from(tmp_path / name, demo_model_path(), vocabulary=2048, length=4)
+
+
+def test_a_line_without_end_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration_text, "_LONGEST_LINE", 4)
+    monkeypatch.setattr(calibration_text, "_BLOCK", 8)
+    (tmp_path / "text.txt").write_text("a" * 30 + "\nb\n")
+    documents = calibration_text.TokenDocuments(tmp_path / "text.txt", tmp_path, 9)
+    blocks: list[str] = []
+    monkeypatch.setattr(documents, "_tokenise", lambda text, begins: blocks.append(text) or [])
+    assert list(documents) == [[]] * len(blocks)
+    assert "".join(blocks) == "a" * 30 + "\nb\n"
+    assert max(map(len, blocks)) <= 8 + 4
+    monkeypatch.setattr(calibration_text, "_LONGEST_OBJECT", 20)
+    (tmp_path / "text.jsonl").write_text('{"input_ids": [1]}\n{"input_ids": [1, 2]}\n')
+    with pytest.raises(UsageError, match=r"line 2 has 20 characters or more"):
+        list(calibration_text.TokenDocuments(tmp_path / "text.jsonl", tmp_path, 9))
 
 
 def test_a_data_set_is_read_as_far_as_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:

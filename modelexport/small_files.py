@@ -1,0 +1,263 @@
+"""Files that are read whole, and files that are written whole: the one place that opens what somebody named.
+
+A path may lead anywhere: in a downloaded directory ``config.json`` may be a link to ``/dev/zero`` or a named pipe,
+and ``--html`` may name a device. Reading therefore takes regular files alone, found out from the open descriptor, and
+of small files no more than a limit. Writing replaces a regular file in one step, the one that a link leads to; what is
+no file but takes bytes, a pipe or a terminal, is written into.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import secrets
+import stat
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+from modelexport.errors import CheckpointError, ModelExportError, UsageError
+
+__all__ = [
+    "LARGEST_CONFIG",
+    "LARGEST_JSON",
+    "check_place",
+    "check_regular",
+    "file_sha256",
+    "has_file",
+    "open_regular",
+    "read_json",
+    "read_small",
+    "write_small",
+]
+
+LARGEST_JSON = 256 << 20
+"""Bytes of an index or a record: a million tensors of 100 to 200 bytes each, which no model known has."""
+LARGEST_CONFIG = 16 << 20
+"""Bytes of a config.json or a recipe: one line for each of a hundred thousand modules."""
+
+_CHUNK = 1 << 20
+_KINDS = (
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISCHR, "a character device"),
+    (stat.S_ISBLK, "a block device"),
+    (stat.S_ISSOCK, "a socket"),
+)
+
+
+def has_file(directory: Path, name: str) -> bool:
+    """Whether a directory lists a file of that name. What cannot be read counts: opening it says what is wrong."""
+    return os.path.lexists(directory / name) and not (directory / name).is_dir()
+
+
+def open_regular(
+    path: str | os.PathLike[str],
+    *,
+    largest: int | None = None,
+    label: str | None = None,
+    error: type[ModelExportError] = CheckpointError,
+) -> BufferedReader:
+    """Open a regular file to read it; links are followed, and nothing that is no file is waited for or read.
+
+    Args:
+        largest: the most bytes that it may have; None: any number.
+        label: what an error calls the file; its path where None.
+        error: the kind of error: a :class:`UsageError` for a file that the user named.
+
+    Raises:
+        ModelExportError: of the kind ``error``: there is none, it is no regular file, or is larger.
+    """
+    label = label or os.fspath(path)
+    try:
+        # O_NONBLOCK: opening a named pipe waits for its writer otherwise; regular files ignore it.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    except (OSError, ValueError) as reason:
+        raise error(f"{label}: cannot be read: {_reason(reason)}") from reason
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise error(f"{label}: {_described(path, status)}; a regular file is needed in its place")
+        if largest is not None and status.st_size > largest:
+            raise error(_too_large(label, status.st_size, largest))
+        return os.fdopen(fd, "rb")
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def check_regular(
+    path: str | os.PathLike[str],
+    *,
+    largest: int | None = None,
+    label: str | None = None,
+    error: type[ModelExportError] = CheckpointError,
+) -> None:
+    """Refuse a file that :func:`open_regular` would refuse, before a library of others opens it.
+
+    Raises:
+        ModelExportError: as :func:`open_regular`.
+    """
+    open_regular(path, largest=largest, label=label, error=error).close()
+
+
+def read_small(
+    path: str | os.PathLike[str],
+    *,
+    largest: int = LARGEST_JSON,
+    label: str | None = None,
+    error: type[ModelExportError] = CheckpointError,
+) -> bytes:
+    """The content of a regular file of at most ``largest`` bytes; arguments as for :func:`open_regular`.
+
+    Raises:
+        ModelExportError: of the kind ``error``: it cannot be read, is no regular file, or is larger.
+    """
+    label = label or os.fspath(path)
+    with open_regular(path, largest=largest, label=label, error=error) as file:
+        content = bytearray()
+        try:
+            while piece := file.read(_CHUNK):
+                content += piece
+                if len(content) > largest:  # it grew, or is one whose size the system does not tell
+                    raise error(_too_large(label, len(content), largest))
+        except OSError as reason:
+            raise error(f"{label}: cannot be read: {_reason(reason)}") from reason
+    return bytes(content)
+
+
+def read_json(path: Path, *, largest: int = LARGEST_JSON) -> dict[str, Any]:
+    """The JSON object in a regular file of at most ``largest`` bytes.
+
+    Raises:
+        CheckpointError: it cannot be read, is larger, is not JSON, or holds something else than an object.
+    """
+    content = read_small(path, largest=largest)
+    try:
+        parsed = json.loads(content.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: is not valid JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise CheckpointError(f"{path}: must hold a JSON object, holds a {type(parsed).__name__}")
+    return parsed
+
+
+def file_sha256(path: Path) -> str:
+    """The SHA-256 of a regular file of any size, in hexadecimal.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    digest = hashlib.sha256()
+    with open_regular(path) as file:
+        try:
+            while piece := file.read(_CHUNK):
+                digest.update(piece)
+        except OSError as reason:
+            raise CheckpointError(f"{path}: cannot be read: {_reason(reason)}") from reason
+    return digest.hexdigest()
+
+
+# ------------------------------------------------------------------ writing
+
+
+def check_place(
+    path: str | os.PathLike[str], *, label: str | None = None, error: type[ModelExportError] = UsageError
+) -> None:
+    """Refuse a path that :func:`write_small` could not write to, before what is to be written is worked out.
+
+    Raises:
+        ModelExportError: of the kind ``error``.
+    """
+    _place(path, label or os.fspath(path), error)
+
+
+def write_small(
+    path: str | os.PathLike[str],
+    content: bytes,
+    *,
+    label: str | None = None,
+    error: type[ModelExportError] = UsageError,
+) -> None:
+    """Write a file whole: at any time it has its old content or the new one, and keeps its permissions.
+
+    A link is followed: the file that it leads to is replaced. A named pipe (that somebody reads) and a character
+    device are written into.
+
+    Args:
+        label: what an error calls the file, such as ``--html PATH``; its path where None.
+        error: the kind of error.
+
+    Raises:
+        ModelExportError: of the kind ``error``: a directory, a socket, a block device, a pipe without a reader; no
+            room, or no right to write there. Nothing is left behind.
+    """
+    label = label or os.fspath(path)
+    status = _place(path, label, error)
+    try:
+        if status is None or stat.S_ISREG(status.st_mode):
+            _replace(Path(os.path.realpath(path)), content, None if status is None else stat.S_IMODE(status.st_mode))
+        else:
+            _write_into(path, content)
+    except OSError as reason:
+        if reason.errno == errno.ENXIO and status is not None and stat.S_ISFIFO(status.st_mode):
+            raise error(f"{label}: is a named pipe that no process reads; start its reader first") from reason
+        raise error(f"{label}: cannot be written: {_reason(reason)}") from reason
+
+
+def _place(path: str | os.PathLike[str], label: str, error: type[ModelExportError]) -> os.stat_result | None:
+    """What is where a file is to be written; None where there is nothing yet."""
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        status = None
+    except (OSError, ValueError) as reason:
+        raise error(f"{label}: cannot be written: {_reason(reason)}") from reason
+    if status is None:
+        parent = Path(os.path.realpath(path)).parent
+        if not parent.is_dir():
+            raise error(f"{label}: there is no directory {parent}; make it first")
+    elif stat.S_ISDIR(status.st_mode):
+        raise error(f"{label}: is a directory; name a file in it")
+    elif not (stat.S_ISREG(status.st_mode) or stat.S_ISFIFO(status.st_mode) or stat.S_ISCHR(status.st_mode)):
+        raise error(f"{label}: {_described(path, status)}, which no file is written to; name a file")
+    return status
+
+
+def _replace(path: Path, content: bytes, mode: int | None) -> None:
+    temporary = path.with_name(f".modelexport-{secrets.token_hex(8)}")  # without path's name, which may be a long one
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        with os.fdopen(fd, "wb") as file:
+            file.write(content)
+            file.flush()
+            if mode is not None:
+                os.fchmod(fd, mode)
+            os.fsync(fd)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _write_into(path: str | os.PathLike[str], content: bytes) -> None:
+    # Without O_NONBLOCK, opening a pipe waits for a reader, perhaps for ever.
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
+    with os.fdopen(fd, "wb") as file:
+        os.set_blocking(fd, True)
+        file.write(content)
+
+
+def _described(path: str | os.PathLike[str], status: os.stat_result) -> str:
+    """``is a link to /dev/zero, a character device``"""
+    kind = next((name for is_kind, name in _KINDS if is_kind(status.st_mode)), "something else")
+    return f"is a link to {os.path.realpath(path)}, {kind}" if os.path.islink(path) else f"is {kind}"
+
+
+def _too_large(label: str, size: int, largest: int) -> str:
+    return f"{label}: {size:,} bytes, at most {largest:,} are read: it is no such file, or is damaged"
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
