@@ -1,13 +1,20 @@
-"""Runs cases and counts what came of them. A case is a seed and a number, which decide everything about it."""
+"""Runs cases and counts what came of them. A case is a seed and a number, which decide everything about it.
+
+To see cases again, or to look for new ones: ``python -m tests.fuzz._campaign SEED FIRST LAST``.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import re
+import resource
 import signal
+import sys
+import tempfile
 import time
 import traceback
 import unicodedata
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -15,7 +22,7 @@ from pathlib import Path
 from random import Random
 
 from modelexport.errors import ModelExportError, RankFailedError
-from tests.fuzz._operations import Seed, damaged, quiet
+from tests.fuzz._operations import Operation, Seed, damaged, make_operations, quiet, undamaged
 
 SLOW = 2.0
 """Seconds that a case may take."""
@@ -51,6 +58,12 @@ class Campaign:
         self.counts += other.counts
         self.examples = {**other.examples, **self.examples}
 
+    def forget(self, *kinds: str) -> None:
+        """Count none of these."""
+        for kind in kinds:
+            self.counts.pop(kind, None)
+            self.examples.pop(kind, None)
+
     def note(self, kind: str, example: str) -> None:
         """Count a fault."""
         self.counts[kind] += 1
@@ -65,41 +78,57 @@ class EndlessError(BaseException):
     """A case was ended because it took too long; no handler of errors takes it for one."""
 
 
-def run_cases(seeds: list[Seed], root: Path, seed: int, numbers: Iterable[int]) -> Campaign:
-    """Run cases one after the other.
+def run_cases(root: Path, seed: int, numbers: Iterable[int], memory: int | None = None) -> Campaign:
+    """Make the seeds, do everything once with each, and run cases one after the other.
 
     Args:
-        root: an empty directory for the damaged copies.
+        root: an empty directory.
         seed: of the random generator, with the case's number.
+        memory: bytes that this process may take beyond what it has then, so that asking for more is an error.
     """
-    campaign = Campaign()
-    for number in numbers:
-        run_case(campaign, seeds, root, seed, number)
+    campaign, place = Campaign(), root / "cases"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        seeds = make_operations(root)
+        place.mkdir()
+        for sound in seeds:  # what is imported on first use is not counted as a case's time
+            for name, operation in sound.operations.items():
+                with undamaged(sound, place / "sound") as directory:
+                    _observe(campaign, operation, sound, directory, Random(0), f"{name} of the sound {sound.name}")
+        campaign.forget("done", "refused", "slow", "large")
+        if memory is not None:
+            resource.setrlimit(resource.RLIMIT_AS, (_status("VmSize") + memory,) * 2)
+        for number in numbers:
+            rng = Random(f"{seed}/{number}")
+            chosen = rng.choice(seeds)
+            name, operation = rng.choice(list(chosen.operations.items()))
+            with damaged(chosen, place / str(number), rng) as directory:
+                label = f"seed {seed}, case {number} ({name} of {chosen.name})"
+                _observe(campaign, operation, chosen, directory, rng, label)
     return campaign
 
 
-def run_case(campaign: Campaign, seeds: list[Seed], root: Path, seed: int, number: int) -> None:
-    """Damage a file, do one thing with it, and note what came of it."""
-    rng = Random(f"{seed}/{number}")
-    chosen = rng.choice(seeds)
-    name, operation = rng.choice(list(chosen.operations.items()))
-    label = f"seed {seed}, case {number} ({name} of {chosen.name})"
-    with damaged(chosen, root / str(number), rng) as directory:
-        before, began = _memory(), time.perf_counter()
-        try:
-            with quiet(), _limited():
-                operation(directory, chosen, rng)
-            campaign.counts["done"] += 1
-        except ModelExportError as error:
-            campaign.counts["refused"] += 1
-            _check_message(campaign, error, label)
-        except EndlessError:
-            pass  # counted below, by its time
-        except Exception as error:
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            what = f"{type(error).__name__} at {Path(place.filename).name}:{place.lineno}"
-            campaign.note(f"exception: {what}", f"{label}: {str(error)[:200]!r}")
-        seconds, grown = time.perf_counter() - began, _memory(peak=True) - before
+def _observe(campaign: Campaign, operation: Operation, seed: Seed, directory: Path, rng: Random, label: str) -> None:
+    """Do one thing with a directory, and note what came of it."""
+    with contextlib.suppress(OSError):  # where there is no such file, the peak is that of the whole campaign
+        _CLEAR.write_text("5")
+    before, began = _status("VmRSS"), time.perf_counter()
+    try:
+        with quiet() as printed, _limited():
+            operation(directory, seed, rng)
+        campaign.counts["done"] += 1
+        printed.seek(0)
+        _check_output(campaign, printed.read(), label)
+    except ModelExportError as error:
+        campaign.counts["refused"] += 1
+        _check_message(campaign, error, label)
+    except EndlessError:
+        pass  # counted below, by its time
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"{type(error).__name__} at {Path(place.filename).name}:{place.lineno}"
+        campaign.note(f"exception: {what}", f"{label}: {str(error)[:200]!r}")
+    seconds, grown = time.perf_counter() - began, _status("VmHWM") - before
     if seconds > SLOW:
         campaign.note("slow", f"{label}: {seconds:.1f} s")
     if grown > LARGE:
@@ -114,8 +143,19 @@ def _check_message(campaign: Campaign, error: ModelExportError, label: str) -> N
         campaign.note(f"exception in a rank: {last}", f"{label}: {error.summary!r}")
     elif len(text) > LONG:
         campaign.note(f"long message: {_shape(text)}", f"{label}: {len(text):,} characters, {text[:300]!r}")
-    elif any(unicodedata.category(each) in ("Cc", "Cf", "Cs", "Zl", "Zp") for each in text.replace(_LIST, "")):
+    elif _is_unprintable(text.replace(_LIST, "")):
         campaign.note(f"unprintable message: {_shape(text)}", f"{label}: {text[:300]!r}")
+
+
+def _check_output(campaign: Campaign, text: str, label: str) -> None:
+    """Lines of printable characters."""
+    wrong = next(filter(_is_unprintable, text.split("\n")), None)
+    if wrong is not None:
+        campaign.note("unprintable output", f"{label}: {wrong[:300]!r}")
+
+
+def _is_unprintable(text: str) -> bool:
+    return any(unicodedata.category(each) in ("Cc", "Cf", "Cs", "Zl", "Zp") for each in text)
 
 
 def _shape(text: str) -> str:
@@ -139,10 +179,17 @@ def _limited() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _memory(*, peak: bool = False) -> int:
-    """Bytes of this process; those now, or the most since that was asked for."""
-    if not peak:
-        with contextlib.suppress(OSError):  # where there is no such file, the peak is that of the whole campaign
-            _CLEAR.write_text("5")
-    wanted = "VmHWM" if peak else "VmRSS"
-    return next(int(line.split()[1]) << 10 for line in _STATUS.read_text().splitlines() if line.startswith(wanted))
+def _status(key: str) -> int:
+    """Bytes that the system counts for this process: ``VmRSS`` now, ``VmHWM`` at most, ``VmSize`` of addresses."""
+    return next(int(line.split()[1]) << 10 for line in _STATUS.read_text().splitlines() if line.startswith(key))
+
+
+def main(arguments: list[str]) -> None:
+    """Run the cases ``FIRST`` to ``LAST`` of a ``SEED`` and print what came of them."""
+    seed, first, last = map(int, arguments)
+    with tempfile.TemporaryDirectory() as root:
+        print(run_cases(Path(root), seed, range(first, last + 1), memory=4 << 30))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -28,7 +28,8 @@ from modelexport.recipe import ExportRecipe
 from modelexport.reshard_recipe import ReshardRecipe
 from modelexport.resharder import reshard
 from modelexport.summary import reshard_summary, summary
-from tests.fuzz._mutations import Mutation, mutate
+from modelexport.terminal import show
+from tests.fuzz._mutations import mutate
 from tests.fuzz._seeds import RECIPE, RESUMED, VOCABULARY, interrupted_export, make_seeds
 
 _QUANTS = ("none", "keep", "keep", "int8", "int4", "fp8-block", "nvfp4", "mxfp4-wo", "int8-wo")
@@ -56,27 +57,24 @@ Operation = Callable[[Path, Seed, random.Random], None]
 
 
 @contextlib.contextmanager
-def damaged(seed: Seed, place: Path, rng: random.Random) -> Iterator[Path]:
-    """A copy of a seed with one damaged file, as long as it is needed; what is sound is linked."""
-    spoilt = rng.choice(seed.files)
-    place.mkdir()
+def undamaged(seed: Seed, place: Path) -> Iterator[Path]:
+    """A copy of a seed's directory, as long as it is needed; files are linked."""
+    shutil.copytree(seed.directory, place, copy_function=os.link)
     try:
-        for path in seed.directory.rglob("*"):
-            target = place / path.relative_to(seed.directory)
-            if path.is_dir():
-                target.mkdir()
-            elif str(path.relative_to(seed.directory)) != spoilt:
-                os.link(path, target)
-        found = mutation_of(spoilt)(seed.directory.joinpath(spoilt).read_bytes(), rng)
-        (place / spoilt).write_bytes(found)
         yield place
     finally:
         shutil.rmtree(place)
 
 
-def mutation_of(name: str) -> Mutation:
-    """How a file of that name is damaged."""
-    return lambda content, rng: mutate(Path(name).name, content, rng)
+@contextlib.contextmanager
+def damaged(seed: Seed, place: Path, rng: random.Random) -> Iterator[Path]:
+    """A copy in which one file is damaged."""
+    with undamaged(seed, place):
+        spoilt = place / rng.choice(seed.files)
+        content = mutate(spoilt.name, spoilt.read_bytes(), rng)
+        spoilt.unlink()  # the seed's own file stays as it is
+        spoilt.write_bytes(content)
+        yield place
 
 
 def make_operations(root: Path) -> list[Seed]:
@@ -123,7 +121,7 @@ def _export(directory: Path, seed: Seed, rng: random.Random) -> None:
         export_target(prepare(ExportRecipe.from_mapping({**settings, "out": str(directory.parent / "out")})))
         return
     result = export(dry_run=True, **settings)
-    print(summary(result))
+    show(summary(result))
     json.dumps(result.as_json())
 
 
@@ -140,7 +138,7 @@ def _diff(directory: Path, seed: Seed, rng: random.Random) -> None:
 def _reshard(directory: Path, seed: Seed, rng: random.Random) -> None:
     grid = {"tp": rng.choice((1, 2)), "pp": 1, "format": rng.choice(_CONTAINERS)}
     result = reshard(checkpoint=str(directory), dry_run=True, **grid)
-    print(reshard_summary(result))
+    show(reshard_summary(result))
     json.dumps(result.as_json())
 
 
@@ -148,7 +146,7 @@ def _report(directory: Path, seed: Seed, rng: random.Random) -> None:
     if rng.random() < 0.5:
         print_report(directory, None, None, as_json=rng.random() < 0.5)
     else:
-        print(render(gather(directory)))
+        render(gather(directory))
 
 
 def _record(directory: Path, seed: Seed, rng: random.Random) -> None:
@@ -206,8 +204,8 @@ def _resume(directory: Path, seed: Seed, rng: random.Random) -> None:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """What is printed goes to a strict UTF-8 stream that nobody reads."""
-    out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+def quiet() -> Iterator[io.TextIOWrapper]:
+    """What takes up what is printed on stdout, in strict UTF-8."""
+    out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
-        yield
+        yield out
