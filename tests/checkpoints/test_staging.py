@@ -183,6 +183,18 @@ def test_a_journal_cut_anywhere(out: Path) -> None:
             assert path.read_bytes().endswith(b'"layer 9","record":{}}\n')
 
 
+def test_a_journal_spoilt_anywhere(out: Path) -> None:
+    """Whichever byte of it changes, what is in the damaged line and behind it is done again."""
+    interrupt(out, "layer 0", "layer 1")
+    path = staging_directory(out) / "journal.jsonl"
+    whole = path.read_bytes()
+    for at in range(whole.index(b"\n") + 1, len(whole)):
+        path.write_bytes(whole[:at] + bytes((whole[at] ^ 1,)) + whole[at + 1 :])
+        with Staging.open(out, RECIPE) as stage:
+            assert list(stage.done) == ["layer 0"][: whole[:at].count(b"\n") - 1]
+            stage.record("layer 9", {})  # what has no step is tidied away
+
+
 def test_after_another_boot_the_steps_do_not_count(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupt(out, "layer 0")
     monkeypatch.setattr(journal, "_boot", lambda: "another")
