@@ -104,6 +104,8 @@ def _small_files(root: Path) -> list[Seed]:
     home = interrupted_export(source, root / "cut" / "off")
     seeds.append(Seed("journal.jsonl", home, ("journal.jsonl",) * 3, {"resume": _resume, "journal": _read_journal}))
     seeds.append(Seed("README.md", source, ("README.md",), {"card": _read_card}))
+    tokenizer = ("tokenizer.json", "tokenizer_config.json")
+    seeds.append(Seed("tokenizer", source, tokenizer, {"tokenise": _tokenise, "gguf": _plan_gguf}))
     return seeds
 
 
@@ -175,6 +177,14 @@ def _read_recipe(directory: Path, seed: Seed, rng: random.Random) -> None:
 def _read_text(directory: Path, seed: Seed, rng: random.Random) -> None:
     tokenizer = seed.directory.parent / "seeds" / "source"
     token_batches_from(directory / "text.jsonl", tokenizer, vocabulary=VOCABULARY, samples=2, length=8)
+
+
+def _tokenise(directory: Path, seed: Seed, rng: random.Random) -> None:
+    token_batches_from(None, directory, vocabulary=VOCABULARY, samples=1, length=8)
+
+
+def _plan_gguf(directory: Path, seed: Seed, rng: random.Random) -> None:
+    export(model=str(directory), dry_run=True, quant="none", format="gguf", quiet=True)
 
 
 def _read_card(directory: Path, seed: Seed, rng: random.Random) -> None:
