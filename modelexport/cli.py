@@ -21,7 +21,7 @@ from modelexport.errors import HubError, ModelExportError, RankFailedError, Usag
 from modelexport.recipe import ExportRecipe
 from modelexport.reshard_recipe import ReshardRecipe
 from modelexport.settings import parse_assignments
-from modelexport.startup import exempt_everything
+from modelexport.startup import exempt_everything, interrupt_no_import
 from modelexport.terminal import flush, note, open_standard_streams, show
 
 __all__ = ["COMMANDS", "export_parser", "main", "parser_of", "run"]
@@ -74,6 +74,7 @@ def _is_ours_to_say(error: ModelExportError) -> bool:
 def run() -> NoReturn:
     """Entry point of the program: :func:`main`, and a quick end."""
     open_standard_streams()
+    interrupt_no_import()
     try:
         status = main()
     except Exception:  # a defect of ours

@@ -17,6 +17,8 @@ _SHOWN = 200
 """Characters of a value that a message quotes."""
 _LONGEST, _ENDING = 1500, 400
 """Characters of a message, and those of them that its end gets, where it says what to type."""
+_OMISSION = 40
+"""Characters that say how many were left out."""
 _LISTED = 6
 """Lines of a list of problems."""
 _NEAREST, _FEW = 3, 24
@@ -39,13 +41,19 @@ _SHORT = _Short()
 
 
 class ModelExportError(Exception):
-    """Base of every error raised on purpose. ``exit_status`` is what the command line returns for it.
+    """Base of every error raised on purpose.
 
     Its text has no control character but the newline, and is cut where it is longer than a screen: what is quoted
     in it may come from any file.
+
+    Attributes:
+        exit_status: what the command line returns for it.
+        final: whether the same command must fail again as long as its files are what they are, so that nothing of an
+            unfinished run is worth keeping.
     """
 
     exit_status = 1
+    final = False
 
     def __str__(self) -> str:
         return _bounded(super().__str__())
@@ -59,6 +67,12 @@ class UsageError(ModelExportError, ValueError):
 
 class CheckpointError(ModelExportError, ValueError):
     """A checkpoint's files are missing, damaged, inconsistent, or hold values that cannot be exported."""
+
+
+class ValuesError(CheckpointError):
+    """A checkpoint holds values that cannot be exported: NaN, Inf, or what leads to them."""
+
+    final = True
 
 
 class PlanError(ModelExportError, ValueError):
@@ -92,16 +106,25 @@ class RankFailedError(ModelExportError, RuntimeError):
         summary: one line, the rank's own error.
         rank_traceback: the rank's formatted traceback, or ``""`` where it left none (a signal).
         user_error: whether the rank's error was itself a :class:`ModelExportError`, which needs no traceback.
+        final: the rank's error's own.
     """
 
     def __init__(
-        self, rank: int, phase: str, summary: str, rank_traceback: str = "", *, user_error: bool = False
+        self,
+        rank: int,
+        phase: str,
+        summary: str,
+        rank_traceback: str = "",
+        *,
+        user_error: bool = False,
+        final: bool = False,
     ) -> None:
         self.rank = rank
         self.phase = phase
         self.summary = summary
         self.rank_traceback = rank_traceback
         self.user_error = user_error
+        self.final = final
         super().__init__(summary)
 
     def __str__(self) -> str:
@@ -177,4 +200,5 @@ def _bounded(text: str) -> str:
 def _without_middle(text: str, longest: int, ending: int) -> str:
     if len(text) <= longest:
         return text
-    return f"{text[: longest - ending]} ... ({len(text) - longest:,} characters) ... {text[-ending:]}"
+    beginning = longest - ending - _OMISSION
+    return f"{text[:beginning]} ... ({len(text) - beginning - ending:,} characters) ... {text[-ending:]}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from modelexport.contents.opening import open_model
 from modelexport.distributed.launch import phase
 from modelexport.errors import CheckpointError
 from modelexport.export_plan import ExportPlan, full_name
-from modelexport.inspection.audit import Item, Piece, run_audit, share
+from modelexport.inspection.audit import Item, Piece, run_audit
 
 
 def audit(
@@ -75,6 +75,24 @@ def plan_items(plan: ExportPlan, written: Checkpoint, changed: Collection[str] =
                 plan.method,
             )
     yield from modules.values()
+
+
+def share(items: Iterable[Item], rank: int, world: int) -> list[Item]:
+    """This rank's items: the largest first, each to the rank with the least to do so far."""
+
+    def cost(item: Item) -> int:
+        # A byte that was written is hashed twice, which takes three times as long as to compare one of the source.
+        written = sum(info.nbytes for info in item.tensors.values())
+        return 3 * written + (item.source.nbytes if item.source else 0)
+
+    loads = [0] * world
+    mine = []
+    for item in sorted(items, key=lambda item: (-cost(item), item.name)):
+        chosen = loads.index(min(loads))
+        loads[chosen] += cost(item)
+        if chosen == rank:
+            mine.append(item)
+    return mine
 
 
 def _finite(value: float | None) -> float | None:

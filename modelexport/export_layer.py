@@ -13,7 +13,7 @@ from torch import Tensor
 
 from modelexport.checkpoints.safetensors_file import torch_dtype
 from modelexport.distributed.launch import phase
-from modelexport.errors import CheckpointError
+from modelexport.errors import ValuesError
 from modelexport.export_folds import apply_fold, folds_of_layer
 from modelexport.export_plan import Step, full_name
 from modelexport.export_recut import from_rows, to_rows
@@ -166,8 +166,8 @@ class CalibratedLayer:
                 held = self.filled.tensors.items()
                 broken = next((each for each, x in held if not bool(torch.isfinite(x).all())), None)
                 if broken is not None:
-                    raise CheckpointError(f"{broken} holds NaN or Inf: check the model")
-                raise CheckpointError(
+                    raise ValuesError(f"{broken} holds NaN or Inf: check the model")
+                raise ValuesError(
                     f"the inputs of {name} are not finite on the calibration text: there is NaN or Inf in a weight "
                     "before it, or it overflows; check the model, or choose --algorithm rtn with --quant fp8 or int8"
                 )

@@ -269,7 +269,7 @@ class RankExport:
                 found = decoding.recode(linear.method, self.method, linear.number_format, stored, task.full_shape)
                 found = {out.name: decoding.as_dtype(found[out.name], torch_dtype(out.dtype)) for out in task.outputs}
         except CheckpointError as error:  # of one among hundreds
-            raise CheckpointError(f"{task.info.name.removesuffix('.weight')}: {error}") from error
+            raise type(error)(f"{task.info.name.removesuffix('.weight')}: {error}") from error
         return {name: in_shared_memory(t) for name, t in found.items()} if self.way.wants_shared(task) else found
 
     def cache_scale(self, step: Step, task: TensorTask) -> dict[str, Tensor]:

@@ -66,6 +66,7 @@ def export_target(prepared: Prepared) -> Target:
         source=prepared.checkpoint,
         target=replace(prepared.target, side_files={**prepared.target.side_files, **beside}),
         fingerprint=_fingerprint(prepared),
+        inputs=inputs_of(prepared.checkpoint, recipe.config, recipe.calib if _is_calibrated(prepared) else None),
         config=source_config(
             prepared.checkpoint, recipe.config, None if announced is None else announced.config, replaced=True
         ),
@@ -158,6 +159,12 @@ def source_config(
     return config_bytes(content, quantization, replace=replaced)
 
 
+def inputs_of(checkpoint: Checkpoint, config: str | None, text: str | None = None) -> list[Path]:
+    """The files that a target is made from: weights, config.json, and the text that a model is calibrated on."""
+    own = checkpoint.directory / "config.json" if config is None else config_path(config)
+    return [path for path in (*checkpoint.files, own, file_of(text)) if path is not None]
+
+
 def files_digest(config: dict[str, Any] | None, files: Iterable[Path]) -> str:
     """A digest of a config and of the names, sizes and times of files: equal as long as nobody touched them."""
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
@@ -188,7 +195,7 @@ def _fingerprint(prepared: Prepared) -> dict[str, Any]:
 def _calibration(prepared: Prepared) -> dict[str, Any] | None:
     """What calibration depends on, beside the model; None where there is none."""
     recipe = prepared.recipe
-    if not prepared.plan.needs_ranges and not prepared.plan.calibrated:
+    if not _is_calibrated(prepared):
         return None
     file = file_of(recipe.calib)
     return {
@@ -201,3 +208,7 @@ def _calibration(prepared: Prepared) -> dict[str, Any] | None:
         "experts": recipe.calib_experts,
         **recipe.algorithm_settings,
     }
+
+
+def _is_calibrated(prepared: Prepared) -> bool:
+    return bool(prepared.plan.needs_ranges or prepared.plan.calibrated)

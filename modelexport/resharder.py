@@ -29,7 +29,7 @@ from modelexport.distributed.launch import MultiprocessConfig
 from modelexport.errors import UsageError
 from modelexport.export_hosts import agree, is_spread, reshard_config, run_as_rank
 from modelexport.export_record import target_of
-from modelexport.export_target import cards, files_digest, source_config
+from modelexport.export_target import cards, files_digest, inputs_of, source_config
 from modelexport.inspection.model_card import model_card
 from modelexport.inspection.record_reading import read_record
 from modelexport.inspection.record_rows import linears_of
@@ -244,6 +244,7 @@ def _target(prepared: Prepared) -> Target:
         checkpoint,
         prepared.target,
         fingerprint,
+        inputs_of(checkpoint, recipe.config),
         config,
         record,
         stale=stale,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from modelexport.checkpoints.safetensors_file import INDEX_NAME, Checkpoint
 from modelexport.checkpoints.staging import Staging
 from modelexport.contents import formats
 from modelexport.contents.targets import TargetPlan
-from modelexport.errors import CheckpointError
+from modelexport.errors import CheckpointError, ModelExportError
 from modelexport.small_files import write_small
 from modelexport.terminal import note
 
@@ -27,6 +27,7 @@ class TargetFiles:
     Attributes:
         source: the checkpoint that the weights come from; its tokenizer and the like come along.
         fingerprint: what must be equal for an interrupted run to be resumed.
+        inputs: the files that the weights are made from.
         config: the content of config.json, where the format has no other.
         stale: names of files beside the source's weights that do not come along: what they say no longer holds.
         record: makes modelexport.json of what came along, every file beside the weights (name -> path) and the first
@@ -38,6 +39,7 @@ class TargetFiles:
     source: Checkpoint
     target: TargetPlan
     fingerprint: Mapping[str, Any]
+    inputs: Sequence[Path]
     config: bytes
     record: MakeRecord
     stale: frozenset[str] = frozenset()
@@ -63,9 +65,11 @@ class Target:
             UsageError: the target exists, or another export is in its place.
         """
         files = self._files
-        self._staging = Staging.open(Path(self._out), files.fingerprint, overwrite=self._overwrite)
+        self._staging = Staging.open(Path(self._out), files.fingerprint, inputs=files.inputs, overwrite=self._overwrite)
         if self._staging.restarted and not self._quiet:
             note("the machine has restarted since an export here was cut off: it begins anew")
+        if self._staging.lost and not self._quiet:
+            note(f"another export here is dropped, which cannot be finished: {self._staging.lost}")
         payload = self._staging.directory
         not_the_models = {*formats.get(files.source.format).SIDE_FILES, *files.stale}
         weights = set(files.source.files)
@@ -113,6 +117,6 @@ class Target:
     def __enter__(self) -> Target:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._staging is not None:
-            self._staging.close()
+            self._staging.close(ended=str(error) if isinstance(error, ModelExportError) and error.final else "")

@@ -5,6 +5,9 @@ disk has spoilt, is dropped when the journal is next opened, with everything aft
 is simply done again. Lines are not fsynced: what a dead
 process has written survives it. A machine that dies may keep the journal and lose the data, so the journal
 names the boot it belongs to, and after another boot its steps do not count.
+
+A run that was cut off holds the place until it is finished or given up, unless it can never be finished: see
+:func:`_why_lost`.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,38 +41,54 @@ class Journal:
         resumed: whether an earlier run of the same export left it.
         restarted: whether an earlier run of the same export left it, but before this machine was last booted, so
             that its steps do not count.
+        lost: why an earlier run of another export, which left it, can never be finished; "" where there was none.
     """
 
     def __init__(
-        self, path: Path, fd: int, done: dict[str, dict[str, Any]], *, resumed: bool, restarted: bool = False
+        self,
+        path: Path,
+        fd: int,
+        done: dict[str, dict[str, Any]],
+        *,
+        resumed: bool,
+        restarted: bool = False,
+        lost: str = "",
     ) -> None:
         self.path = path
         self.done = done
         self.resumed = resumed
         self.restarted = restarted
+        self.lost = lost
         self._fd = fd
 
     @classmethod
-    def open(cls, path: Path, fingerprint: Mapping[str, Any]) -> Journal:
+    def open(cls, path: Path, fingerprint: Mapping[str, Any], inputs: Iterable[Path] = ()) -> Journal:
         """Go on with the journal at ``path``, if it is of this fingerprint and boot, or begin it anew.
 
+        Args:
+            inputs: the files that the bytes to be written are made from.
+
         Raises:
-            OtherExport: it has finished steps of another fingerprint; it is left as it was.
+            OtherExport: it has finished steps of another fingerprint, and can still be finished; it is left as it was.
             OSError: it cannot be read or written.
         """
         wanted = json.loads(json.dumps(fingerprint))
         lines, good = _read(path)
         head = lines[0] if lines and lines[0].get("modelexport") == VERSION else None
         same = head is not None and head.get("fingerprint") == wanted
+        lost = ""
         if head is not None and not same and _steps(lines):
-            raise OtherExport(differences(head.get("fingerprint") or {}, wanted))
+            lost = _why_lost(lines)
+            if not lost:
+                raise OtherExport(differences(head.get("fingerprint") or {}, wanted))
         if head is not None and same and head.get("boot") == _boot():
             os.truncate(path, good)
             return cls(path, os.open(path, _APPEND), _steps(lines), resumed=True)
         fd = os.open(path, _APPEND | os.O_CREAT | os.O_TRUNC, 0o666)
-        journal = cls(path, fd, {}, resumed=False, restarted=same)
+        journal = cls(path, fd, {}, resumed=False, restarted=same, lost=lost)
+        states = {str(each): _state(each) for each in inputs}
         try:
-            journal._append({"modelexport": VERSION, "fingerprint": wanted, "boot": _boot()})
+            journal._append({"modelexport": VERSION, "fingerprint": wanted, "boot": _boot(), "inputs": states})
         except OSError:
             journal.close()
             raise
@@ -108,6 +127,14 @@ class Journal:
         """
         self._append({"publishing": directory.stat().st_ino})
         os.fsync(self._fd)
+
+    def ended(self, reason: str) -> None:
+        """Note that the run came to an end by itself, and would again.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._append({"ended": reason})
 
     def has_steps(self) -> bool:
         """Whether the file holds finished steps, whoever wrote them."""
@@ -182,6 +209,35 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 def _steps(lines: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {entry["step"]: entry["record"] for entry in lines if "step" in entry and "record" in entry}
+
+
+def _why_lost(lines: list[dict[str, Any]]) -> str:
+    """Why no command can finish the run that wrote these lines; "" where one may.
+
+    It ended by itself with an error that its files lead to; or one of these files is another one by now, or gone from
+    a directory that has others (an empty one may be where a disk is mounted). Files are compared within one boot
+    alone: another machine may have others by these names.
+    """
+    if "ended" in lines[-1]:
+        return f"it failed, and would again: {lines[-1]['ended']}"
+    inputs = lines[0].get("inputs")
+    if lines[0].get("boot") == _boot() and isinstance(inputs, dict):
+        for name, state in inputs.items():
+            found = _state(Path(name))
+            if found is None and state is not None and any(Path(name).parent.glob("*")):
+                return f"{name} is no longer there"
+            if found is not None and found != state:
+                return f"{name} has changed since"
+    return ""
+
+
+def _state(path: Path) -> list[int] | None:
+    """What changes with a file's content; None where there is no such file."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return [status.st_size, status.st_mtime_ns]
 
 
 def _boot() -> str:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,16 +63,30 @@ class Staging:
         disk, so the export starts from the beginning."""
         return self._journal.restarted
 
+    @property
+    def lost(self) -> str:
+        """Why what an earlier export had left here was dropped: it could never have been finished. "" if none was."""
+        return self._journal.lost
+
     @classmethod
-    def open(cls, out: str | os.PathLike[str], fingerprint: Mapping[str, Any], *, overwrite: bool = False) -> Staging:
+    def open(
+        cls,
+        out: str | os.PathLike[str],
+        fingerprint: Mapping[str, Any],
+        *,
+        inputs: Iterable[Path] = (),
+        overwrite: bool = False,
+    ) -> Staging:
         """Begin an export to ``out``, or take up the one that was interrupted there.
 
-        Finished steps of another fingerprint are never thrown away for the user, not even with ``overwrite``
-        (which is about a finished target): the error says what differs and what to remove.
+        Finished steps of another fingerprint that can still be taken up are never thrown away for the user, not even
+        with ``overwrite`` (which is about a finished target): the error says what differs and what to remove.
 
         Args:
             out: the target directory. Missing parents are made.
             fingerprint: JSON-able; everything that decides the bytes to be written.
+            inputs: the files that the bytes are made from: once one of them is another, a run can no longer be
+                taken up.
             overwrite: replace ``out``, if it is there, once the new checkpoint is complete.
 
         Raises:
@@ -93,7 +108,7 @@ class Staging:
                 f"--out {target}: {home} cannot be made: {error.strerror or error}; choose another --out"
             ) from error
         try:
-            journal = _take_up(target, home, fingerprint, overwrite)
+            journal = _take_up(target, home, fingerprint, inputs, overwrite)
         except BaseException:
             if not os.path.lexists(home / "journal.jsonl"):
                 locks.remove(home)
@@ -152,13 +167,20 @@ class Staging:
         self._published = True
         self.close()
 
-    def close(self) -> None:
-        """Let go. Finished steps stay, to be resumed; where there are none, nothing stays."""
+    def close(self, *, ended: str = "") -> None:
+        """Let go. Finished steps stay, to be resumed; where there are none, nothing stays.
+
+        Args:
+            ended: why the same export would fail again: then they do not stay either.
+        """
         if not self._fds:
             return
         if self._owner:
-            unstarted = not self._journal.has_steps() and locks.ranks_gone(self._home)
-            if self._published or unstarted:
+            if ended:
+                with suppress(OSError):  # a full disk: then it stays as any other that was cut off
+                    self._journal.ended(ended)
+            useless = (bool(ended) or not self._journal.has_steps()) and locks.ranks_gone(self._home)
+            if self._published or useless:
                 _empty(self._home)
                 locks.remove(self._home)
         self._journal.close()
@@ -197,7 +219,9 @@ def staging_directory(out: Path) -> Path:
     return out.parent / f".{out.name}.modelexport"
 
 
-def _take_up(target: Path, home: Path, fingerprint: Mapping[str, Any], overwrite: bool) -> Journal:
+def _take_up(
+    target: Path, home: Path, fingerprint: Mapping[str, Any], inputs: Iterable[Path], overwrite: bool
+) -> Journal:
     """With both locks held: clear what a finished export left, check the target, open the journal."""
     try:
         journal_path = home / "journal.jsonl"
@@ -209,7 +233,7 @@ def _take_up(target: Path, home: Path, fingerprint: Mapping[str, Any], overwrite
         # Without its files a journal means nothing.
         if not (home / "ckpt").is_dir():
             journal_path.unlink(missing_ok=True)
-        journal = Journal.open(journal_path, fingerprint)
+        journal = Journal.open(journal_path, fingerprint, inputs)
         if not journal.resumed:
             _remove_tree(home / "ckpt")
             _remove_tree(home / "beside")

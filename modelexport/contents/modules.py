@@ -78,7 +78,8 @@ class StoredModule:
 class Architecture:
     """What is known of the model: its family and dimensions, or ``reason`` why not.
 
-    ``kinds`` and ``shapes`` are of its modules, by their path within a layer: what they are, and their weights'.
+    ``kinds``, ``shapes`` and ``fused`` are of its modules, by their path within a layer: what they are, their
+    weights', and what engines fuse them into.
     """
 
     family: Family | None = None
@@ -86,6 +87,7 @@ class Architecture:
     reason: str = ""
     kinds: Mapping[str, str] = field(default_factory=dict)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    fused: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_architecture(config: Mapping[str, Any] | None) -> Architecture:
@@ -100,7 +102,9 @@ def read_architecture(config: Mapping[str, Any] | None) -> Architecture:
     modules = (*family.before, *family.layer, *family.after)
     own = {m.general_path: m for m in reversed(modules)}  # of those that share a path, the first is the weight
     kinds = {path: m.kind for path, m in own.items()}
-    return Architecture(family, dimensions, "", kinds, {path: dimensions.weight_shape(m) for path, m in own.items()})
+    shapes = {path: dimensions.weight_shape(m) for path, m in own.items()}
+    fused = {path: m.fused_into for path, m in own.items() if m.fused_into is not None}
+    return Architecture(family, dimensions, "", kinds, shapes, fused)
 
 
 def read_modules(

@@ -40,12 +40,15 @@ class Failure:
     rank_traceback: str = ""
     user_error: bool = False
     exit_status: int = 1
+    final: bool = False
     blamed: Sequence[int] = ()  # of an echo: the ranks that it says were waited for, or left what cannot be used
     indirect: bool = False  # an echo of a rank that was waited for and may have been waiting itself
 
     def error(self) -> RankFailedError:
         """The exception to raise for it."""
-        error = RankFailedError(self.rank, self.phase, self.summary, self.rank_traceback, user_error=self.user_error)
+        error = RankFailedError(
+            self.rank, self.phase, self.summary, self.rank_traceback, user_error=self.user_error, final=self.final
+        )
         error.exit_status = self.exit_status
         return error
 
@@ -119,7 +122,7 @@ def _tells_of_peer(error: BaseException) -> bool:
 
 
 def exception_message(error: BaseException) -> dict[str, Any]:
-    """The JSON form of an exception: level, summary, traceback, user_error, exit_status, and of an echo whom it blames.
+    """The JSON form of an exception: level, summary, traceback, user_error, exit_status, final; whom an echo blames.
 
     A RankFailedError tells of another rank (or of this one, in the words it gave its peers): then ``rank`` and
     ``phase`` are there too, and everything is that rank's.
@@ -133,6 +136,7 @@ def exception_message(error: BaseException) -> dict[str, Any]:
             "rank_traceback": error.rank_traceback,
             "user_error": error.user_error,
             "exit_status": error.exit_status,
+            "final": error.final,
         }
     user_error = isinstance(error, ModelExportError)
     if user_error:
@@ -153,6 +157,7 @@ def exception_message(error: BaseException) -> dict[str, Any]:
         "rank_traceback": text,
         "user_error": user_error,
         "exit_status": getattr(error, "exit_status", 1) if user_error else 1,
+        "final": getattr(error, "final", False) if user_error else False,
         "blamed": list(getattr(error, "blamed", ())),
         "indirect": getattr(error, "indirect", False),
     }

@@ -19,7 +19,7 @@ __all__ = ["Outcome", "RefusalError", "describe", "difference", "error_of", "is_
 
 Outcome = dict[str, Any]
 
-_FAILURE_FIELDS = ("rank", "level", "phase", "rank_traceback", "user_error", "exit_status")
+_FAILURE_FIELDS = ("rank", "level", "phase", "rank_traceback", "user_error", "exit_status", "final")
 _OUTCOME = "_modelexport_outcome"
 
 

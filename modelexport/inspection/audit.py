@@ -12,7 +12,7 @@ import math
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ from torch import Tensor
 from modelexport.checkpoints import raw_io
 from modelexport.checkpoints.safetensors_file import Checkpoint, Reader, TensorInfo, torch_dtype
 from modelexport.errors import CheckpointError
+from modelexport.inspection import requantised
 from modelexport.quantization import kernels
 from modelexport.quantization.methods import Part, Scheme, compressed_tensors, of_method
 from modelexport.quantization.methods.base import Axes
@@ -68,6 +69,7 @@ class Item:
         number_format: what ``tensors`` hold; None for a module that was passed through, or that is only hashed.
         method: the quantisation method that spells them.
         scheme: how config.json has it spell them; None: as we write them.
+        shared: names what its scale is shared with, where that reaches over whole weights.
     """
 
     name: str
@@ -76,6 +78,7 @@ class Item:
     number_format: NumberFormat | None
     method: str = compressed_tensors.METHOD
     scheme: Scheme | None = None
+    shared: str = ""
 
     @cached_property
     def axes(self) -> dict[str, Axes]:
@@ -120,6 +123,7 @@ class ModuleCheck:
         noise, signal: sums over the weight of (w - dequantised)^2 and w^2; None if not compared.
         damaged: pieces whose bytes are not those that were written.
         nearest_noise: the noise that rounding the source to nearest would leave; None if not asked for.
+        unlike: native tensor -> elements that rounding the source to nearest makes others; None if not asked for.
         identical: whether a module that was passed through equals its source to the byte; None if not compared.
         faults: values that no checkpoint may hold (NaN, Inf, scales that are not positive), in words.
     """
@@ -130,6 +134,7 @@ class ModuleCheck:
     signal: float | None
     damaged: tuple[str, ...]
     nearest_noise: float | None = None
+    unlike: Mapping[str, int] | None = None
     identical: bool | None = None
     faults: tuple[str, ...] = ()
 
@@ -187,30 +192,15 @@ def run_audit(
 
         def check(item: Item) -> ModuleCheck:
             progress(item.name)
-            return _check(item, read_chunks(item, out_reader, source_reader), pieces, thorough)
+            chunks = read_chunks(item, out_reader, source_reader)
+            return _check(item, chunks, pieces, thorough, maxima.get(item.shared))
+
+        maxima = requantised.shared_maxima(items, source, threads) if thorough else {}
 
         if threads <= 1 or len(items) <= 1:
             return [check(item) for item in items]
         with ThreadPoolExecutor(threads) as pool:
             return list(pool.map(check, items))
-
-
-def share(items: Iterable[Item], rank: int, world: int) -> list[Item]:
-    """This rank's items: the largest first, each to the rank with the least to do so far."""
-
-    def cost(item: Item) -> int:
-        # A byte that was written is hashed twice, which takes three times as long as to compare one of the source.
-        written = sum(info.nbytes for info in item.tensors.values())
-        return 3 * written + (item.source.nbytes if item.source else 0)
-
-    loads = [0] * world
-    mine = []
-    for item in sorted(items, key=lambda item: (-cost(item), item.name)):
-        chosen = loads.index(min(loads))
-        loads[chosen] += cost(item)
-        if chosen == rank:
-            mine.append(item)
-    return mine
 
 
 class _Scratch(threading.local):
@@ -262,12 +252,19 @@ def read_chunks(item: Item, out_reader: Reader, source_reader: Reader | None) ->
         yield chunk
 
 
-def _check(item: Item, chunks: Iterator[Chunk], pieces: Mapping[str, Sequence[Piece]], thorough: bool) -> ModuleCheck:
+def _check(
+    item: Item,
+    chunks: Iterator[Chunk],
+    pieces: Mapping[str, Sequence[Piece]],
+    thorough: bool,
+    amax: Tensor | None = None,
+) -> ModuleCheck:
     hashes = {key: hashlib.sha256() for key in item.tensors}
     written = {key: pieces.get(info.name, ()) for key, info in item.tensors.items()}
     crcs = {key: [0] * len(parts) for key, parts in written.items()}
     errors: list[Tensor] = []
     nearest: list[Tensor] = []
+    unlike: Counter[str] = Counter()
     faults: Counter[tuple[str, str]] = Counter()
     identical: bool | None = None
     for chunk in chunks:
@@ -286,11 +283,12 @@ def _check(item: Item, chunks: Iterator[Chunk], pieces: Mapping[str, Sequence[Pi
             equal = all(_same(tensor, chunk.original) for tensor in chunk.tensors.values())
             identical = equal and identical is not False
             continue
-        errors.append(item.number_format.squared_error(chunk.original, item.native(chunk.tensors, chunk.rows)))
+        native = item.native(chunk.tensors, chunk.rows)
+        errors.append(item.number_format.squared_error(chunk.original, native))
         if thorough:
-            inputs = 1.0 if item.number_format.has_static_inputs else None
-            rounded = item.number_format.quantise(chunk.original, inputs=inputs, name=f"source of {item.name}")
+            rounded = requantised.nearest(item.number_format, chunk.original, native, amax, item.name)
             nearest.append(item.number_format.squared_error(chunk.original, rounded))
+            unlike.update(requantised.unlike(rounded, native))
     damaged = tuple(
         f"{item.tensors[key].name} at {list(piece.offset)}, shape {list(piece.shape)}"
         for key in sorted(item.tensors)
@@ -305,6 +303,7 @@ def _check(item: Item, chunks: Iterator[Chunk], pieces: Mapping[str, Sequence[Pi
         signal,
         damaged,
         nearest_noise=_sums(nearest)[0],
+        unlike=unlike if nearest else None,
         identical=identical,
         faults=tuple(f"{item.tensors[key].name} holds {n:,} {what}" for (key, what), n in sorted(faults.items())),
     )

@@ -101,7 +101,7 @@ def compare_headers(
             f"them so that the model computes the same: not compared here; modelexport eval {checkpoint.directory} "
             f"--against {source.directory} compares what the two compute"
         )
-    dropped = set((record or {}).get("left_out", {}))
+    dropped = set((record or {}).get("left_out") or {})
     family, dims = architecture.family, architecture.dimensions
     tied = ties_embeddings(checkpoint.config)
     for name in left:
@@ -137,11 +137,17 @@ def _untied_head(
 
 
 def plan_items(
-    modules: Sequence[StoredModule], comparison: Comparison, quantization: QuantizationConfig | None
+    modules: Sequence[StoredModule],
+    comparison: Comparison,
+    quantization: QuantizationConfig | None,
+    fused: Mapping[str, str],
 ) -> list[Item]:
     """What to read together: a quantised linear with its source, and every other tensor by itself.
 
     What cannot be decoded is noted in ``comparison``.
+
+    Args:
+        fused: path of a module within its layer -> what engines fuse it into.
     """
     from modelexport.inspection.audit import Item
 
@@ -152,7 +158,8 @@ def plan_items(
         decoder = None if weight is None else _decoder(module, weight, quantization)
         if weight is not None and decoder is not None:
             scheme, number_format = decoder
-            item = Item(module.name, {}, weight, number_format, scheme.method, scheme)
+            shared = f"{module.stack}.{module.index}.{fused.get(module.path, module.path)}"
+            item = Item(module.name, {}, weight, number_format, scheme.method, scheme, shared)
             items.append(replace(item, tensors={suffix: rest.pop(suffix) for suffix in item.axes}))
         elif weight is not None:
             comparison.notes.append(

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
+from modelexport import __version__
 from modelexport.checkpoints.hf import RECORD
 from modelexport.checkpoints.safetensors_file import Checkpoint
 from modelexport.contents.modules import StoredModule
-from modelexport.errors import error_text, quoted
+from modelexport.errors import error_text, quoted, shown
 from modelexport.quantization.methods import QuantizationConfig
+from modelexport.recipe import ExportRecipe
 from modelexport.small_files import file_sha256
+
+_KEYS = {
+    *("record_version", "producer", "versions", "source", "recipe", "calibration", "model", "warnings", "evaluation"),
+    *("changed", "output_error", "tensor_parallel_sizes", "notes", "unquantised", "left_out"),
+    *("file_sha256", "layers", "sqnr_db", "sha256"),
+}
+"""All that a record has: what an export, or a later evaluation, puts into it."""
 
 
 def check_record(
@@ -21,13 +30,24 @@ def check_record(
     quantization: QuantizationConfig | None,
 ) -> list[str]:
     """Tensors missing or added, dtypes and shapes, side files, and the config groups of the recorded formats."""
-    problems = list(_name_problems(record["sha256"], checkpoint))
+    problems = list(_key_problems(record))
+    problems += _name_problems(record["sha256"], checkpoint)
     try:
         problems += _layer_problems(record["layers"], checkpoint, modules, quantization)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         problems.append(f"{RECORD}: its layers are damaged ({type(error).__name__}: {error_text(error)})")
     problems += _file_problems(record, checkpoint)
     return problems
+
+
+def _key_problems(record: Mapping[str, Any]) -> Iterator[str]:
+    """Keys that this version writes into no record; another version may have others."""
+    if record["producer"].get("version") != __version__:
+        return
+    recipe = {field.name for field in fields(ExportRecipe)}
+    added = [key for key in record if key not in _KEYS]
+    added += [f"recipe.{key}" for key in record["recipe"] if key not in recipe]
+    yield from (f"{RECORD} has the key {shown(key)}, which no export writes: it has been edited" for key in added)
 
 
 def _name_problems(hashes: Mapping[str, Any], checkpoint: Checkpoint) -> Iterator[str]:

@@ -3,7 +3,8 @@
 structure    every module has exactly the tensors that config.json promises
 values       no NaN or Inf, scales positive; in a sharded checkpoint, replicas equal
 record       every tensor's SHA-256, and everything else that modelexport.json holds (our own checkpoints)
-source       dequantised error per linear, the rest equal to the byte (``--against``)
+source       dequantised error per linear, the rest equal to the byte (``--against``); without a record, linears that
+             were rounded to nearest are rounded again and compared to the bit
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from modelexport.checkpoints.hf import RECORD
 from modelexport.checkpoints.replicas import odd_replicas
@@ -29,6 +30,9 @@ from modelexport.inspection.structure import check_structure, family_shapes
 from modelexport.quantization.methods import QuantizationConfig, methods, read_quantization_config
 from modelexport.tables import table
 from modelexport.terminal import show
+
+if TYPE_CHECKING:
+    from modelexport.inspection.audit import Item, ModuleCheck
 
 FAR_DB = 6.0
 """A linear that is this much worse than rounding its source to nearest was made from something else."""
@@ -61,7 +65,9 @@ class Verification:
 
     Attributes:
         problems: what is wrong, one line each; empty: the checkpoint is good.
-        notes: what was not checked, or is unusual, and why.
+        notes: what was not compared, or is unusual, and why.
+        unchecked: bytes that may be others than were written: there is nothing to tell; empty: every byte is known.
+        requantised: linears found equal, to the bit, to what rounding the source to nearest gives; without a record.
         hashes: tensors whose SHA-256 was compared with the record; 0 where there is none.
         identical: tensors found equal to the source's to the byte.
         modules: the linears' errors, the worst first (with ``against``).
@@ -71,10 +77,12 @@ class Verification:
     against: str | None = None
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
     tensors: int = 0
     nbytes: int = 0
     hashes: int = 0
     identical: int = 0
+    requantised: int = 0
     modules: list[ModuleError] = field(default_factory=list)
 
     @property
@@ -129,14 +137,14 @@ def verify_checkpoint(
         result.notes.append(f"whether modules are missing was not checked: {architecture.reason}")
     if quantization is not None and quantization.method not in methods():
         result.notes.append(f"which tensors quant_method '{quantization.method}' promises is not known here")
+    record = None
     try:
         record = read_record(directory)
+        if record is None:
+            result.notes.append(f"there is no {RECORD}: no hashes to compare with")
     except CheckpointError as error:
         result.problems.append(str(error))
-        record = None
-    if record is None:
-        result.notes.append(f"there is no {RECORD}: no hashes to compare with")
-    else:
+    if record is not None:
         result.problems += check_record(record, checkpoint, modules, quantization)
     comparison = compare_headers(checkpoint, modules, architecture, record, source)
     result.problems += comparison.problems
@@ -188,7 +196,7 @@ def _check_values(
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # the modules are spread over threads; each need not be once more
     try:
-        items = plan_items(modules, comparison, quantization)
+        items = plan_items(modules, comparison, quantization, architecture.fused)
         checks = run_audit(items, checkpoint, source, {}, threads=threads, thorough=True)
     finally:
         torch.set_num_threads(before)
@@ -220,8 +228,26 @@ def _check_values(
                     recorded.get(check.name),
                 )
             )
+    if record is None:
+        _judge_bytes(result, items, checks)
     result.modules.sort(key=lambda m: (math.inf if m.sqnr_db is None else m.sqnr_db, m.name))
     _judge_errors(result, compensated=_compensated(record))
+
+
+def _judge_bytes(result: Verification, items: Sequence[Item], checks: Sequence[ModuleCheck]) -> None:
+    """Without a record: which bytes the source tells, and whether they are that."""
+    from modelexport.inspection import requantised
+
+    if result.against is None:
+        result.unchecked.append(
+            f"the bytes of {result.tensors} tensors: there is no {RECORD} with their SHA-256, and no source to compare "
+            "with (--against DIR)"
+        )
+        return
+    problems, unchecked, right = requantised.judge(items, checks)
+    result.problems += problems
+    result.unchecked += unchecked + requantised.unchecked_tensors(checks, right, in_doubt=bool(unchecked))
+    result.requantised = sum(not check.unlike for check in checks if check.unlike is not None)
 
 
 def _compensated(record: Mapping[str, Any] | None) -> bool:
@@ -327,11 +353,14 @@ def _report(result: Verification) -> Iterator[str]:
         if count > _LISTED:
             yield f"- and {count - _LISTED} more (--json lists all)"
         return
+    verdict = "not all checked" if result.unchecked else "good"
+    yield from (f"not checked: {line}" for line in result.unchecked)
     hashes = f"; SHA-256 of {result.hashes} as exported" if result.hashes else ""
     same = f"; {result.identical} equal to the source's to the byte" if result.against is not None else ""
+    again = f"; {result.requantised} as rounding the source gives, to the bit" if result.requantised else ""
     yield (
-        f"{result.checkpoint}: good: {result.tensors} tensors, {result.nbytes:,} bytes, as config.json promises; "
-        f"no NaN or Inf{hashes}{same}"
+        f"{result.checkpoint}: {verdict}: {result.tensors} tensors, {result.nbytes:,} bytes, as config.json promises; "
+        f"no NaN or Inf{hashes}{same}{again}"
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelexport.errors import CheckpointError
+from modelexport.errors import ValuesError
 from modelexport.quantization import static_ranges
 from modelexport.quantization.calibration_cut import ForwardCut, Share
 from modelexport.quantization.calibration_layers import DYNAMIC, LayerRunner, Observed
@@ -181,7 +181,7 @@ def _largest(statistics: InputStatistics) -> float:
 
 def _check_finite(value: float, what: str) -> None:
     if not math.isfinite(value):
-        raise CheckpointError(
+        raise ValuesError(
             f"{what} are not finite on the calibration text: there is NaN or Inf in a weight before it, or it "
             f"overflows. Check the model, or {DYNAMIC}"
         )

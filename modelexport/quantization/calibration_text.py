@@ -219,6 +219,8 @@ class TokenDocuments:
 
     def _row(self, value: Any, where: str) -> list[int]:
         if isinstance(value, dict) and isinstance(value.get("text"), str):
+            if re.search("[\ud800-\udfff]", value["text"]):  # as JSON may have it
+                raise UsageError(f"{where}: its text has half a surrogate pair, which stands for no character")
             return self._tokenise(value["text"])
         ids = value.get("input_ids") if isinstance(value, dict) else None
         if not isinstance(ids, list) or not all(type(token) is int for token in ids):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from modelexport.errors import CheckpointError
+from modelexport.errors import ValuesError
 from modelexport.quantization.formats.base import NumberFormat
 from modelexport.quantization.methods import Method, Part, of_method, promised
 
@@ -72,7 +72,7 @@ def check_stored(tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> None:
     """
     said = tensors.get("weight_shape")
     if said is not None and said.tolist() != list(shape):
-        raise CheckpointError(f"weight_shape says {said.tolist()}, but config.json makes it {list(shape)}")
+        raise ValuesError(f"weight_shape says {said.tolist()}, but config.json makes it {list(shape)}")
     for suffix, tensor in tensors.items():
         nan = _NAN.get(tensor.dtype) if tensor.dtype != torch.uint8 or "scale" in suffix else None
         if nan is not None:
@@ -80,9 +80,9 @@ def check_stored(tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> None:
         else:
             bad = tensor.dtype.is_floating_point and not bool(torch.isfinite(tensor).all())
         if bad:
-            raise CheckpointError(f"{suffix} holds NaN or Inf")
+            raise ValuesError(f"{suffix} holds NaN or Inf")
         if suffix.endswith("global_scale") and not bool((tensor > 0).all()):
-            raise CheckpointError(f"{suffix} is {float(tensor.flatten()[0]):g}: numbers are divided by it")
+            raise ValuesError(f"{suffix} is {float(tensor.flatten()[0]):g}: numbers are divided by it")
 
 
 def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -97,5 +97,5 @@ def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
         return tensor.view(dtype)
     converted = tensor.to(dtype)
     if not torch.equal(converted.to(tensor.dtype), tensor):
-        raise CheckpointError(f"numbers of {str(tensor.dtype)[6:]} are none of {str(dtype)[6:]}")
+        raise ValuesError(f"numbers of {str(tensor.dtype)[6:]} are none of {str(dtype)[6:]}")
     return converted

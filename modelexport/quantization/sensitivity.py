@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from modelexport.errors import CheckpointError, PlanError
+from modelexport.errors import PlanError, ValuesError
 from modelexport.quantization import static_ranges
 from modelexport.quantization.algorithms import autoquant
 from modelexport.quantization.calibration_cut import WHOLE, Share
@@ -172,7 +172,7 @@ def measure(
             trial = _Trial(runner, layer, method)
             energy = _squares(after)
             if not math.isfinite(energy):
-                raise CheckpointError(
+                raise ValuesError(
                     f"the outputs of layer {index} are not finite on the calibration text: there is NaN or Inf in a "
                     "weight before it, or it overflows; check the model, or give --quant instead of autoquant"
                 )

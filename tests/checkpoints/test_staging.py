@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -327,3 +328,55 @@ def test_the_locks_are_not_inherited(out: Path) -> None:
         held = [os.path.realpath(f"/proc/{child.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{child.pid}/fd")]
         assert str(home / locks.LOCK) not in held
         child.communicate(b"\n", timeout=20)
+
+
+def cut_off(out: Path, recipe: dict[str, Any], source: Path) -> None:
+    """What a killed run leaves that had read ``source``."""
+    with Staging.open(out, recipe, inputs=[source]) as stage:
+        stage.record("layer 0", {})
+
+
+def test_a_run_whose_source_has_changed_makes_way(tmp_path: Path) -> None:
+    source = tmp_path / "model" / "model.safetensors"
+    source.parent.mkdir()
+    source.write_bytes(b"as it was")
+    other, out = {**RECIPE, "quant": "another"}, tmp_path / "out"
+    cut_off(out, RECIPE, source)
+    with pytest.raises(UsageError, match="was interrupted"):
+        Staging.open(out, other, inputs=[source])
+    source.write_bytes(b"repaired!!")
+    with Staging.open(out, other, inputs=[source]) as stage:
+        assert (stage.done, stage.lost) == ({}, f"{source} has changed since")
+
+
+def test_a_run_whose_source_is_gone_makes_way_but_not_where_its_disk_may_be_unmounted(tmp_path: Path) -> None:
+    source = tmp_path / "model" / "model.safetensors"
+    source.parent.mkdir()
+    source.write_bytes(b"as it was")
+    other, out = {**RECIPE, "quant": "another"}, tmp_path / "out"
+    cut_off(out, RECIPE, source)
+    source.unlink()
+    with pytest.raises(UsageError, match="was interrupted"):
+        Staging.open(out, other)
+    (source.parent / "model-00001-of-00002.safetensors").touch()
+    with Staging.open(out, other) as stage:
+        assert stage.lost == f"{source} is no longer there"
+
+
+def test_of_a_run_that_would_fail_again_nothing_stays(tmp_path: Path) -> None:
+    stage = Staging.open(tmp_path / "out", RECIPE)
+    stage.record("layer 0", {})
+    stage.close(ended="a.weight holds NaN")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_run_that_would_fail_again_makes_way_where_its_ranks_outlived_it(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    stage = Staging.open(out, RECIPE)
+    rank = Staging.join(out)
+    stage.record("layer 0", {})
+    stage.close(ended="a.weight holds NaN")
+    assert os.listdir(tmp_path) == [".out.modelexport"]
+    rank.close()
+    with Staging.open(out, {**RECIPE, "quant": "another"}) as stage:
+        assert stage.lost == "it failed, and would again: a.weight holds NaN"

@@ -285,6 +285,7 @@ def test_text_files_and_lines(tmp_path: Path) -> None:
         ("", "a.jsonl", "has 0 tokens"),
         ("A few words.", "a.txt", r"tokens, but 64 samples of 4 are 256: .*--calib-samples 1\)"),
         ("{", "a.jsonl", "line 1 is not JSON"),
+        ('{"text": "\\ud800"}', "a.jsonl", "line 1: its text has half a surrogate pair"),
         ('{"text": 3}', "a.jsonl", 'line 1 has neither "text"'),
         ("[3]", "a.jsonl", 'line 1 has neither "text"'),
         ('{"input_ids": [true]}', "a.jsonl", 'line 1 has neither "text"'),

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from modelexport.errors import CheckpointError, PlanError, UsageError
+from modelexport.errors import CheckpointError, PlanError, UsageError, ValuesError
 from modelexport.quantization import kernels
 from modelexport.quantization.formats._checks import allocate, checked, describe_non_finite, refuse_indivisible
 from modelexport.quantization.formats._grid import Grid
@@ -288,7 +288,7 @@ class NumberFormat(ABC):
         tensors = allocate(specs, weight) if out is None else checked(specs, out, name)
         bad = self._fill(weight, amax, tensors)
         if bad >= 0:
-            raise CheckpointError(describe_non_finite(weight, amax, bad, name))
+            raise ValuesError(describe_non_finite(weight, amax, bad, name))
         self._fill_constants(shape if global_shape is None else tuple(global_shape), inputs, tensors, name)
         return tensors
 
