@@ -22,6 +22,7 @@ from modelexport.recipe import ExportRecipe
 from modelexport.reshard_recipe import ReshardRecipe
 from modelexport.settings import parse_assignments
 from modelexport.startup import exempt_everything, interrupt_no_import
+from modelexport.terminal import flush, note, open_standard_streams, show
 
 __all__ = ["COMMANDS", "export_parser", "main", "parser_of", "run"]
 
@@ -33,9 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     as_json = "--json" in arguments
     try:
-        status = _run(arguments)
-        sys.stdout.flush()  # a reader that has gone is noticed here, not by the interpreter as it ends
-        return status
+        return _run(arguments)
     except ModelExportError as error:
         if _is_ours_to_say(error):
             _say(type(error).__name__, str(error), error.exit_status, as_json=as_json)
@@ -45,8 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _say("Interrupted", "interrupted; the same command resumes", 130, as_json=as_json)
         return 130
-    except BrokenPipeError:  # "| head": nobody reads on; what is still buffered must not raise again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # "| head": nobody reads on
         return 1
 
 
@@ -56,7 +54,7 @@ def _say(kind: str, message: str, status: int, *, as_json: bool) -> None:
         text = json.dumps({"error": {"kind": kind, "message": message, "exit_status": status}})
     else:
         text = f"modelexport: {message}"
-    print(text, file=sys.stderr, flush=True)
+    note(text)
 
 
 def _run(arguments: list[str]) -> int:
@@ -75,6 +73,7 @@ def _is_ours_to_say(error: ModelExportError) -> bool:
 
 def run() -> NoReturn:
     """Entry point of the program: :func:`main`, and a quick end."""
+    open_standard_streams()
     interrupt_no_import()
     try:
         status = main()
@@ -86,7 +85,7 @@ def run() -> NoReturn:
     exempt_everything()
     if status and external_rank() is not None:
         # Without waiting for threads that still wait for ranks that will not come.
-        sys.stdout.flush()
+        flush()
         os._exit(status)
     sys.exit(status)
 
@@ -115,16 +114,17 @@ def _exported(recipe: ExportRecipe) -> int:
         if error.result is not None and not (recipe.json or recipe.quiet):
             from modelexport.summary import summary
 
-            print(summary(error.result), flush=True)
+            show(summary(error.result), stands=f"{recipe.out} is complete")
         raise
     if external_rank() not in (None, 0):
         return 0
+    stands = "" if recipe.dry_run else f"{recipe.out} is complete"
     if recipe.json:
-        print(json.dumps(result.as_json(), indent=1))
+        show(json.dumps(result.as_json(), indent=1), stands=stands)
     elif not recipe.quiet:
         from modelexport.summary import summary
 
-        print(summary(result))
+        show(summary(result), stands=stands)
     return 0
 
 
@@ -135,12 +135,13 @@ def _reshard(given: Namespace) -> int:
     result = reshard(recipe)
     if external_rank() not in (None, 0):
         return 0
+    stands = "" if recipe.dry_run else f"{recipe.out} is complete"
     if recipe.json:
-        print(json.dumps(result.as_json(), indent=1))
+        show(json.dumps(result.as_json(), indent=1), stands=stands)
     elif not recipe.quiet:
         from modelexport.summary import reshard_summary
 
-        print(reshard_summary(result))
+        show(reshard_summary(result), stands=stands)
     return 0
 
 
@@ -192,10 +193,11 @@ def _push(given: Namespace) -> int:
 
     quiet = given.quiet or given.json
     url = push(given.checkpoint, given.repository, private=given.private, quiet=quiet)
+    stands = f"{given.checkpoint} is pushed"
     if given.json:
-        print(json.dumps({"checkpoint": str(given.checkpoint), "pushed": url}, indent=1))
+        show(json.dumps({"checkpoint": str(given.checkpoint), "pushed": url}, indent=1), stands=stands)
     elif not quiet:
-        print(f"pushed {given.checkpoint} to {url}")
+        show(f"pushed {given.checkpoint} to {url}", stands=stands)
     return 0
 
 

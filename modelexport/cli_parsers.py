@@ -18,6 +18,7 @@ from modelexport.errors import UsageError, nearest
 from modelexport.recipe import ALGORITHM_SETTINGS, ALGORITHMS, CALIBRATION, ExportRecipe
 from modelexport.reshard_recipe import ReshardRecipe
 from modelexport.settings import Settings
+from modelexport.terminal import show
 
 __all__ = ["COMMANDS", "Command", "Parser", "export_parser", "parser_of"]
 
@@ -58,6 +59,10 @@ class Parser(argparse.ArgumentParser):
         if action.choices is not None and value not in action.choices:
             name = action.option_strings[0] if action.option_strings else str(action.metavar or action.dest)
             self.error(f"{name} {value}: unknown{nearest(str(value), map(str, action.choices))}")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """What --help and --version print, on stdout."""
+        show(message.rstrip("\n"))
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see: {self.prog} --help)")

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from itertools import zip_longest
+from typing import TYPE_CHECKING
 
 from modelexport.checkpoints.safetensors_file import Checkpoint, TensorInfo, tensor_nbytes
 from modelexport.contents.ties import check_tied, untie
-from modelexport.errors import CheckpointError, PlanError, nearest
+from modelexport.errors import CheckpointError, PlanError, did_you_mean
 from modelexport.export_cuts import Cuts
 from modelexport.export_linears import UNCUT, SourceLinears, cache_tasks, linear_outputs
 from modelexport.export_steps import ExportPlan, OutputTensor, Step, StoredLinear, TensorTask, full_name
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["ExportPlan", "OutputTensor", "Step", "TensorTask", "build_plan", "full_name"]
 
 SLAB_BYTES = 64 << 20  # an embedding larger than this is exported in slabs of rows, to bound memory
+_TOLD = 8  # problems of a source that its error tells; the others are counted
 QUANTISABLE = ("BF16", "F16", "F32")
 
 
@@ -125,7 +127,9 @@ class _Planner:
             self._check_fused(layer, tasks)
             steps.append(Step(layer, layer, i, tuple(self.cuts.layer(tasks))))
         steps += self._outside(self.family.after)
-        self.problems[:0] = [f"{name} is missing{nearest_hint(name, self.infos)}" for name in self.missing]
+        hints = [did_you_mean(name, self.infos) for name in self.missing[:_TOLD]]  # each looks at all names
+        missing = zip_longest(self.missing, hints, fillvalue="")
+        self.problems[:0] = [f"{name} is missing{hint}" for name, hint in missing]
         if self.infos:
             names = sorted(self.infos)
             self.problems.append(
@@ -134,8 +138,8 @@ class _Planner:
             )
         self.problems = list(dict.fromkeys(self.problems))
         if self.problems:
-            more = f"; and {len(self.problems) - 8} more" if len(self.problems) > 8 else ""
-            raise CheckpointError(f"{self.directory}: {'; '.join(self.problems[:8])}{more}")
+            more = f"; and {len(self.problems) - _TOLD} more" if len(self.problems) > _TOLD else ""
+            raise CheckpointError(f"{self.directory}: {'; '.join(self.problems[:_TOLD])}{more}")
         if self.format_problems:
             raise PlanError("; ".join(f"{', '.join(paths)}: {text}" for text, paths in self.format_problems.items()))
         if self.assignment is not None:
@@ -381,9 +385,3 @@ def _rows(info: TensorInfo) -> int:
 def _numbers(number_format: NumberFormat | None) -> NumberFormat | None:
     """The same, whatever dtype its scales have."""
     return None if number_format is None else replace(number_format, scale_dtype=None)
-
-
-def nearest_hint(name: str, names: dict[str, Any]) -> str:
-    """``"; did you mean ..."`` for a missing tensor, or ``""`` where none of ``names`` is close."""
-    hint = nearest(name, names)
-    return hint.split(" known:")[0] if "did you mean" in hint else ""

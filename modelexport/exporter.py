@@ -8,7 +8,6 @@ Importing this module is cheap; torch is imported once the rank processes are on
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -45,6 +44,7 @@ from modelexport.quantization.methods import QUANTIZATION_KEYS, of_method
 from modelexport.recipe import ExportRecipe
 from modelexport.sharding.plan import Parallelism
 from modelexport.startup import without_collector
+from modelexport.terminal import note
 
 if TYPE_CHECKING:
     from modelexport.export_calibration import Samples
@@ -234,7 +234,7 @@ def _autoquant(recipe: ExportRecipe, source: Source, checkpoint: Checkpoint) -> 
     # Alone without a meeting, whose errors begin with who failed in what.
     quant, used, by = choose() if collectives.get_world_size() == 1 else ranks.compute_and_broadcast(choose)
     if not recipe.quiet and not recipe.json and ranks.is_main_process():
-        print(f"autoquant: {used:.2f} bits per weight, by {by}: {quant}", file=sys.stderr, flush=True)
+        note(f"autoquant: {used:.2f} bits per weight, by {by}: {quant}")
     return replace(recipe, quant=quant, group_size=None)
 
 
@@ -296,7 +296,7 @@ def _warn(prepared: Prepared) -> None:
     """Say it before the work starts."""
     if not prepared.recipe.quiet and not prepared.recipe.json:
         for warning in prepared.warnings:
-            print(f"warning: {warning}", file=sys.stderr, flush=True)
+            note(f"warning: {warning}")
 
 
 def _assignment(recipe: ExportRecipe) -> Assignment | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from modelexport import __version__
 from modelexport.contents.opening import open_model
-from modelexport.errors import HubError, UsageError, shown
+from modelexport.errors import HubError, UsageError, error_text, shown
 from modelexport.recipe import check_repo_id
 
 __all__ = ["check_login", "push"]
@@ -97,15 +97,14 @@ def _explained(what: str, again: str | None = None) -> Iterator[None]:
     except HubError as error:
         raise HubError(f"{what}: {error}{then}") from error
     except HFValidationError as error:
-        raise UsageError(f"{what}: {error}") from error
+        raise UsageError(f"{what}: {error_text(error)}") from error
     except HfHubHTTPError as error:
         raise HubError(f"{what}: {_refusal(error)}{then}") from error
     except ValueError as error:  # a card that the hub does not take, asked before the commit
-        raise HubError(f"{what}: {shown(' '.join(str(error).split()))}{then}") from error
+        raise HubError(f"{what}: {error_text(error)}{then}") from error
     except (transport_error, OSError, RuntimeError) as error:  # RuntimeError: of its transfer library, written in Rust
-        reason = " ".join(str(error).split()) or type(error).__name__
         raise HubError(
-            f"{what}: the hub cannot be reached, or the transfer broke off ({shown(reason)}){then}"
+            f"{what}: the hub cannot be reached, or the transfer broke off ({error_text(error)}){then}"
         ) from error
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
@@ -11,6 +10,7 @@ from modelexport.distributed import launch
 from modelexport.distributed.launch import MultiprocessConfig
 from modelexport.errors import RankFailedError
 from modelexport.target import Target
+from modelexport.terminal import note, progress_bar
 
 T = TypeVar("T")
 OnEvent = Callable[[int, dict[str, Any]], None]
@@ -40,19 +40,11 @@ def heard(what: str, sizes: Mapping[str, int], done: Mapping[str, Any], *, quiet
         sizes: bytes that each step writes.
         done: the steps that an earlier run has finished.
     """
-    from tqdm import tqdm
-
     resumed = sum(size for step, size in sizes.items() if step in done)
     if resumed and not quiet:
-        tqdm.write(f"resuming: {len(done)} of {len(sizes)} steps are done already", file=sys.stderr)
-    with tqdm(
-        total=sum(sizes.values()),
-        initial=resumed,
-        unit="B",
-        unit_scale=True,
-        desc=what,
-        leave=False,
-        disable=True if quiet else None,
+        note(f"resuming: {len(done)} of {len(sizes)} steps are done already")
+    with progress_bar(
+        quiet=quiet, total=sum(sizes.values()), initial=resumed, unit="B", unit_scale=True, desc=what
     ) as bar:
         results: Results = []
 

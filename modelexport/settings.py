@@ -12,8 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from modelexport.errors import UsageError, nearest
+from modelexport.errors import UsageError, nearest, quoted, shown
 from modelexport.small_files import LARGEST_CONFIG, read_small
+from modelexport.yaml_reading import read_yaml
+
+_HELP = "modelexport --help"
 
 S = TypeVar("S", bound="Settings")
 
@@ -36,13 +39,11 @@ class Settings:
     @classmethod
     def load(cls: type[S], path: Path, overrides: Mapping[str, Any] = {}) -> S:
         """Read a YAML recipe, then apply ``overrides`` (flags given on the command line win)."""
-        import yaml
-
         content = read_small(path, largest=LARGEST_CONFIG, label=f"recipe {path}", error=UsageError)
         try:
-            keys = yaml.safe_load(content)
-        except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that is none
-            raise UsageError(f"recipe {path} is not YAML: {' '.join(str(error).split())}") from error
+            keys = read_yaml(content)
+        except ValueError as error:
+            raise UsageError(f"recipe {path} is not YAML: {error}") from error
         if keys is None:
             keys = {}
         if not isinstance(keys, dict):
@@ -57,23 +58,21 @@ class Settings:
 
 def parse_assignments(items: Iterable[str]) -> dict[str, Any]:
     """Turn ``key=value`` strings (``--set``) into keys with YAML-typed values."""
-    import yaml
-
     keys: dict[str, Any] = {}
     for item in items:
         key, equals, text = item.partition("=")
         if not equals or not key.strip():
             raise UsageError(f"--set {item}: expected KEY=VALUE, e.g. --set quant=int4")
         try:
-            keys[_field_name(key)] = yaml.safe_load(text)
-        except yaml.YAMLError as error:
+            keys[_field_name(key)] = read_yaml(text)
+        except ValueError as error:
             raise UsageError(f"--set {item}: the value is not YAML") from error
     return keys
 
 
 def _field_name(key: object) -> str:
     """``group-size`` and ``group_size`` are one key, so that the later of the two wins."""
-    return str(key).strip().replace("-", "_")
+    return key.strip().replace("-", "_") if isinstance(key, str) else shown(key)
 
 
 def _checked(cls: type[Settings], keys: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -83,7 +82,7 @@ def _checked(cls: type[Settings], keys: Mapping[str, Any], where: str) -> dict[s
     for key, value in keys.items():
         name = _field_name(key)
         if name not in known:
-            raise UsageError(f"{where}: unknown key '{key}'{nearest(name, known)}")
+            raise UsageError(f"{where}: unknown key '{shown(key)}'{nearest(name, known, listing=_HELP)}")
         values[name] = _coerce(known[name], value, where)
     return values
 
@@ -121,8 +120,11 @@ def _coerce(spec: dataclasses.Field[Any], value: Any, where: str) -> Any:
     expected: Any = kinds[declared[0]]
     right = isinstance(value, expected) and not (isinstance(value, bool) and declared[0] != "bool")
     if not right:
-        raise UsageError(f"{where}: {spec.name} must be {' or '.join(declared)}, found {value!r}")
-    return float(value) if declared[0] == "float" else value
+        raise UsageError(f"{where}: {spec.name} must be {' or '.join(declared)}, found {quoted(value)}")
+    try:
+        return float(value) if declared[0] == "float" else value
+    except OverflowError:
+        raise UsageError(f"{where}: {spec.name} is {shown(value)}: no float holds it") from None
 
 
 def _joined_pairs(name: str, items: Iterable[Any], where: str) -> str:
@@ -132,6 +134,6 @@ def _joined_pairs(name: str, items: Iterable[Any], where: str) -> str:
         if isinstance(item, dict) and len(item) == 1:
             item = next(iter(item.items()))
         if not (isinstance(item, (list, tuple)) and len(item) == 2 and all(isinstance(part, str) for part in item)):
-            raise UsageError(f"{where}: {name} must be a name, or a list of [pattern, name], found {item!r}")
+            raise UsageError(f"{where}: {name} must be a name, or a list of [pattern, name], found {quoted(item)}")
         texts.append("=".join(item))
     return ",".join(texts)

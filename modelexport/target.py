@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from modelexport.contents import formats
 from modelexport.contents.targets import TargetPlan
 from modelexport.errors import CheckpointError, ModelExportError
 from modelexport.small_files import write_small
+from modelexport.terminal import note
 
 MakeRecord = Callable[[SideFiles, Mapping[str, Path], dict[str, Any]], dict[str, Any]]
 
@@ -67,9 +67,9 @@ class Target:
         files = self._files
         self._staging = Staging.open(Path(self._out), files.fingerprint, inputs=files.inputs, overwrite=self._overwrite)
         if self._staging.restarted and not self._quiet:
-            print("the machine has restarted since an export here was cut off: it begins anew", file=sys.stderr)
+            note("the machine has restarted since an export here was cut off: it begins anew")
         if self._staging.lost and not self._quiet:
-            print(f"another export here is dropped, which cannot be finished: {self._staging.lost}", file=sys.stderr)
+            note(f"another export here is dropped, which cannot be finished: {self._staging.lost}")
         payload = self._staging.directory
         not_the_models = {*formats.get(files.source.format).SIDE_FILES, *files.stale}
         weights = set(files.source.files)

@@ -63,8 +63,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("modelexport.sharding",),
     ("modelexport.distributed",),
     ("modelexport.recipe", "modelexport.reshard_recipe"),
-    ("modelexport.settings", "modelexport.assets", "modelexport.tables"),
-    ("modelexport.small_files",),
+    ("modelexport.settings", "modelexport.assets", "modelexport.tables", "modelexport.terminal"),
+    ("modelexport.json_values", "modelexport.small_files", "modelexport.yaml_reading"),
     ("modelexport.errors", "modelexport.startup"),
     ("modelexport",),  # __version__
 )
@@ -115,6 +115,8 @@ LIGHT = (
     "modelexport",
     "modelexport.errors",
     "modelexport.settings",
+    "modelexport.json_values",
+    "modelexport.yaml_reading",
     "modelexport.recipe",
     "modelexport.reshard_recipe",
     "modelexport.cli",
@@ -157,6 +159,7 @@ LIGHT = (
     "modelexport.resharder",
     "modelexport.summary",
     "modelexport.tables",
+    "modelexport.terminal",
     "modelexport.small_files",
 )
 HEAVY = ("torch", "transformers", "numba", "safetensors", "huggingface_hub", "numpy")
@@ -289,6 +292,7 @@ def test_files_that_somebody_named_are_opened_in_one_place() -> None:
         "modelexport.checkpoints.journal",  # /proc
         "modelexport.checkpoints.locks",  # /proc
         "modelexport.export_hosts",  # /proc
+        "modelexport.terminal",  # the standard streams
         "modelexport.checkpoints.safetensors_layout",  # in the staging directory, once its size is right
         "modelexport.quantization.hidden_states",  # in the staging directory
     }

@@ -105,7 +105,7 @@ def test_the_main_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) ->
         (["reshard", "nowhere", "--out", "x"], 1, "CheckpointError", "nowhere"),
         (["convert", "nowhere", "--out", "x"], 2, "UsageError", "nowhere"),
         (["push", "nowhere", "me/x"], 2, "UsageError", "nowhere"),
-        (["models", "lama"], 2, "UsageError", "did you mean 'llama'?"),
+        (["models", "lama"], 2, "UsageError", "did you mean 'llama'"),
         (["formats", "nt4"], 2, "UsageError", "did you mean 'int4'?"),
     ],
 )

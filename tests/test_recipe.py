@@ -176,9 +176,9 @@ def test_a_flag_can_take_a_setting_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("quantt: int4", "unknown key 'quantt'; did you mean 'quant'? known: act_order, algorithm, "),
+        ("quantt: int4", "unknown key 'quantt'; did you mean 'quant'? modelexport --help lists all "),
         ("tpp: 4", "unknown key 'tpp'; did you mean 'tp'?"),
-        ("Q: 4", "unknown key 'Q'; known: act_order, algorithm, "),
+        ("Q: 4", "unknown key 'Q'; modelexport --help lists all "),
         ("1: 2", "unknown key '1'"),
         ("tp: '4'", "tp must be int, found '4'"),
         ("tp: 4.0", "tp must be int, found 4.0"),

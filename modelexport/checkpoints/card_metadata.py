@@ -14,6 +14,7 @@ from typing import Any
 from modelexport.checkpoints.hf import CARD
 from modelexport.errors import CheckpointError
 from modelexport.small_files import open_regular
+from modelexport.yaml_reading import read_yaml
 
 __all__ = ["known_fields", "read_card_metadata"]
 
@@ -37,8 +38,6 @@ def read_card_metadata(directory: Path) -> dict[str, Any]:
         ``license``, ``license_name``, ``license_link`` and ``base_model_relation`` (``"quantized"`` alone) as text,
         ``language`` and ``base_model`` as lists; whatever is no such value is left out.
     """
-    import yaml
-
     try:
         with open_regular(directory / CARD) as file:
             text = file.read(_LARGEST).decode("utf-8", errors="replace")
@@ -51,8 +50,8 @@ def read_card_metadata(directory: Path) -> dict[str, Any]:
     if end is None:
         return {}
     try:
-        fields = yaml.safe_load("\n".join(lines[1:end]))
-    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date that is none
+        fields = read_yaml("\n".join(lines[1:end]))
+    except ValueError:
         return {}
     return known_fields(fields) if isinstance(fields, dict) else {}
 

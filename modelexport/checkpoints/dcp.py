@@ -18,10 +18,10 @@ from typing import Any
 from modelexport.checkpoints import dcp_container as container
 from modelexport.checkpoints.arrays import Array, Share
 from modelexport.checkpoints.dcp_container import Option, Spelling
-from modelexport.checkpoints.dcp_metadata import METADATA_NAME, Metadata, listed, metadata_bytes, read_metadata
+from modelexport.checkpoints.dcp_metadata import METADATA_NAME, Metadata, metadata_bytes, read_metadata
 from modelexport.checkpoints.fused_rows import Heads, heads_of, row_spans
 from modelexport.checkpoints.safetensors_file import Checkpoint, Layout
-from modelexport.errors import CheckpointError
+from modelexport.errors import CheckpointError, listed, quoted
 from modelexport.sharding.boxes import extent, offset, whole
 from modelexport.sharding.rules import TensorRule
 from modelexport.sharding.shard_plan import ShardPlan
@@ -118,10 +118,9 @@ def _matched(
         chosen, shapes = _canonical(metadata, prefix, names)
     missing = [name for name in names if name not in chosen]
     if missing:
-        under = f" behind {prefix!r}" if prefix else ""
+        under = f" behind {quoted(prefix)}" if prefix else ""
         raise CheckpointError(
-            f"{directory}: {len(missing):,} of the model's {len(names):,} tensors are missing{under}:\n  "
-            f"{listed(missing)}"
+            f"{directory}: {len(missing):,} of the model's {len(names):,} tensors are missing{under}:{listed(missing)}"
         )
     return prefix, chosen, shapes
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from modelexport.checkpoints.arrays import Array, Share, placements
-from modelexport.checkpoints.dcp_metadata import Chunk, Metadata, StoredTensor, listed
+from modelexport.checkpoints.dcp_metadata import Chunk, Metadata, StoredTensor
 from modelexport.checkpoints.placement import Placement
 from modelexport.checkpoints.safetensors_file import Layout, LayoutFile, TensorInfo, tensor_nbytes
 from modelexport.checkpoints.torch_zip import ALIGNMENT, Stored, envelope, find_tensor
-from modelexport.errors import CheckpointError
+from modelexport.errors import CheckpointError, listed, quoted
 from modelexport.sharding.boxes import Box, extent, placed
 from modelexport.sharding.rules import TensorRule
 from modelexport.small_files import LARGEST_CONFIG, has_file, open_regular, read_json
@@ -165,15 +165,15 @@ def bind(
                 problems.append(str(error))
                 continue
             if not spelling.fits(tensor.shape):
-                problems.append(f"{key!r}: its shape is {list(tensor.shape)}, the model's {list(spelling.shape)}")
+                problems.append(f"{quoted(key)}: its shape is {list(tensor.shape)}, the model's {list(spelling.shape)}")
             elif dtypes.setdefault(name, tensor.dtype) != tensor.dtype:
-                problems.append(f"{name!r}: parts of it are {dtypes[name]}, others {tensor.dtype}")
+                problems.append(f"{quoted(name)}: parts of it are {dtypes[name]}, others {tensor.dtype}")
             else:
                 shares[key].extend(spelling.shares)
     wanted = [metadata.tensor(key) for key in shares]
     stored = _find_all(directory, wanted, problems)
     if problems:
-        raise CheckpointError(f"{directory}:\n  {listed(dict.fromkeys(problems))}")
+        raise CheckpointError(f"{directory}:{listed(dict.fromkeys(problems))}")
     places: dict[str, list[Placement]] = {name: [] for name in chosen}
     for tensor in wanted:
         for chunk, share in _within_chunks(tensor, shares[tensor.key]):
@@ -206,7 +206,7 @@ def _find_all(directory: Path, tensors: Sequence[StoredTensor], problems: list[s
                 try:
                     found[chunk] = _find(fd, size, chunk, tensor)
                 except (CheckpointError, OSError) as error:
-                    problems.append(f"{path}: {tensor.key!r} at byte {chunk.start:,}: {error}")
+                    problems.append(f"{path}: {quoted(tensor.key)} at byte {chunk.start:,}: {error}")
     return found
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from modelexport.checkpoints.pickle_reading import MAX_PICKLE_BYTES, Call, Name, read_pickle, shown
 from modelexport.checkpoints.pickle_writing import write_pickle
 from modelexport.checkpoints.torch_zip import dtype_from_torch, dtype_to_torch
-from modelexport.errors import CheckpointError
+from modelexport.errors import CheckpointError, quoted
 from modelexport.sharding.boxes import Box, extent, offset, placed, uncovered, volume, whole
 from modelexport.small_files import read_small
 
@@ -24,7 +24,6 @@ _MAX_INT = 1 << 60
 # Names that stand in the file for its readers; nothing of that package is imported.
 _PACKAGE = ".".join(("torch", "distributed", "checkpoint"))
 _OF_METADATA = f"{_PACKAGE}.metadata"
-_MOST_PROBLEMS = 20
 _MOST_IRREGULAR = 1 << 13
 
 
@@ -86,13 +85,6 @@ class Metadata:
         return self._found[key]
 
 
-def listed(problems: Iterable[str]) -> str:
-    """Problems as one text, each on a line of its own; the last ones only counted where there are very many."""
-    every = list(problems)
-    more = [f"... and {len(every) - _MOST_PROBLEMS:,} more"] if len(every) > _MOST_PROBLEMS else []
-    return "\n  ".join(every[:_MOST_PROBLEMS] + more)
-
-
 # ------------------------------------------------------------------ reading
 
 
@@ -126,17 +118,21 @@ _Archives = dict[tuple[int, ...], dict[Any, Any]]
 def _tensor(key: str, fields: dict[Any, Any], archives: _Archives) -> StoredTensor:
     shape, listed_chunks = _sizes(fields.get("size")), fields.get("chunks")
     if shape is None or not isinstance(listed_chunks, list):
-        raise CheckpointError(f"{key!r}: its size is {shown(fields.get('size'))}, its chunks {shown(listed_chunks)}")
+        raise CheckpointError(
+            f"{quoted(key)}: its size is {shown(fields.get('size'))}, its chunks {shown(listed_chunks)}"
+        )
     dtype = _dtype(key, fields.get("properties"))
     chunks: dict[Box, Chunk] = {}
     for entry in listed_chunks:
         start, size = _sizes(_fields(entry).get("offsets")), _sizes(_fields(entry).get("sizes"))
         if start is None or size is None or not len(start) == len(size) == len(shape):
-            raise CheckpointError(f"{key!r} of shape {list(shape)}: a chunk's offset and size are {start} and {size}")
+            raise CheckpointError(
+                f"{quoted(key)} of shape {list(shape)}: a chunk's offset and size are {start} and {size}"
+            )
         box = placed(start, size)
         if any(stop > n for (_, stop), n in zip(box, shape, strict=True)):
             raise CheckpointError(
-                f"{key!r} of shape {list(shape)}: the chunk of size {list(size)} at {list(start)} is outside it"
+                f"{quoted(key)} of shape {list(shape)}: the chunk of size {list(size)} at {list(start)} is outside it"
             )
         if volume(box) or not volume(whole(shape)):
             chunks[box] = Chunk(box, *_archive(key, start, archives))
@@ -147,16 +143,16 @@ def _tensor(key: str, fields: dict[Any, Any], archives: _Archives) -> StoredTens
 def _archive(key: str, start: tuple[int, ...], archives: _Archives) -> tuple[str, int, int]:
     info = archives.get(start)
     if info is None:
-        raise CheckpointError(f"{key!r}: no file is given for its chunk at {list(start)}")
+        raise CheckpointError(f"{quoted(key)}: no file is given for its chunk at {list(start)}")
     file, at, length = info.get("relative_path"), info.get("offset"), info.get("length")
     # A plain name only: that keeps out "../", absolute paths and directories that are links elsewhere.
     if not isinstance(file, str) or file in ("", ".", "..") or any(c in file for c in "/\\\0"):
-        raise CheckpointError(f"{key!r}: {shown(file)} is not the name of a file in the checkpoint's directory")
+        raise CheckpointError(f"{quoted(key)}: {shown(file)} is not the name of a file in the checkpoint's directory")
     if not isinstance(at, int) or not isinstance(length, int) or not (_is_size(at) and _is_size(length)):
-        raise CheckpointError(f"{key!r}: its chunk at {list(start)} takes {shown(length)} bytes from {shown(at)}")
+        raise CheckpointError(f"{quoted(key)}: its chunk at {list(start)} takes {shown(length)} bytes from {shown(at)}")
     if info.get("transform_descriptors"):
         raise CheckpointError(
-            f"{key!r}: was written through {shown(info['transform_descriptors'])}, which only the program that "
+            f"{quoted(key)}: was written through {shown(info['transform_descriptors'])}, which only the program that "
             "wrote it can undo; save it again without such an extension"
         )
     return file, at, length
@@ -167,7 +163,7 @@ def _dtype(key: str, properties: Any) -> str:
     kind = state.get("dtype") if isinstance(state, dict) else state[0] if isinstance(state, tuple) and state else None
     dtype = dtype_from_torch(kind.name) if isinstance(kind, Name) else None
     if dtype is None:
-        raise CheckpointError(f"{key!r}: its dtype {shown(kind)} is none that can be read")
+        raise CheckpointError(f"{quoted(key)}: its dtype {shown(kind)} is none that can be read")
     return dtype
 
 
@@ -191,16 +187,18 @@ def _check_tiling(key: str, shape: Sequence[int], boxes: Iterable[Box]) -> None:
     if total == wanted and _is_grid(parts, len(shape)):
         return
     if len(parts) > _MOST_IRREGULAR:
-        raise CheckpointError(f"{key!r}: its {len(parts):,} chunks form no grid; more than {_MOST_IRREGULAR:,} must")
+        raise CheckpointError(
+            f"{quoted(key)}: its {len(parts):,} chunks form no grid; more than {_MOST_IRREGULAR:,} must"
+        )
     missing = uncovered(whole(shape), parts) if wanted else []
     if missing:
         gap = missing[0]
         raise CheckpointError(
-            f"{key!r} of shape {list(shape)} is not whole: its {len(parts)} chunks leave out "
+            f"{quoted(key)} of shape {list(shape)} is not whole: its {len(parts)} chunks leave out "
             f"{list(extent(gap))} at {list(offset(gap))}"
         )
     if total != wanted:
-        raise CheckpointError(f"{key!r}: its chunks overlap: they have {total:,} elements, the tensor {wanted:,}")
+        raise CheckpointError(f"{quoted(key)}: its chunks overlap: they have {total:,} elements, the tensor {wanted:,}")
 
 
 def _is_grid(boxes: Sequence[Box], dims: int) -> bool:

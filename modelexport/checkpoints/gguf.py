@@ -41,6 +41,7 @@ from modelexport.checkpoints.sharded_safetensors import (
     tensor_info,
 )
 from modelexport.errors import CheckpointError, PlanError
+from modelexport.json_values import JsonValues
 from modelexport.sharding.boxes import whole
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.rules import TensorRule
@@ -88,8 +89,9 @@ class _Target:
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> _Target:
         interleaved = architecture(config) == "llama"
-        heads = int(config["num_attention_heads"])
-        kv_heads = int(config.get("num_key_value_heads") or heads)
+        read = JsonValues(config)
+        heads = read.whole("num_attention_heads")
+        kv_heads = read.whole("num_key_value_heads", heads)
         return cls(interleaved, {"attention.q": heads, "attention.k": kv_heads})
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from modelexport.checkpoints.safetensors_header import TensorInfo
-from modelexport.errors import CheckpointError
+from modelexport.errors import CheckpointError, PlanError, quoted, shown
 from modelexport.small_files import open_regular
 
 ALIGNMENT = 32
@@ -131,10 +131,13 @@ def encode_header(values: Mapping[str, Value], entries: Sequence[Entry]) -> tupl
 
     Returns:
         (the bytes, each tensor's offset in the file, the file's size).
+
+    Raises:
+        PlanError: a number among the values is larger than the file can say.
     """
     pieces = [_MAGIC, struct.pack("<IQQ", _VERSION, len(entries), len(values))]
     for name, value in values.items():
-        pieces += [_text(name), _value(value)]
+        pieces += [_text(name), _value(name, value)]
     offsets, at = [], 0
     for entry in entries:
         offsets.append(at)
@@ -156,9 +159,24 @@ def _text(text: str) -> bytes:
     return struct.pack("<Q", len(encoded)) + encoded
 
 
-def _value(value: Value) -> bytes:
-    kind, content = _content(value, _UINT32)
+def _value(name: str, value: Value) -> bytes:
+    try:
+        kind, content = _content(value, _UINT32)
+    except (struct.error, OverflowError, UnicodeEncodeError) as error:
+        raise PlanError(f"--format gguf: {name} is {shown(value)}, which the file cannot say: {error}") from error
     return struct.pack("<I", kind) + content
+
+
+def float32_bytes(values: Sequence[float], name: str) -> bytes:
+    """Numbers as a tensor of float32 has them.
+
+    Raises:
+        PlanError: one is beyond float32; ``name`` says whose.
+    """
+    try:
+        return struct.pack(f"<{len(values)}f", *values)
+    except OverflowError as error:
+        raise PlanError(f"--format gguf: {name} has numbers beyond float32, up to {max(map(abs, values)):g}") from error
 
 
 def _content(value: Value, whole: int) -> tuple[int, bytes]:
@@ -285,7 +303,7 @@ def _read(path: Path, stream: _Stream) -> GgufFile:
     entries = [_entry(stream) for _ in range(tensors)]
     alignment = values.get("general.alignment", ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-        raise CheckpointError(f"{path}: general.alignment is {alignment!r}, not a power of two")
+        raise CheckpointError(f"{path}: general.alignment is {quoted(alignment)}, not a power of two")
     return GgufFile(path, values, _place(path, entries, _aligned(stream.at, alignment), stream.size))
 
 
@@ -294,7 +312,7 @@ def _entry(stream: _Stream) -> tuple[str, tuple[int, ...], int, int]:
     name = stream.text("a tensor's name", _MOST_NAME)
     (rank,) = stream.numbers("I", name)
     if not 1 <= rank <= _MOST_DIMS:
-        raise CheckpointError(f"{stream.path}: damaged: {name!r} has {rank} dims")
+        raise CheckpointError(f"{stream.path}: damaged: {quoted(name)} has {rank} dims")
     *dims, kind, offset = stream.numbers(f"{rank}QIQ", name)
     return name, tuple(reversed(dims)), kind, offset
 
@@ -312,11 +330,11 @@ def _place(
             continue
         if name in infos or shape[-1] % kind.block:
             why = "is there twice" if name in infos else f"has {shape[-1]} elements in a row, blocks have {kind.block}"
-            raise CheckpointError(f"{path}: damaged: {name!r} {why}")
+            raise CheckpointError(f"{path}: damaged: {quoted(name)} {why}")
         nbytes = math.prod(shape) // kind.block * kind.nbytes
         if start + offset < reached or start + offset + nbytes > size:
-            why = f"overlaps {before!r}" if start + offset < reached else f"ends behind the file's {size:,} bytes"
-            raise CheckpointError(f"{path}: cut short or damaged: {name!r} {why}")
+            why = f"overlaps {quoted(before)}" if start + offset < reached else f"ends behind the file's {size:,} bytes"
+            raise CheckpointError(f"{path}: cut short or damaged: {quoted(name)} {why}")
         reached, before = start + offset + nbytes, name
         stored = shape if kind.block == 1 else (*shape[:-1], shape[-1] // kind.block, kind.nbytes)
         infos[name] = TensorInfo(name, kind.dtype, stored, path, start + offset, nbytes)

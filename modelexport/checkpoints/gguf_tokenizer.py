@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from modelexport.checkpoints.gguf_file import Value
-from modelexport.errors import CheckpointError
+from modelexport.errors import CheckpointError, error_text
 from modelexport.small_files import LARGEST_CONFIG, has_file, read_json, read_small
 
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
@@ -72,11 +72,14 @@ def read_tokenizer(directory: Path | None, config: Mapping[str, Any], vocab: int
     )
     try:
         values = _translate(files, config, vocab)
+        template = _template(directory, files.config)
     except _Unlike as unlike:
         return Tokenizer(_NO_VOCABULARY, f"tokenizer.json: {unlike.why}")
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{directory / 'tokenizer.json'}: is not as tokenizers writes it: {error!r}") from error
-    template = _template(directory, files.config)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        what = f"{type(error).__name__}: {error_text(error)}"
+        raise CheckpointError(f"{directory / 'tokenizer.json'}: is not as tokenizers writes it: {what}") from error
     return Tokenizer({**values, **({"tokenizer.chat_template": template} if template else {})})
 
 
@@ -94,6 +97,8 @@ def _translate(files: _Json, config: Mapping[str, Any], vocab: int) -> dict[str,
         "tokenizer.ggml.token_type": types,
     }
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    if not all(isinstance(text, str) for text in (*tokens, *merges)):
+        raise TypeError("a token is no text")
     if any(merge.count(" ") != 1 for merge in merges):
         raise _Unlike("a merge has a space in one of its tokens")
     if merges:
@@ -172,7 +177,7 @@ def _prepended(main: Mapping[str, Any]) -> int | None:
             continue
         if step.get("type") != "TemplateProcessing":
             raise _Unlike(f"its post-processor is {step.get('type')}")
-        pieces = [next(iter(piece.items())) for piece in step["single"]]
+        pieces = [list(piece.items())[0] for piece in step["single"]]  # noqa: RUF015 # an empty one: a LookupError
         specials = [piece["id"] for kind, piece in pieces if kind == "SpecialToken"]
         if not specials:
             continue

@@ -22,7 +22,7 @@ from modelexport.checkpoints.safetensors_layout import DEFAULT_MAX_SHARD_BYTES, 
 from modelexport.checkpoints.safetensors_reader import Checkpoint
 from modelexport.checkpoints.sharded_safetensors import divide, raise_problems, tensor_info
 from modelexport.checkpoints.sharded_safetensors import lay_out as lay_out_files
-from modelexport.errors import CheckpointError
+from modelexport.errors import CheckpointError, quoted
 from modelexport.sharding.boxes import Box, extent, offset, placed, uncovered, whole
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.rules import TensorRule
@@ -282,7 +282,7 @@ def _placing(info: TensorInfo, where: Any) -> tuple[tuple[int, ...], tuple[int, 
     known = where if isinstance(where, dict) else {}
     offsets = _sizes(known.get("saved_offsets"))
     if offsets is None or len(offsets) != len(info.shape):
-        raise CheckpointError(f"{SHARDING_KEY} must tell {len(info.shape)} saved_offsets, has {where!r}")
+        raise CheckpointError(f"{SHARDING_KEY} must tell {len(info.shape)} saved_offsets, has {quoted(where)}")
     if known.get("global_shape") is None:
         return offsets, None
     shape = _sizes(known["global_shape"])

@@ -1,7 +1,8 @@
 """The journal of an export: what it is, then one line for each finished step, so that a killed one can go on.
 
-A line is appended by one ``write``. A line that a kill cut off is dropped when the journal is next opened, with
-everything after it: a step that is not in the journal is simply done again. Lines are not fsynced: what a dead
+A line is appended by one ``write``, and begins with the CRC-32 of the rest of it. A line that a kill cut off, or that a
+disk has spoilt, is dropped when the journal is next opened, with everything after it: a step that is not in the journal
+is simply done again. Lines are not fsynced: what a dead
 process has written survives it. A machine that dies may keep the journal and lose the data, so the journal
 names the boot it belongs to, and after another boot its steps do not count.
 
@@ -14,6 +15,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,9 +25,10 @@ from modelexport.checkpoints import raw_io
 from modelexport.errors import CheckpointError
 from modelexport.small_files import read_small
 
-VERSION = 1
+VERSION = 2
 LARGEST_JOURNAL = 1 << 30
 """Bytes: what the record of an export says of each module, and the checksum of every piece besides."""
+_CHECKED = re.compile(rb'\{"crc32":(\d{1,10}),(.+)\n', re.DOTALL)
 _ABSENT = "(not given)"
 
 
@@ -143,7 +147,8 @@ class Journal:
             self._fd = -1
 
     def _append(self, entry: Mapping[str, Any]) -> None:
-        line = json.dumps(entry, separators=(",", ":")).encode() + b"\n"
+        text = json.dumps(entry, separators=(",", ":")).encode()[1:]
+        line = b'{"crc32":%d,%b\n' % (zlib.crc32(text), text)
         before = os.fstat(self._fd).st_size
         if os.write(self._fd, line) != len(line):
             os.ftruncate(self._fd, before)  # half a line would swallow the next one
@@ -194,13 +199,10 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
     lines: list[dict[str, Any]] = []
     good = 0
     for line in text.splitlines(keepends=True):
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError):
+        checked = _CHECKED.fullmatch(line)
+        if checked is None or zlib.crc32(checked[2]) != int(checked[1]):
             break
-        if not line.endswith(b"\n") or not isinstance(entry, dict):
-            break
-        lines.append(entry)
+        lines.append(json.loads(line))
         good += len(line)
     return lines, good
 

@@ -46,11 +46,14 @@ def acquire(home: Path, wait: float) -> list[int]:
                 # The last owner may have removed the file between our two calls: then this is no lock.
                 if os.fstat(fds[-1]).st_ino != os.stat(home / name).st_ino:
                     raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-        except (BlockingIOError, FileNotFoundError) as error:
+        # FileExistsError: the last owner removed the directory while mkdir looked whether it is one.
+        except (BlockingIOError, FileNotFoundError, FileExistsError) as error:
             holders = _holders(fds[-1]) if fds else ""
             release(fds)
+            if isinstance(error, FileExistsError) and home.is_file():
+                raise
             if time.monotonic() > deadline:
-                if isinstance(error, FileNotFoundError):
+                if not isinstance(error, BlockingIOError):
                     raise
                 raise Busy(holders) from None
             time.sleep(0.05)

@@ -22,12 +22,12 @@ from typing import Any
 from modelexport.checkpoints import dcp_container as container
 from modelexport.checkpoints.arrays import Array, Share
 from modelexport.checkpoints.dcp_container import Option, Spelling
-from modelexport.checkpoints.dcp_metadata import METADATA_NAME, listed, metadata_bytes, read_metadata
+from modelexport.checkpoints.dcp_metadata import METADATA_NAME, metadata_bytes, read_metadata
 from modelexport.checkpoints.fused_arrays import check_type
 from modelexport.checkpoints.fused_rows import Heads, Span, heads_of, row_spans
 from modelexport.checkpoints.safetensors_file import Checkpoint, Layout
 from modelexport.checkpoints.torch_zip import object_archive
-from modelexport.errors import CheckpointError, PlanError
+from modelexport.errors import CheckpointError, PlanError, listed
 from modelexport.sharding.boxes import Box, extent, intersect, offset, relative, whole
 from modelexport.sharding.rules import TensorRule
 from modelexport.sharding.shard_plan import ShardPlan
@@ -208,7 +208,7 @@ def _check(config: Mapping[str, Any], rules: Sequence[TensorRule], kept: Mapping
             if first != rule.dtype:
                 problems.append(f"{rule.name} is {rule.dtype}, other tensors of Megatron's {spelling.key} are {first}")
     if problems:
-        raise PlanError(f"--format megatron cannot hold this model, hf and dcp can:\n  {listed(problems)}")
+        raise PlanError(f"--format megatron cannot hold this model, hf and dcp can:{listed(problems)}")
     check_type(config, NAME, _TYPES)
 
 
@@ -333,7 +333,7 @@ def open(directory: Path, config: dict[str, Any] | None, rules: Callable[..., li
     if missing:
         raise CheckpointError(
             f"{directory}: {len(missing):,} of the model's {len(needed):,} tensors are missing; it has "
-            f"{', '.join(sorted(keys)[:4]) or 'none'}:\n  {listed(missing)}"
+            f"{', '.join(sorted(keys)[:4]) or 'none'}:{listed(missing)}"
         )
     shapes = {rule.name: rule.shape for rule in every}
     infos, places = container.bind(directory, metadata, chosen, shapes, prefix)

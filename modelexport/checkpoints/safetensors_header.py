@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from modelexport.errors import CheckpointError
+from modelexport.errors import CheckpointError, quoted
 from modelexport.small_files import open_regular
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ def _json_object(path: Path, text: bytes) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
             twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-            raise CheckpointError(f"{path}: {twice!r} appears twice in the header")
+            raise CheckpointError(f"{path}: {quoted(twice)} appears twice in the header")
         return found
 
     def no_constant(word: str) -> NoReturn:
@@ -225,7 +225,7 @@ def _json_object(path: Path, text: bytes) -> dict[str, Any]:
 
 
 def _info(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
-    where = f"{path}: tensor {name!r}"
+    where = f"{path}: tensor {quoted(name)}"
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise CheckpointError(f"{where}: needs dtype, shape and data_offsets, has {_clip(entry)}")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -263,14 +263,14 @@ def _check_tiling(path: Path, infos: Sequence[TensorInfo], data_start: int, size
         if info.offset != at:
             what = "a gap" if info.offset > at else "an overlap"
             raise CheckpointError(
-                f"{path}: tensor {info.name!r}: {what}: it begins at byte {info.offset:,} of the file, "
+                f"{path}: tensor {quoted(info.name)}: {what}: it begins at byte {info.offset:,} of the file, "
                 f"{before} ends at {at:,}"
             )
         at += info.nbytes
-        before = f"tensor {info.name!r}"
+        before = f"tensor {quoted(info.name)}"
         if at > size:
             raise CheckpointError(
-                f"{path}: tensor {info.name!r}: truncated: it ends at byte {at:,}, the file at {size:,} "
+                f"{path}: tensor {quoted(info.name)}: truncated: it ends at byte {at:,}, the file at {size:,} "
                 f"({_end(infos):,} bytes expected in all)"
             )
     if at != size:

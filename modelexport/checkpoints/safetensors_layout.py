@@ -13,7 +13,7 @@ from modelexport.checkpoints import raw_io
 from modelexport.checkpoints.placement import Placement
 from modelexport.checkpoints.safetensors_header import TensorInfo, dtype_bits, tensor_nbytes
 from modelexport.checkpoints.safetensors_reader import SINGLE_NAME
-from modelexport.errors import CheckpointError
+from modelexport.errors import CheckpointError, quoted
 
 DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
 
@@ -128,12 +128,12 @@ def plan_layout(
     for name, dtype, shape in specs:
         if name in seen or name == "__metadata__":
             why = "appears twice" if name in seen else "is reserved"
-            raise CheckpointError(f"tensor name {name!r} {why}")
+            raise CheckpointError(f"tensor name {quoted(name)} {why}")
         seen.add(name)
         try:
             nbytes = tensor_nbytes(dtype, shape)
         except CheckpointError as error:
-            raise CheckpointError(f"tensor {name!r}: {error}") from error
+            raise CheckpointError(f"tensor {quoted(name)}: {error}") from error
         if shards[-1] and filled + nbytes > max_shard_bytes:
             shards.append([])
             filled = 0

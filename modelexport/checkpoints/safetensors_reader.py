@@ -20,7 +20,7 @@ from modelexport.checkpoints.safetensors_header import (
     read_header,
     torch_dtype,
 )
-from modelexport.errors import CheckpointError
+from modelexport.errors import CheckpointError, quoted
 from modelexport.sharding.boxes import Box, relative, slices, tile, uncovered, whole
 from modelexport.small_files import LARGEST_CONFIG, read_json
 
@@ -98,7 +98,7 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
     for header in headers.values():
         for name, info in header.infos.items():
             if name in infos:
-                raise CheckpointError(f"tensor {name!r} is in two files: {infos[name].path} and {info.path}")
+                raise CheckpointError(f"tensor {quoted(name)} is in two files: {infos[name].path} and {info.path}")
             infos[name] = info
     if weight_map is not None:
         _check_index(index, weight_map, infos)
@@ -118,7 +118,7 @@ def _read_index(path: Path) -> dict[str, str]:
         # A plain name only: that keeps out "../", absolute paths and directories that are links elsewhere.
         if not isinstance(file, str) or file in ("", ".", "..") or any(c in file for c in "/\\\0"):
             raise CheckpointError(
-                f"{path}: tensor {name!r} is in {file!r}, which is not the name of a file in that directory"
+                f"{path}: tensor {quoted(name)} is in {quoted(file)}, which is not the name of a file in that directory"
             )
     return weight_map
 
@@ -171,10 +171,10 @@ def _check_index(index: Path, weight_map: dict[str, str], infos: dict[str, Tenso
         info = infos.get(name)
         if info is None or info.path.name != file:
             where = f"it is in {info.path.name}" if info is not None else "it is not there"
-            raise CheckpointError(f"{index}: tensor {name!r} should be in {file}, but {where}")
+            raise CheckpointError(f"{index}: tensor {quoted(name)} should be in {file}, but {where}")
     for name, info in infos.items():
         if name not in weight_map:
-            raise CheckpointError(f"{info.path}: tensor {name!r} is not in {INDEX_NAME}")
+            raise CheckpointError(f"{info.path}: tensor {quoted(name)} is not in {INDEX_NAME}")
 
 
 class Reader:
@@ -224,7 +224,7 @@ class Reader:
             out = torch.empty(shape, dtype=dtype)
         elif tuple(out.shape) != shape or out.dtype != dtype or out.device.type != "cpu":
             raise ValueError(
-                f"tensor {info.name!r}: the slice is {dtype} {list(shape)} on the CPU, "
+                f"tensor {quoted(info.name)}: the slice is {dtype} {list(shape)} on the CPU, "
                 f"out is {out.dtype} {list(out.shape)} on {out.device}"
             )
         if places is not None:
@@ -233,7 +233,7 @@ class Reader:
         memory = raw_io.row_bytes(out, 1 if len(shape) > 1 else 0)
         if memory is None:
             raise ValueError(
-                f"tensor {info.name!r}: the rows of out must be contiguous, its strides are {out.stride()}"
+                f"tensor {quoted(info.name)}: the rows of out must be contiguous, its strides are {out.stride()}"
             )
         self._fill(info.name, info.path, memory, offset, pitch)
         return out
@@ -268,8 +268,8 @@ class Reader:
         missing = uncovered(box, covers)
         if missing:
             raise CheckpointError(
-                f"{self._checkpoint.directory}: tensor {info.name!r} of shape {list(info.shape)} is not whole: no file "
-                f"holds its part {_ranges(missing[0])}"
+                f"{self._checkpoint.directory}: tensor {quoted(info.name)} of shape {list(info.shape)} is not whole: "
+                f"no file holds its part {_ranges(missing[0])}"
             )
         for number, part in tile(box, covers):
             self.read_place(info, places[number], part, out if part == box else out[slices(relative(part, box))])
@@ -278,10 +278,10 @@ class Reader:
         try:
             got = raw_io.read_rows(self._fd(path), memory, offset, pitch)
         except OSError as error:
-            raise CheckpointError(f"{path}: tensor {name!r} cannot be read: {error.strerror or error}") from error
+            raise CheckpointError(f"{path}: tensor {quoted(name)} cannot be read: {error.strerror or error}") from error
         if got != memory.size:
             raise CheckpointError(
-                f"{path}: tensor {name!r}: {memory.size:,} bytes expected, {got:,} found; "
+                f"{path}: tensor {quoted(name)}: {memory.size:,} bytes expected, {got:,} found; "
                 "the file was cut short while it was being read"
             )
 
@@ -322,13 +322,13 @@ def _rectangle(
         if part is None:
             continue
         if dim >= len(shape) or not 0 <= part[0] <= part[1] <= shape[dim]:
-            raise ValueError(f"tensor {info.name!r}: {part} of dim {dim} is outside its shape {list(info.shape)}")
+            raise ValueError(f"tensor {quoted(info.name)}: {part} of dim {dim} is outside its shape {list(info.shape)}")
         starts[dim], shape[dim] = part[0], part[1] - part[0]
     row_bits = _share(8 * info.nbytes, info.shape, 0)
     start_bits = starts[0] * row_bits + starts[1] * _share(row_bits, info.shape, 1)
     if bits < 8 and shape and (shape[-1] % 2 or start_bits % 8):
         raise ValueError(
-            f"tensor {info.name!r}: {info.dtype} can only be cut between whole bytes, asked {rows}, {cols}"
+            f"tensor {quoted(info.name)}: {info.dtype} can only be cut between whole bytes, asked {rows}, {cols}"
         )
     if bits == 4 and shape:
         shape[-1] //= 2

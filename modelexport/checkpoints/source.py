@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from modelexport.errors import CheckpointError, UsageError
+from modelexport.errors import CheckpointError, UsageError, error_text
 
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 _NOT_NEEDED = [
@@ -69,7 +69,7 @@ def _download(model: str, revision: str | None) -> Path:
     try:
         return Path(snapshot_download(model, revision=revision, ignore_patterns=_NOT_NEEDED))
     except HFValidationError as error:
-        raise UsageError(f"--model {model}: no such directory, and no hub id either: {error}") from error
+        raise UsageError(f"--model {model}: no such directory, and no hub id either: {error_text(error)}") from error
     except (LocalEntryNotFoundError, ConnectionError) as error:  # the former may be an HfHubHTTPError too
         raise CheckpointError(_unreachable(model)) from error
     except HfHubHTTPError as error:

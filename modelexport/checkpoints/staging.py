@@ -18,7 +18,7 @@ from typing import Any
 
 from modelexport.checkpoints import locks, raw_io
 from modelexport.checkpoints.journal import Journal, OtherExport, published_inode
-from modelexport.errors import CheckpointError, UsageError
+from modelexport.errors import CheckpointError, UsageError, listed
 
 LOCK_WAIT = 10.0
 """Seconds that an export waits for the ranks of a killed one to die."""
@@ -239,10 +239,10 @@ def _take_up(
             _remove_tree(home / "beside")
             (home / "ckpt").mkdir()
     except OtherExport as other:
-        lines = "".join(f"\n  {key}: {old} then, {new} now" for key, old, new in other.differences)
+        lines = listed(f"{key}: {old} then, {new} now" for key, old, new in other.differences)
         raise UsageError(
-            f"an export to {target} was interrupted, and this one differs from it:{lines}\n"
-            f"Run the same command as then to finish it, or give it up: rm -r {shlex.quote(str(home))}"
+            f"an export to {target} was interrupted: run the same command as then to finish it, or give it up with "
+            f"rm -r {shlex.quote(str(home))}; this one differs from it:{lines}"
         ) from None
     except OSError as error:
         raise UsageError(f"{home}: cannot be written: {error.strerror or error}") from error

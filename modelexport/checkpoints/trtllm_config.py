@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from modelexport.checkpoints.rope import RopeConfig, read_rope_config
 from modelexport.checkpoints.sharded_safetensors import raise_problems
-from modelexport.errors import CheckpointError, PlanError
+from modelexport.errors import CheckpointError, PlanError, quoted, shown
+from modelexport.json_values import JsonValues
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.shard_plan import ShardPlan
 
@@ -34,7 +36,6 @@ _SAME = {
     "intermediate_size": "intermediate_size",
     "vocab_size": "vocab_size",
     "max_position_embeddings": "max_position_embeddings",
-    "norm_epsilon": "rms_norm_eps",
     "head_size": "head_dim",
 }
 
@@ -51,25 +52,26 @@ def engine_config(
     Raises:
         PlanError: TensorRT-LLM's has no place for the model's architecture, or for something in its config.json;
             everything that has none.
+        CheckpointError: a value of the model's is missing or of the wrong kind.
     """
     model_type = config.get("model_type")
-    if model_type not in ARCHITECTURES:
-        raise PlanError(f"--format trtllm: no config.json for '{model_type}'; there is for {', '.join(ARCHITECTURES)}")
-    heads = config["num_attention_heads"]
-    rope = _rope(config)
-    theta = rope.pop("rope_theta")
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise PlanError(f"--format trtllm: no config.json for '{shown(model_type)}'; there is for {known}")
+    read, rope = JsonValues(config), read_rope_config(config)
+    heads = read.whole("num_attention_heads")
     found: dict[str, Any] = {
         "architecture": ARCHITECTURES[model_type],
         "dtype": _DTYPES[next(rule.dtype for rule in plan.rules.values() if rule.role == "embedding")],
         "logits_dtype": "float32",
-        **{key: config[own] for key, own in _SAME.items() if config.get(own) is not None},
-        "num_key_value_heads": config.get("num_key_value_heads") or heads,
-        "head_size": config.get("head_dim") or config["hidden_size"] // heads,
-        "hidden_act": config.get("hidden_act", "silu"),
-        "norm_epsilon": config.get("rms_norm_eps", 1e-6),
+        **{key: read.whole(own) for key, own in _SAME.items() if read.has(own)},
+        "num_key_value_heads": read.whole("num_key_value_heads", heads),
+        "head_size": read.whole("head_dim", max(1, read.whole("hidden_size") // heads)),
+        "hidden_act": read.text("hidden_act", "silu"),
+        "norm_epsilon": read.number("rms_norm_eps", 1e-6),
         "position_embedding_type": "rope_gpt_neox",
-        "rotary_base": theta,
-        "rotary_scaling": rope or None,
+        "rotary_base": 10000.0 if rope.theta is None else rope.theta,
+        "rotary_scaling": _scaling(rope),
         "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
         # The vocabulary's rows are spread over the ranks, so that no rank holds (or writes) the whole of it.
         "use_parallel_embedding": plan.parallelism.tp > 1,
@@ -77,17 +79,16 @@ def engine_config(
         "mapping": _mapping(plan.parallelism),
         "quantization": dict(quantization or {"quant_algo": None, "kv_cache_quant_algo": None}),
     }
-    return found | _of_family(model_type, config, plan, found)
+    return found | _of_family(model_type, read, rope, plan, found)
 
 
-def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary embedding: ``rope_theta``, and how it is scaled. (transformers 5 keeps the two together.)"""
-    joined = config.get("rope_parameters")
-    found = dict(joined if isinstance(joined, dict) else config.get("rope_scaling") or {})
-    theta = found.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
-    found.pop("partial_rotary_factor", None)
-    kind = found.get("rope_type") or found.get("type") or "default"
-    return {"rope_theta": theta} | ({} if kind == "default" else {**found, "type": kind, "rope_type": kind})
+def _scaling(rope: RopeConfig) -> dict[str, Any] | None:
+    """How the rotary embedding is scaled: all that is said of it, but what has a key of its own."""
+    if rope.kind == "default":
+        return None
+    own = ("rope_theta", "partial_rotary_factor")
+    said = {key: value for key, value in rope.scaling.content.items() if key not in own}
+    return {**said, "type": rope.kind, "rope_type": rope.kind}
 
 
 def _mapping(grid: Parallelism) -> dict[str, int]:
@@ -100,12 +101,14 @@ def _mapping(grid: Parallelism) -> dict[str, int]:
     }
 
 
-def _of_family(model_type: str, config: Mapping[str, Any], plan: ShardPlan, found: Mapping[str, Any]) -> dict[str, Any]:
+def _of_family(
+    model_type: str, read: JsonValues, rope: RopeConfig, plan: ShardPlan, found: Mapping[str, Any]
+) -> dict[str, Any]:
     biased = {rule.role for rule in plan.rules.values() if rule.parameter == "bias"}
     activation = found["hidden_act"]
     gated = "swiglu" if activation == "silu" else activation  # TensorRT-LLM's name where gate and up are one array
     if model_type == "phi3":
-        return {"hidden_act": gated, **_rope_of_phi3(config, found)}
+        return {"hidden_act": gated, **_rope_of_phi3(read, rope)}
     if model_type == "qwen2":
         return {"attn_bias": True, "mlp_bias": False, "qwen_type": "qwen2"}
     of_attention = biased & {"attention.q", "attention.k", "attention.v", "attention.o"}
@@ -119,29 +122,27 @@ def _of_family(model_type: str, config: Mapping[str, Any], plan: ShardPlan, foun
     biases = {"attn_bias": bool(of_attention), "mlp_bias": bool(of_mlp)}
     if model_type != "mixtral":
         return biases
-    experts, chosen = config["num_local_experts"], config["num_experts_per_tok"]
+    experts, chosen = read.whole("num_local_experts"), read.whole("num_experts_per_tok")
     moe = {"num_experts": experts, "top_k": chosen, "normalization_mode": _RENORMALISE}
     return {**biases, "hidden_act": gated, "moe": moe}
 
 
-def _rope_of_phi3(config: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_of_phi3(read: JsonValues, rope: RopeConfig) -> dict[str, Any]:
     """Phi-3 spells a rotary embedding for long texts out in keys of its own."""
-    joined = config.get("rope_parameters") or {}
-    rope = {"rotary_pct": config.get("partial_rotary_factor") or joined.get("partial_rotary_factor") or 1.0}
-    scaling = found["rotary_scaling"]
-    if scaling is None:
-        return rope
-    if scaling["type"] not in ("longrope", "su") or "original_max_position_embeddings" not in config:
+    found = {"rotary_pct": rope.part}
+    if rope.kind == "default":
+        return found
+    if rope.kind not in ("longrope", "su") or not read.has("original_max_position_embeddings"):
         raise PlanError(
-            f"--format trtllm: its config.json for Phi-3 has no place for a rope_scaling '{scaling['type']}'"
+            f"--format trtllm: its config.json for Phi-3 has no place for a rope_scaling '{shown(rope.kind)}'"
         )
     return {
-        **rope,
+        **found,
         "rotary_scaling": None,
         "position_embedding_type": "long_rope",
-        "original_max_position_embeddings": config["original_max_position_embeddings"],
-        "longrope_scaling_short_factors": scaling["short_factor"],
-        "longrope_scaling_long_factors": scaling["long_factor"],
+        "original_max_position_embeddings": read.whole("original_max_position_embeddings"),
+        "longrope_scaling_short_factors": list(rope.scaling.numbers("short_factor")),
+        "longrope_scaling_long_factors": list(rope.scaling.numbers("long_factor")),
     }
 
 
@@ -161,7 +162,7 @@ def read_mapping(directory: Path, engine: Mapping[str, Any]) -> Parallelism:
         value = mapping.get(key, default)
         if type(value) is int and (value > 0 or value == -1):  # -1: not told
             return default if value == -1 else value
-        problems.append(f"mapping.{key} is {value!r}, a positive whole number is needed")
+        problems.append(f"mapping.{key} is {quoted(value)}, a positive whole number is needed")
         return 1
 
     tp, pp = size("tp_size", 1), size("pp_size", 1)
@@ -206,6 +207,7 @@ def model_config(directory: Path, engine: Mapping[str, Any]) -> dict[str, Any]:
         "tie_word_embeddings": bool(engine.get("tie_word_embeddings", engine.get("share_embedding_table", False))),
         "rope_theta": engine.get("rotary_base"),
         "rope_scaling": engine.get("rotary_scaling"),
+        "rms_norm_eps": engine.get("norm_epsilon"),
         **{own: engine.get(key) for key, own in _SAME.items()},
     }
     if kind in ("llama", "mistral"):

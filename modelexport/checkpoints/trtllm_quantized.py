@@ -32,7 +32,8 @@ from modelexport.checkpoints.placement import itemsize
 from modelexport.checkpoints.safetensors_header import TensorInfo
 from modelexport.checkpoints.safetensors_reader import Checkpoint, Reader
 from modelexport.checkpoints.sharded_safetensors import Constant, Found, Widened, raise_problems
-from modelexport.errors import CheckpointError, PlanError
+from modelexport.errors import CheckpointError, PlanError, quoted, shown
+from modelexport.json_values import JsonValues
 from modelexport.sharding.boxes import whole
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.rules import TensorRule
@@ -56,7 +57,7 @@ NUMBERS = ("weights_scaling_factor", "weights_scaling_factor_2", "activation_sca
 _BY_LINEAR = ("FP8", "W8A8_SQ_PER_CHANNEL", "W4A16_AWQ", "NVFP4")
 _OF_EXPERTS = ("FP8", "W4A16_AWQ", "NVFP4")
 _ALWAYS_EXCLUDED = ["lm_head", "transformer.vocab_embedding"]
-_DEFAULT_EXCLUDED = ["*lm_head", "*router", "*vocab_embedding", "*position_embedding", "*shared_expert_gate"]
+_DEFAULT_EXCLUDED = ("*lm_head", "*router", "*vocab_embedding", "*position_embedding", "*shared_expert_gate")
 _SMOOTHING = ("prequant_scaling_factor", "smoother")
 _ONES = {"BF16": b"\x80\x3f", "F16": b"\x00\x3c", "F32": struct.pack("<f", 1.0)}
 _PLAIN = ("BF16", "F16", "F32")
@@ -77,8 +78,8 @@ def entry(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     method = found.get("quant_method") if isinstance(found, dict) else None
     if method != METHOD:
         raise PlanError(
-            f"--format trtllm: the model is quantised, in the spelling of quant_method '{method}'; modelexport convert "
-            "CKPT --format trtllm writes the same numbers in TensorRT-LLM's, --format hf and --format dcp keep them"
+            f"--format trtllm: the model is quantised, in the spelling of quant_method '{shown(method)}'; modelexport "
+            "convert CKPT --format trtllm writes the same numbers in TensorRT-LLM's, --format hf and dcp keep them"
         )
     return found
 
@@ -189,22 +190,22 @@ def quantization_config(
         names: from a plan, what its modules are called.
 
     Raises:
-        CheckpointError: ``quantization`` is no object, or contradicts what the model's config.json says.
+        CheckpointError: ``quantization`` is no object or has values of the wrong kind, or contradicts what the model's
+            config.json says.
     """
-    said = engine.get("quantization") or {}
-    if not isinstance(said, dict):
-        raise CheckpointError(f"quantization is {said!r}, an object is needed")
-    own = config.get("quantization_config") or {}
+    read = JsonValues(engine).object("quantization")
+    said, own = read.content, JsonValues(config, "the model's config.json").object("quantization_config").content
     if own.get("quant_method") == METHOD:
         differs = [key for key in ("quant_algo", "kv_cache_quant_algo") if own.get(key) != said.get(key)]
         if differs:
             key = differs[0]
-            raise CheckpointError(f"{key} is {said.get(key)!r} in config.json, {own.get(key)!r} in the model's")
+            theirs, ours = quoted(said.get(key)), quoted(own.get(key))
+            raise CheckpointError(f"{key} is {theirs} in config.json, {ours} in the model's")
         return dict(own)
     if not said.get("quant_algo") and not said.get("kv_cache_quant_algo"):
         return None
-    patterns = said.get("exclude_modules")
-    patterns = _DEFAULT_EXCLUDED if patterns is None else [str(pattern) for pattern in patterns]
+    patterns = read.texts("exclude_modules")
+    patterns = _DEFAULT_EXCLUDED if patterns is None else patterns
     plain = rules({key: value for key, value in config.items() if key != "quantization_config"}, "BF16")
     layers = 1 + max((rule.layer for rule in plain if rule.layer is not None), default=-1)
     called = names(build_shard_plan(plain, parallelism, layers=layers))
@@ -224,7 +225,7 @@ def with_cache(rules: Rules) -> Rules:
 
     def found(config: dict[str, Any], dtypes: Any, **more: Any) -> list[TensorRule]:
         plain = rules(config, dtypes, **more)
-        if not (config.get("quantization_config") or {}).get("kv_cache_quant_algo"):
+        if not JsonValues(config).object("quantization_config").has("kv_cache_quant_algo"):
             return plain
         ordered: list[TensorRule] = []
         for number, rule in enumerate(plain):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from modelexport.checkpoints.safetensors_file import Checkpoint, TensorInfo, dtype_names
-from modelexport.errors import CheckpointError, PlanError, nearest
+from modelexport.errors import CheckpointError, PlanError, did_you_mean
 from modelexport.families import Dimensions, Family, Module, family_of, read_dimensions
 from modelexport.families.base import AxisSize
 from modelexport.quantization.methods import (
@@ -254,8 +254,7 @@ class _Builder:
         announced = place.module.bias
         if suffix == "bias" and isinstance(announced, str):
             return f", though config.json says {announced}"
-        hint = nearest(name, self.infos) if len(self.infos) < 200 else ""
-        return hint.split(" known:")[0] if "did you mean" in hint else ""
+        return did_you_mean(name, self.infos) if len(self.infos) < 200 else ""
 
 
 def _rules(

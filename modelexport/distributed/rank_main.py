@@ -24,6 +24,7 @@ from modelexport.distributed.environment import share_cores
 from modelexport.distributed.process_group import process_group
 from modelexport.distributed.status import RankStatus, phase, phase_scope, use
 from modelexport.errors import UsageError
+from modelexport.terminal import flush
 
 KILL_AFTER = 5.0  # seconds between SIGTERM and SIGKILL
 _PR_SET_PDEATHSIG = 1
@@ -189,8 +190,7 @@ def main(spec: RankSpec) -> None:
 
 def _report_and_end(status: RankStatus, error: BaseException) -> None:
     status.fail(error)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    flush()
     # Keep the connections open until the launcher ends all ranks: the peers then never fail themselves.
     time.sleep(KILL_AFTER)
     os._exit(1)

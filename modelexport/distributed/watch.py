@@ -21,7 +21,6 @@ import secrets
 import select
 import signal
 import socket
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -33,6 +32,7 @@ from modelexport.distributed.interrupting import Interrupter
 from modelexport.distributed.link import LostPeerError
 from modelexport.distributed.status import current_status, in_rank, phase_of_error, phase_scope
 from modelexport.distributed.watch_hub import Hub, Lines, keep_alive
+from modelexport.terminal import note
 
 _KEY = "modelexport/watch"
 _BEAT_SECONDS = 0.05  # between two looks at what this rank does: so old may be what is known of a rank that dies
@@ -163,7 +163,7 @@ class Watch:
             return
         self._interrupter.interrupt()
         if not self._closed.wait(_GRACE_SECONDS) and not self._interrupter.raised:
-            print(f"modelexport: {cause.error()}", file=sys.stderr, flush=True)
+            note(f"modelexport: {cause.error()}")
             os._exit(1)
 
     def _error(self) -> BaseException | None:

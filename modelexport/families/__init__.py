@@ -64,7 +64,9 @@ def family_of(config: dict[str, Any]) -> Family:
 
     if not is_known(model_type):
         known = {*known_model_types(), *causal_types()}
-        raise PlanError(f"unknown architecture '{shown(model_type)}'{nearest(model_type, known)}")
+        raise PlanError(
+            f"unknown architecture '{shown(model_type)}'{nearest(model_type, known, listing='modelexport models')}"
+        )
     return derive(config)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from modelexport.errors import CheckpointError
 from modelexport.families.base import Axis, AxisSize, Dimensions, Family
 from modelexport.families.drafts import draft_counts
+from modelexport.json_values import JsonValues
 
 MOST_HEADS = 1 << 13  # many times those of any model
 EXPERT_KEYS = ("num_local_experts", "n_routed_experts", "num_experts")
@@ -45,7 +46,7 @@ def _with_own(dimensions: Dimensions, family: Family, read: _Numbers) -> Dimensi
     """With what only some families have: experts, dense layers, axes of their own."""
     experts = dense = 0
     if family.has_experts:
-        experts = read.whole(next((key for key in EXPERT_KEYS if read.config.get(key) is not None), EXPERT_KEYS[0]))
+        experts = read.whole(next(filter(read.has, EXPERT_KEYS), EXPERT_KEYS[0]))
     if family.dense_layers is not None:
         dense = min(dimensions.layers, read.whole(family.dense_layers, least=0))
     axes = {name: read.axis(axis) for name, axis in family.axes.items() if not axis.of}
@@ -53,7 +54,7 @@ def _with_own(dimensions: Dimensions, family: Family, read: _Numbers) -> Dimensi
         dimensions,
         experts=experts,
         dense_layers=dense,
-        prediction_layers=max(draft_counts(read.config).values(), default=0),
+        prediction_layers=max(draft_counts(read.content).values(), default=0),
         own_axes=tuple(axes.items()),
     )
     multiples = {name: found.axis(axis.of).times(axis.each) for name, axis in family.axes.items() if axis.of}
@@ -61,34 +62,20 @@ def _with_own(dimensions: Dimensions, family: Family, read: _Numbers) -> Dimensi
 
 
 @dataclass(frozen=True)
-class _Numbers:
-    """A config.json's, with errors that name the key."""
-
-    config: Mapping[str, Any]
-
-    def whole(self, key: str, default: int | None = None, *, least: int = 1) -> int:
-        value = self.config.get(key)
-        if value is None:
-            value = default
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            found = "is missing" if value is None else f"is {value!r}"
-            needed = "a positive whole number" if least else "a whole number, 0 or more,"
-            raise CheckpointError(f"config.json: {key} {found}; {needed} is needed")
-        return value
+class _Numbers(JsonValues):
+    """A config.json's."""
 
     def heads(self, hidden: int, family: Family | None) -> tuple[int, int]:
         """How many query heads, and key/value heads."""
-        heads = self.whole("num_attention_heads")
+        heads = self.whole("num_attention_heads", most=MOST_HEADS)  # before any loop over a number of a stranger's
         used = {axis for module in family.layer for _, axis in module.axes} if family is not None else {"kv_heads"}
         # Latent attention has keys and values for every head, of sizes that other keys say.
         kv_heads = self.whole("num_key_value_heads", heads) if "kv_heads" in used else heads
-        if heads > MOST_HEADS:  # before any loop over a number that a stranger wrote
-            raise CheckpointError(f"config.json: num_attention_heads is {heads:,}; at most {MOST_HEADS:,} are believed")
         if heads % kv_heads:
             raise CheckpointError(
                 f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
             )
-        if used & {"heads", "kv_heads"} and self.config.get("head_dim") is None and hidden % heads:
+        if used & {"heads", "kv_heads"} and not self.has("head_dim") and hidden % heads:
             raise CheckpointError(
                 f"config.json: hidden_size {hidden} is not divisible by num_attention_heads {heads}, "
                 "and head_dim is not given"
@@ -97,7 +84,7 @@ class _Numbers:
 
     def axis(self, axis: Axis) -> AxisSize:
         keys = (*axis.features, *((axis.times,) if axis.times is not None else ()))
-        if axis.optional and not all(self.config.get(key) for key in keys):
+        if axis.optional and not all(self.content.get(key) for key in keys):
             return AxisSize(0)
         features = sum(self.whole(key) for key in axis.features) if axis.features else 1
         times = 1 if axis.times is None else self.whole(axis.times)

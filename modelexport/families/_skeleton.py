@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from modelexport.errors import CheckpointError, PlanError
+from modelexport.errors import CheckpointError, PlanError, error_text
 
 _NUMBERS = (
     "hidden_size",
@@ -339,5 +339,4 @@ def _whole(value: Any) -> int | None:
 
 
 def _in_short(error: Exception) -> str:
-    first = str(error).strip().split("\n")[0]
-    return f"{type(error).__name__}: {first[:300]}"
+    return f"{type(error).__name__}: {error_text(error)}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from modelexport.errors import CheckpointError
+from modelexport.json_values import JsonValues
 
 COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "num_mtp_modules")
 """Keys of config.json, or of a part of it that describes the language model, that count draft layers."""
@@ -24,15 +24,9 @@ def draft_counts(config: Mapping[str, Any]) -> dict[str, int]:
     """
     found = {}
     for where, part in _parts(config):
-        for key in COUNTS:
-            value = part.get(key)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise CheckpointError(f"config.json: {where}{key} is {value!r}; a whole number, 0 or more, is needed")
-            if value:
-                found[f"{where}{key}"] = value
-    return found
+        values = JsonValues(part, f"config.json: {where[:-1]}" if where else "config.json")
+        found.update({f"{where}{key}": values.whole(key, 0, least=0) for key in COUNTS})
+    return {key: count for key, count in found.items() if count}
 
 
 def without_counts(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def compare_headers(
             f"them so that the model computes the same: not compared here; modelexport eval {checkpoint.directory} "
             f"--against {source.directory} compares what the two compute"
         )
-    dropped = set((record or {}).get("left_out", {}))
+    dropped = set((record or {}).get("left_out") or {})
     family, dims = architecture.family, architecture.dimensions
     tied = ties_embeddings(checkpoint.config)
     for name in left:

@@ -25,6 +25,7 @@ from modelexport.contents.ties import check_ties
 from modelexport.errors import CheckpointError, PlanError
 from modelexport.small_files import has_file
 from modelexport.tables import size_text
+from modelexport.terminal import show
 
 if TYPE_CHECKING:
     import torch
@@ -129,7 +130,7 @@ def diff_checkpoints(
 def print_diff(a: Path, b: Path, config: Path | None, *, as_json: bool) -> int:
     """Print what differs; returns the exit status: 0 equal, 1 not."""
     result = diff_checkpoints(a, b, config)
-    print(json.dumps(result.as_json(), indent=1) if as_json else "\n".join(_report(result)))
+    show(json.dumps(result.as_json(), indent=1) if as_json else "\n".join(_report(result)))
     return 0 if result.equal else 1
 
 

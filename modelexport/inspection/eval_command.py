@@ -25,6 +25,7 @@ from modelexport.quantization.calibration_text import DATASET, TokenDocuments, h
 from modelexport.quantization.methods import read_quantization_config
 from modelexport.small_files import read_small
 from modelexport.tables import table
+from modelexport.terminal import progress_bar, show
 
 if TYPE_CHECKING:
     from modelexport.checkpoints.safetensors_file import Checkpoint
@@ -199,16 +200,17 @@ def print_evaluation(
     if save:
         name = HELD_OUT if text is None else str(text) if str(text).startswith(DATASET) else text.name  # without a path
         save_evaluation(checkpoint, {**result.as_json(), "text": name})
-    print(json.dumps(result.as_json(), indent=1) if as_json else "\n".join(result.lines()))
+    show(
+        json.dumps(result.as_json(), indent=1) if as_json else "\n".join(result.lines()),
+        stands=f"the figures are in {checkpoint}" if save else "",
+    )
     return 0
 
 
 @contextmanager
 def _bar(*, quiet: bool) -> Iterator[Progress]:
     """A bar of layers, silent where nobody watches."""
-    from tqdm import tqdm
-
-    with tqdm(unit="layer", desc="evaluating", leave=False, disable=True if quiet else None) as bar:
+    with progress_bar(quiet=quiet, unit="layer", desc="evaluating") as bar:
 
         def progress(done: int, layers: int) -> None:
             bar.total = layers

@@ -17,13 +17,14 @@ from typing import Any
 from modelexport.checkpoints.safetensors_file import INDEX_NAME, Checkpoint
 from modelexport.contents.engines import loadable_tp
 from modelexport.contents.modules import Architecture, StoredModule
-from modelexport.errors import CheckpointError
+from modelexport.errors import CheckpointError, quoted
 from modelexport.inspection.opened import Contents, open_contents
 from modelexport.inspection.record_reading import read_record
 from modelexport.inspection.structure import check_structure
 from modelexport.quantization.methods import QuantizationConfig
 from modelexport.small_files import has_file, read_json
 from modelexport.tables import size_text, table
+from modelexport.terminal import show
 
 
 @dataclass(frozen=True)
@@ -157,6 +158,8 @@ def tensor_parallel_sizes(architecture: Architecture, modules: Sequence[StoredMo
         rule = declared.get(module.path)
         if rule is None or rule.kind != "linear" or module.stored.shape is None:
             continue
+        if len(module.stored.shape) < 2:
+            return None, f"{module.name} is stored flat, as {list(module.stored.shape)}: rows and columns are not told"
         dim = rule.cut_dim
         if dim is None:
             continue
@@ -173,9 +176,9 @@ def print_inspection(directory: Path, config: Path | None = None, *, as_json: bo
     """Print what a checkpoint holds; returns the exit status, 0."""
     inspection = inspect_checkpoint(directory, config)
     if as_json:
-        print(json.dumps(inspection.as_json(), indent=1))
+        show(json.dumps(inspection.as_json(), indent=1))
     else:
-        print("\n".join(_report(inspection)))
+        show("\n".join(_report(inspection)))
     return 0
 
 
@@ -272,7 +275,8 @@ def _index_warnings(checkpoint: Checkpoint) -> Iterator[str]:
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     found = sum(info.nbytes for info in checkpoint.infos.values())
     if total is not None and total != found:
-        yield f"{INDEX_NAME}: total_size is {total:,}, the tensors take {found:,} bytes"
+        said = f"{total:,}" if isinstance(total, int) else quoted(total)
+        yield f"{INDEX_NAME}: total_size is {said}, the tensors take {found:,} bytes"
 
 
 def _report(inspection: Inspection) -> Iterator[str]:

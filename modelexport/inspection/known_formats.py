@@ -17,6 +17,7 @@ from modelexport.errors import UsageError, nearest
 from modelexport.quantization import formats as number_formats
 from modelexport.recipe import ALGORITHM_SETTINGS, ALGORITHMS, ExportRecipe
 from modelexport.tables import text_table
+from modelexport.terminal import show
 
 __all__ = ["describe", "known", "print_formats"]
 
@@ -76,9 +77,9 @@ def print_formats(name: str | None, *, as_json: bool) -> int:
     """Print all, or what has that name; returns the exit status, 0."""
     found = known() if name is None else describe(name)
     if as_json:
-        print(json.dumps(found, indent=1))
+        show(json.dumps(found, indent=1))
     else:
-        print("\n".join(_listed(found) if name is None else _described(found)))
+        show("\n".join(_listed(found) if name is None else _described(found)))
     return 0
 
 

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from modelexport.errors import PlanError, UsageError, nearest
+from modelexport.errors import PlanError, UsageError, error_text, nearest, shown
 from modelexport.families import family_of, known_model_types
 from modelexport.families.base import Family
 from modelexport.tables import text_table
+from modelexport.terminal import show
 
 __all__ = ["ModelType", "describe", "model_types", "print_models"]
 
@@ -75,13 +76,13 @@ def print_models(name: str | None, *, as_json: bool) -> int:
     """Print all types, or one; returns the exit status, 0."""
     if name is not None:
         found = describe(name)
-        print(json.dumps(found, indent=1) if as_json else "\n".join(_described(found)))
+        show(json.dumps(found, indent=1) if as_json else "\n".join(_described(found)))
         return 0
     types = model_types()
     if as_json:
-        print(json.dumps({"models": [asdict(each) for each in types]}, indent=1))
+        show(json.dumps({"models": [asdict(each) for each in types]}, indent=1))
     else:
-        print("\n".join(_listed(types)))
+        show("\n".join(_listed(types)))
     return 0
 
 
@@ -91,14 +92,13 @@ def _default_config(name: str) -> dict[str, Any]:
 
     if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         known = {*known_model_types(), *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
-        close = nearest(name, known).partition(" known:")[0].rstrip(";?")
-        raise UsageError(f"unknown model type '{name}'{close}? modelexport models lists all {len(known)}")
+        raise UsageError(f"unknown model type '{shown(name)}'{nearest(name, known, listing='modelexport models')}")
     try:
         config: dict[str, Any] = CONFIG_MAPPING[name]().to_dict()
     except (TypeError, ValueError) as error:
         raise PlanError(
-            f"model type '{name}' has no default config in transformers ({error}): modelexport --model DIR --dry-run "
-            "plans a model of it"
+            f"model type '{name}' has no default config in transformers ({error_text(error)}): "
+            "modelexport --model DIR --dry-run plans a model of it"
         ) from error
     return config
 

@@ -20,7 +20,7 @@ from modelexport.checkpoints.safetensors_file import Checkpoint, Reader, TensorI
 from modelexport.contents.modules import StoredModule, read_architecture, read_modules
 from modelexport.contents.opening import open_model
 from modelexport.contents.rules import left_out
-from modelexport.errors import CheckpointError, PlanError
+from modelexport.errors import CheckpointError, PlanError, error_text
 from modelexport.quantization.calibration_cut import WHOLE, Share
 from modelexport.quantization.calibration_model import in_memory
 from modelexport.quantization.decoding import dequantise
@@ -282,7 +282,7 @@ def _fill(model: Any, state: Mapping[str, Tensor], checkpoint: Checkpoint) -> No
     try:
         left_over = model.load_state_dict(state, strict=False, assign=True).unexpected_keys
     except RuntimeError as error:
-        raise CheckpointError(f"{checkpoint.directory} does not fit its config.json: {error}") from error
+        raise CheckpointError(f"{checkpoint.directory} does not fit its config.json: {error_text(error)}") from error
     if left_over:
         raise CheckpointError(f"{checkpoint.directory}: {left_over[0]} belongs to no part of the model")
     model.tie_weights()

@@ -10,7 +10,7 @@ from modelexport import __version__
 from modelexport.checkpoints.hf import RECORD
 from modelexport.checkpoints.safetensors_file import Checkpoint
 from modelexport.contents.modules import StoredModule
-from modelexport.errors import shown
+from modelexport.errors import error_text, quoted, shown
 from modelexport.quantization.methods import QuantizationConfig
 from modelexport.recipe import ExportRecipe
 from modelexport.small_files import file_sha256
@@ -35,7 +35,7 @@ def check_record(
     try:
         problems += _layer_problems(record["layers"], checkpoint, modules, quantization)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        problems.append(f"{RECORD}: its layers are damaged ({type(error).__name__}: {error})")
+        problems.append(f"{RECORD}: its layers are damaged ({type(error).__name__}: {error_text(error)})")
     problems += _file_problems(record, checkpoint)
     return problems
 
@@ -139,4 +139,4 @@ def _shown(value: Any, wanted: Any) -> str:
     if isinstance(value, Mapping) and isinstance(wanted, Mapping):
         keys = [key for key in {**wanted, **value} if value.get(key) != wanted.get(key)]
         return ", ".join(f"{key} {value.get(key)!r} instead of {wanted.get(key)!r}" for key in keys)
-    return f"{value!r} instead of {wanted!r}"
+    return f"{quoted(value)} instead of {quoted(wanted)}"

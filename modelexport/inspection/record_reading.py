@@ -14,7 +14,7 @@ __all__ = ["read_record"]
 
 Kind = type | tuple[type, ...]
 _NEEDED = {"recipe": dict, "sha256": dict, "sqnr_db": dict, "layers": list, "producer": dict, "versions": dict}
-_OPTIONAL = {"file_sha256": dict, "model": dict, "calibration": dict, "output_error": dict}
+_OPTIONAL = dict.fromkeys(("file_sha256", "model", "calibration", "output_error", "left_out"), dict)
 _OF_CALIBRATION = {"samples": int, "length": int, "text": str, "unseen_experts": list}
 _OF_CALIBRATION_OPTIONAL = {"notes": dict, "rare_experts": dict}
 _KINDS = {

@@ -10,6 +10,7 @@ from modelexport.inspection.report_data import Report, gather
 from modelexport.inspection.report_page import render
 from modelexport.small_files import check_place, write_small
 from modelexport.tables import size_text
+from modelexport.terminal import show
 
 __all__ = ["Report", "gather", "print_report", "render", "write_page"]
 
@@ -33,11 +34,11 @@ def print_report(checkpoint: Path, html: Path | None, config: Path | None, *, as
     report = gather(checkpoint, config)
     nbytes = None if html is None else write_page(report, html)
     if as_json:
-        print(json.dumps(report.as_json(), indent=1))
+        show(json.dumps(report.as_json(), indent=1))
     elif nbytes is None:
-        print("\n".join(_text(report)))
+        show("\n".join(_text(report)))
     else:
-        print(f"wrote {html} ({size_text(nbytes)})")
+        show(f"wrote {html} ({size_text(nbytes)})", stands=f"{html} is complete")
     return 0
 
 

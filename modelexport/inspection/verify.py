@@ -29,6 +29,7 @@ from modelexport.inspection.record_reading import read_record
 from modelexport.inspection.structure import check_structure, family_promises
 from modelexport.quantization.methods import Promise, QuantizationConfig, methods, read_quantization_config
 from modelexport.tables import table
+from modelexport.terminal import show
 
 if TYPE_CHECKING:
     from modelexport.inspection.audit import Item, ModuleCheck
@@ -159,9 +160,9 @@ def print_verification(directory: Path, against: Path | None, config: Path | Non
     """Print what was found; returns the exit status: 0 good, 1 something is wrong."""
     result = verify_checkpoint(directory, against, config)
     if as_json:
-        print(json.dumps(result.as_json(), indent=1))
+        show(json.dumps(result.as_json(), indent=1))
     else:
-        print("\n".join(_report(result)))
+        show("\n".join(_report(result)))
     return 0 if result.ok else 1
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from modelexport.errors import CheckpointError, PlanError, UsageError
+from modelexport.errors import CheckpointError, PlanError, UsageError, quoted
 from modelexport.quantization import formats
 from modelexport.quantization.methods._patterns import compiled
 
@@ -91,7 +91,7 @@ class Assignment:
                 close = _nearest_pattern(pattern, linears)
                 raise PlanError(
                     f"--quant '{pattern}={found.name}': no linear of the model's {len(linears)} has such a name"
-                    f"{example}; {'mind the * at both ends' if close is None else f'did you mean {close!r}?'}"
+                    f"{example}; {'mind the * at both ends' if close is None else f'did you mean {quoted(close)}?'}"
                 )
             decided = set(meant)
             if decided.isdisjoint(left):

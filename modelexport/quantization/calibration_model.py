@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelexport.errors import CheckpointError, ModelExportError, PlanError
+from modelexport.errors import CheckpointError, ModelExportError, PlanError, error_text, quoted, shown
 from modelexport.quantization.calibration_attention import watched_attention
 from modelexport.quantization.calibration_cut import ForwardCut
 
@@ -82,13 +82,13 @@ def build(config: Mapping[str, Any], local: Mapping[str, int]) -> Any:
 
     kind = config.get("model_type")
     if kind not in CONFIG_MAPPING:
-        raise PlanError(f"calibration runs transformers' models, which know no model_type {kind!r}: {DYNAMIC}")
+        raise PlanError(f"calibration runs transformers' models, which know no model_type {quoted(kind)}: {DYNAMIC}")
     plain = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
     try:
         parsed = CONFIG_MAPPING[kind].from_dict(_special(plain))
     except Exception as error:  # transformers checks a config in many ways
-        first = (str(error).strip().splitlines() or ["no reason given"])[0]
-        raise CheckpointError(f"config.json: transformers refuses it: {type(error).__name__}: {first[:300]}") from error
+        what = f"{type(error).__name__}: {error_text(error)}"
+        raise CheckpointError(f"config.json: transformers refuses it: {what}") from error
     parsed._experts_implementation = "eager"  # which calls F.linear, expert by expert
     for key, value in local.items():
         setattr(parsed, key, value)
@@ -106,7 +106,9 @@ def build(config: Mapping[str, Any], local: Mapping[str, int]) -> Any:
                 raise
             return made("eager")
     except ValueError as error:
-        raise PlanError(f"calibration cannot build transformers' model for {kind!r}: {error}; {DYNAMIC}") from error
+        raise PlanError(
+            f"calibration cannot build transformers' model for {quoted(kind)}: {error_text(error)}; {DYNAMIC}"
+        ) from error
 
 
 def _special(value: Any) -> Any:
@@ -135,10 +137,9 @@ def running(model: Any, *, derived: bool, what: str = "its decoder layers do not
     except OF_MODELS as error:
         if not derived or isinstance(error, ModelExportError):
             raise
-        kind, lines = model.config.model_type, str(error).strip().splitlines()
         raise PlanError(
-            f"of a {kind} model in transformers, {what} ("
-            f"{type(error).__name__}: {lines[0][:200] if lines else 'no reason given'}): {DYNAMIC}"
+            f"of a {shown(model.config.model_type)} model in transformers, {what} ("
+            f"{type(error).__name__}: {error_text(error)}): {DYNAMIC}"
         ) from error
 
 

@@ -6,15 +6,18 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from modelexport.assets import Split, demo_documents
-from modelexport.errors import CheckpointError, UsageError
-from modelexport.small_files import LARGEST_JSON, check_regular, has_file, open_regular
+from modelexport.errors import CheckpointError, UsageError, error_text, quoted
+from modelexport.json_values import JsonValues
+from modelexport.small_files import LARGEST_JSON, check_regular, has_file, open_regular, read_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,6 +38,7 @@ SAMPLES, LENGTH = 64, 256
 
 _POOL = 8
 """Windows are drawn from the first tokens of a text, this many times what is needed: a text may be a whole corpus."""
+_TOKENIZER_CLASS = re.compile("Tokenizer|Backend")
 _BLOCK = 1 << 18  # characters of a plain text that are tokenised at a time
 _LONGEST_LINE = 1 << 22
 _LONGEST_OBJECT = 1 << 28
@@ -211,10 +215,12 @@ class TokenDocuments:
         try:
             yield from datasets.load_dataset(name, configuration, split=split, streaming=True)
         except Exception as error:  # of any kind: the hub's, the network's, a parser's
-            raise UsageError(f"{self.label}: cannot be read: {type(error).__name__}: {error}") from error
+            raise UsageError(f"{self.label}: cannot be read: {type(error).__name__}: {error_text(error)}") from error
 
     def _row(self, value: Any, where: str) -> list[int]:
         if isinstance(value, dict) and isinstance(value.get("text"), str):
+            if re.search("[\ud800-\udfff]", value["text"]):  # as JSON may have it
+                raise UsageError(f"{where}: its text has half a surrogate pair, which stands for no character")
             return self._tokenise(value["text"])
         ids = value.get("input_ids") if isinstance(value, dict) else None
         if not isinstance(ids, list) or not all(type(token) is int for token in ids):
@@ -273,8 +279,16 @@ def load_tokenizer(directory: Path) -> Any:
     for name in TOKENIZER_FILES:
         if has_file(directory, name):
             check_regular(directory / name, largest=LARGEST_JSON)
+    for name in filter(partial(has_file, directory), ("tokenizer_config.json", "config.json")):
+        said = JsonValues(read_json(directory / name, largest=LARGEST_JSON), str(directory / name))
+        kind = said.text("tokenizer_class", "Tokenizer")
+        if not _TOKENIZER_CLASS.search(kind):  # of a model's class transformers would load the model
+            raise CheckpointError(f"{said.where}: tokenizer_class {quoted(kind)} is no tokenizer's")
     try:
-        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        # Some damage shows only in use: a limit of lengths that is no number, a text that is no token.
+        tokenizer.encode("some text", add_special_tokens=False, verbose=False)
+        return tokenizer
     except Exception as error:  # of any kind: what a damaged file leads to is not foreseen there
-        what = f"{type(error).__name__}: {error}"
+        what = f"{type(error).__name__}: {error_text(error)}"
         raise CheckpointError(f"{directory}: its tokenizer cannot be loaded ({what})") from error

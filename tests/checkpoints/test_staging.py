@@ -145,7 +145,7 @@ def test_another_export_is_told_what_differs(out: Path) -> None:
             "  model.layers: 4 then, 5 now",
             '  quant: "fp8" then, "int4" now',
         ]
-        assert lines[-1].endswith(f"rm -r {staging_directory(out)}")
+        assert f"rm -r {staging_directory(out)};" in lines[0]
     with Staging.open(out, RECIPE) as stage:
         assert list(stage.done) == ["layer 0"]
 
@@ -182,6 +182,18 @@ def test_a_journal_cut_anywhere(out: Path) -> None:
             assert list(stage.done) == ["layer 0", "layer 1", "layer 2"][:whole_steps]
             stage.record("layer 9", {})
             assert path.read_bytes().endswith(b'"layer 9","record":{}}\n')
+
+
+def test_a_journal_spoilt_anywhere(out: Path) -> None:
+    """Whichever byte of it changes, what is in the damaged line and behind it is done again."""
+    interrupt(out, "layer 0", "layer 1")
+    path = staging_directory(out) / "journal.jsonl"
+    whole = path.read_bytes()
+    for at in range(whole.index(b"\n") + 1, len(whole)):
+        path.write_bytes(whole[:at] + bytes((whole[at] ^ 1,)) + whole[at + 1 :])
+        with Staging.open(out, RECIPE) as stage:
+            assert list(stage.done) == ["layer 0"][: whole[:at].count(b"\n") - 1]
+            stage.record("layer 9", {})  # what has no step is tidied away
 
 
 def test_after_another_boot_the_steps_do_not_count(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -275,7 +275,7 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
         ({"mapping": {"world_size": 4, "tp_size": 3, "pp_size": -2}}, r"pp_size is -2.*world_size 4 is not tp_size 3"),
         ({"mapping": {"tp_size": 4, "moe_tp_size": 4, "moe_ep_size": 2}}, "moe_tp_size 4 times moe_ep_size 2 is not"),
         ({"quantization": {"quant_algo": "FP8"}}, "qkv.weights_scaling_factor F32 .1. is missing"),
-        ({"quantization": "FP8"}, "quantization is 'FP8', an object is needed"),
+        ({"quantization": "FP8"}, "quantization is 'FP8'; an object is needed"),
         ({"num_hidden_layers": 3}, "num_hidden_layers is 3 in config.json, 2 in the model's"),
         ({"use_parallel_embedding": True, "embedding_sharding_dim": 1}, "embedding_sharding_dim is 1"),
         ({"mapping": {"tp_size": 3}}, r"tp 3.*4 heads cannot be divided"),

@@ -201,6 +201,32 @@ def test_index_that_counts_wrong_is_a_warning(tmp_path: Path) -> None:
     assert any("total_size" in text for text in inspect_checkpoint(model).warnings)
 
 
+def test_index_that_counts_no_bytes_is_a_warning(tmp_path: Path) -> None:
+    model = copy_checkpoint(make_llama(max_shard_size="100KB"), tmp_path / "model")
+    index = model / "model.safetensors.index.json"
+    index.write_text(json.dumps({**json.loads(index.read_text()), "metadata": {"total_size": "AAA"}}))
+    assert any("total_size is 'AAA'" in text for text in inspect_checkpoint(model).warnings)
+
+
+def test_weights_without_rows_and_columns(tmp_path: Path) -> None:
+    """bitsandbytes stores a weight of any shape as one column of bytes."""
+
+    def flat(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("_proj.weight")]:
+            elements = tensors[name].numel()
+            tensors[name] = torch.zeros(elements // 2, 1, dtype=torch.uint8)
+            tensors[f"{name}.absmax"] = torch.zeros(elements // 64, dtype=torch.uint8)
+            tensors[f"{name}.quant_map"] = torch.zeros(16)
+            tensors[f"{name}.quant_state.bitsandbytes__nf4"] = torch.zeros(8, dtype=torch.uint8)
+
+    said = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    model = copy_checkpoint(make_llama(), tmp_path / "nf4", tensors=flat, config={"quantization_config": said})
+    found = inspect_checkpoint(model)
+    assert {row.number_format for row in found.rows if row.name.endswith("_proj")} == {"nf4"}
+    assert found.tensor_parallel_sizes is None
+    assert "is stored flat" in found.tensor_parallel_note
+
+
 def test_unknown_architecture_without_config(tmp_path: Path) -> None:
     save_file({"encoder.0.dense.weight": torch.zeros(4, 8), "scalar": torch.zeros(())}, tmp_path / "x.safetensors")
     found = inspect_checkpoint(tmp_path)

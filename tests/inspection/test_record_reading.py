@@ -53,6 +53,7 @@ def test_what_an_export_writes_is_read(exported: Path) -> None:
         (("layers",), {"a": 1}, "has no 'layers'"),
         (("file_sha256",), 5, "'file_sha256' is a whole number, not an object"),
         (("model",), "llama", "'model' is a text, not an object"),
+        (("left_out",), [1], "'left_out' is a list, not an object"),
         (("calibration",), [1], "'calibration' is a list, not an object"),
         (("calibration",), {"a": 1}, "'calibration.samples' is missing, not a whole number"),
         (("calibration", "unseen_experts"), [1], "'calibration.unseen_experts.0' is a whole number, not a text"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -284,6 +285,7 @@ def test_text_files_and_lines(tmp_path: Path) -> None:
         ("", "a.jsonl", "has 0 tokens"),
         ("A few words.", "a.txt", r"tokens, but 64 samples of 4 are 256: .*--calib-samples 1\)"),
         ("{", "a.jsonl", "line 1 is not JSON"),
+        ('{"text": "\\ud800"}', "a.jsonl", "line 1: its text has half a surrogate pair"),
         ('{"text": 3}', "a.jsonl", 'line 1 has neither "text"'),
         ("[3]", "a.jsonl", 'line 1 has neither "text"'),
         ('{"input_ids": [true]}', "a.jsonl", 'line 1 has neither "text"'),
@@ -361,4 +363,23 @@ def test_more_errors_of_text(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}', encoding="utf-8")
     with pytest.raises(CheckpointError, match="its tokenizer cannot be loaded"):
+        token_batches_from(None, tmp_path, vocabulary=2048)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_max_length": {}}, "its tokenizer cannot be loaded"),
+        ({"tokenizer_class": "LlamaForCausalLM"}, "tokenizer_class 'LlamaForCausalLM' is no tokenizer's"),
+        ({"tokenizer_class": 7}, "tokenizer_class is 7; a text is needed"),
+    ],
+    ids=str,
+)
+def test_a_tokenizer_that_is_of_no_use(changes: dict[str, object], words: str, tmp_path: Path) -> None:
+    """transformers would load the model, where its class is named as the tokenizer's."""
+    for path in (*demo_model_path().glob("tokenizer*.json"), demo_model_path() / "config.json"):
+        shutil.copy(path, tmp_path)
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
+    with pytest.raises(CheckpointError, match=words):
         token_batches_from(None, tmp_path, vocabulary=2048)

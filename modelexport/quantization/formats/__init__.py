@@ -13,7 +13,7 @@ import pkgutil
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from modelexport.errors import CheckpointError, UsageError
+from modelexport.errors import CheckpointError, UsageError, quoted
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +47,7 @@ def get(
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise UsageError(f"unknown number format {name!r}{hint} (known: {', '.join(known)})")
+        raise UsageError(f"unknown number format {quoted(name)}{hint} (known: {', '.join(known)})")
     module = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
     created: NumberFormat = module.FORMAT.create(group_size, observer=observer, scale_dtype=scale_dtype)
     return created

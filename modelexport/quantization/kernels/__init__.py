@@ -16,7 +16,7 @@ from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from modelexport.errors import UsageError
+from modelexport.errors import UsageError, error_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,9 +75,10 @@ def _load(forced: str) -> tuple[Backend, Any]:
     except ImportError as error:
         if forced:
             raise UsageError(
-                f"MODELEXPORT_KERNELS=fused, but numba cannot be imported ({error}): install it or unset that"
+                f"MODELEXPORT_KERNELS=fused, but numba cannot be imported "
+                f"({error_text(error)}): install it or unset that"
             ) from error
-        return Backend("reference", f"numba cannot be imported: {error}"), reference
+        return Backend("reference", f"numba cannot be imported: {error_text(error)}"), reference
     from modelexport.quantization.kernels import fused
 
     why = "MODELEXPORT_KERNELS=fused" if forced else "CPU tensors"

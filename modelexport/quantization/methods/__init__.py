@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, cast
 
-from modelexport.errors import CheckpointError, PlanError, nearest
+from modelexport.errors import CheckpointError, PlanError, nearest, shown
 from modelexport.quantization.methods.base import (
     FLOATS,
     Method,
@@ -62,7 +62,7 @@ def of_method(name: str) -> Method:
         PlanError: there is none; the message has those that are known.
     """
     if name not in methods():
-        raise PlanError(f"quant_method '{name}' is not known{nearest(name, methods())}")
+        raise PlanError(f"quant_method '{shown(name)}' is not known{nearest(name, methods())}")
     return methods()[name]
 
 

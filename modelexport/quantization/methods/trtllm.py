@@ -32,7 +32,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from modelexport.errors import CheckpointError, PlanError, nearest, shown
+from modelexport.errors import CheckpointError, PlanError, nearest, quoted, shown
 from modelexport.quantization.methods._arguments import FP8_ROW, FP8_TENSOR, FP8_TOKEN, NVFP4, meaning, numbers
 from modelexport.quantization.methods.base import (
     AS_WEIGHT,
@@ -127,7 +127,7 @@ def _scheme(algo: str, size: Any) -> Scheme:
     weights = dict(own.weights)
     if weights["type"] == "int" and weights["strategy"] == "group":
         if size is not None and (not isinstance(size, int) or size < 1):
-            raise CheckpointError(f"quantization: {algo} with group_size {size!r}; a number of columns is needed")
+            raise CheckpointError(f"quantization: {algo} with group_size {quoted(size)}; a number of columns is needed")
         weights["group_size"] = size or 128
     return Scheme(algo, ("Linear",), algo, weights, own.inputs, None, METHOD)
 
