@@ -63,7 +63,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("modelexport.sharding",),
     ("modelexport.distributed",),
     ("modelexport.recipe", "modelexport.reshard_recipe"),
-    ("modelexport.settings", "modelexport.assets", "modelexport.tables", "modelexport.terminal"),
+    ("modelexport.settings", "modelexport.assets", "modelexport.tables", "modelexport.terminal", "modelexport.limits"),
     ("modelexport.errors", "modelexport.startup"),
     ("modelexport",),  # __version__
 )
@@ -156,6 +156,7 @@ LIGHT = (
     "modelexport.resharder",
     "modelexport.summary",
     "modelexport.tables",
+    "modelexport.limits",
     "modelexport.terminal",
 )
 HEAVY = ("torch", "transformers", "numba", "safetensors", "huggingface_hub", "numpy")
