@@ -31,7 +31,7 @@ _OTHERS_FIRST = 1.0  # seconds for rank 0 to say what is wrong: torchrun ends al
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status: 0 done, 1 failed, 2 usage."""
+    """Run the command line; returns the exit status: 0 done, 1 failed or nobody reads, 2 usage, 130 interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     as_json = "--json" in arguments
     try:

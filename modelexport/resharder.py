@@ -18,7 +18,7 @@ from typing import Any
 from modelexport import __version__
 from modelexport.checkpoints.hf import SideFiles
 from modelexport.checkpoints.safetensors_file import Checkpoint
-from modelexport.checkpoints.staging import resolve_target
+from modelexport.checkpoints.staging import check_target, resolve_target
 from modelexport.contents import formats
 from modelexport.contents.engines import warnings
 from modelexport.contents.opening import open_model
@@ -118,6 +118,8 @@ def reshard(recipe: ReshardRecipe | None = None, **settings: Any) -> ReshardResu
     began = time.perf_counter()
     if recipe.out is None and not recipe.dry_run:
         raise UsageError("no target given: add --out DIR")
+    if recipe.out is not None and not recipe.dry_run:
+        check_target(recipe.out, overwrite=recipe.overwrite)
     if recipe.dry_run:
         return _result(prepare(recipe), recipe.ranks or 1)
     config = reshard_config(recipe)

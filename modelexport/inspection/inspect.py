@@ -23,7 +23,7 @@ from modelexport.inspection.record_reading import read_record
 from modelexport.inspection.structure import check_structure
 from modelexport.quantization.methods import QuantizationConfig
 from modelexport.tables import size_text, table
-from modelexport.terminal import show
+from modelexport.terminal import columns, show
 
 
 @dataclass(frozen=True)
@@ -294,7 +294,8 @@ def _report(inspection: Inspection) -> Iterator[str]:
         )
         for row in inspection.rows
     ]
-    yield from table(("module", "count", "format", "shape", "scales", "bits/weight", "size"), cells)
+    header = ("module", "count", "format", "shape", "scales", "bits/weight", "size")
+    yield from table(header, cells, width=columns(), optional=("scales", "count", "shape", "bits/weight"))
     yield ""
     files = f"{len(inspection.files)} file{'s' if len(inspection.files) > 1 else ''}"
     yield (

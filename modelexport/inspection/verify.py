@@ -28,7 +28,7 @@ from modelexport.inspection.record_reading import read_record
 from modelexport.inspection.structure import check_structure, family_shapes
 from modelexport.quantization.methods import QuantizationConfig, methods, read_quantization_config
 from modelexport.tables import table
-from modelexport.terminal import show
+from modelexport.terminal import columns, show
 
 FAR_DB = 6.0
 """A linear that is this much worse than rounding its source to nearest was made from something else."""
@@ -356,4 +356,4 @@ def _error_table(modules: Sequence[ModuleError]) -> Iterator[str]:
             )
         )
     header = ("module", "count", "format", "worst SQNR", "mean SQNR", "to nearest", "worst module")
-    yield from table(header, rows)
+    yield from table(header, rows, width=columns(), optional=("worst module", "mean SQNR", "count", "to nearest"))

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import json
 import os
+import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +34,8 @@ def file_of(text: str | os.PathLike[str] | None, flag: str = "--calib") -> Path 
     """The file that a text is in; None for a data set and for the text of the package.
 
     Raises:
-        UsageError: there is no such file; or it is a data set, and the package that reads these is not installed.
+        UsageError: there is no such file, or nothing in it; or it is a data set, and the package that reads these is
+            not installed.
     """
     if text is None:
         return None
@@ -43,9 +45,17 @@ def file_of(text: str | os.PathLike[str] | None, flag: str = "--calib") -> Path 
             raise UsageError(f"{flag} {text}: the package that reads data sets is missing: pip install datasets")
         return None
     path = Path(os.path.expanduser(text))
-    if not path.is_file():
+    try:
+        found = path.stat()
+        what = "is empty" if found.st_size == 0 else ""
+        if not stat.S_ISREG(found.st_mode):
+            what = "is a directory" if stat.S_ISDIR(found.st_mode) else "is no regular file"
+    except (OSError, ValueError) as error:
+        gone = isinstance(error, (FileNotFoundError, NotADirectoryError))
+        what = "no such file" if gone else f"cannot be read: {error_text(error)}"
+    if what:
         raise UsageError(
-            f'{flag} {path}: no such file; give a text, a .jsonl file with "text" or "input_ids", or a data set of the '
+            f'{flag} {path}: {what}; give a text, a .jsonl file with "text" or "input_ids", or a data set of the '
             f"hub as {DATASET}NAME:SPLIT"
         )
     return path
@@ -116,6 +126,7 @@ class TokenDocuments:
 
     Attributes:
         label: what the text is, for people.
+        documents: how many have been begun so far.
     """
 
     def __init__(
@@ -134,7 +145,24 @@ class TokenDocuments:
         self.split, self.flag = split, flag
         self.directory = directory
         self.vocabulary = vocabulary
+        self.documents = 0
         self._tokenizer: Any = None
+
+    def check(self) -> None:
+        """Refuse, before anything heavy is imported, a text that is plainly to be tokenised where nothing can do so.
+
+        Raises:
+            UsageError: there is no tokenizer.
+        """
+        is_plain = self.dataset is None and (self.path is None or self.path.suffix != ".jsonl")
+        if is_plain and not any((self.directory / name).is_file() for name in TOKENIZER_FILES):
+            raise self._no_tokenizer()
+
+    def _no_tokenizer(self) -> UsageError:
+        return UsageError(
+            f"{self.directory} has no tokenizer, which is needed to read {self.label}: copy the model's tokenizer "
+            f'files there, or give {self.flag} FILE.jsonl with a list of "input_ids" on each line'
+        )
 
     def first(self, tokens: int) -> list[int]:
         """The documents in a row, until there are so many tokens, or some more."""
@@ -201,9 +229,11 @@ class TokenDocuments:
         wrong = [token for token in ids if not 0 <= token < self.vocabulary]
         if wrong:
             raise UsageError(f"{where}: token {wrong[0]} is not in the model's vocabulary of {self.vocabulary}")
+        self.documents += 1
         return ids
 
     def _tokenise(self, text: str, *, begins: bool = True) -> list[int]:
+        self.documents += begins
         if self._tokenizer is None:
             self._tokenizer = self._load()
         start = self._tokenizer.bos_token_id
@@ -218,10 +248,7 @@ class TokenDocuments:
         from transformers import AutoTokenizer
 
         if not any((self.directory / name).is_file() for name in TOKENIZER_FILES):
-            raise UsageError(
-                f"{self.directory} has no tokenizer, which is needed to read {self.label}: copy the model's "
-                f'tokenizer files there, or give {self.flag} FILE.jsonl with a list of "input_ids" on each line'
-            )
+            raise self._no_tokenizer()
         try:
             return AutoTokenizer.from_pretrained(str(self.directory), local_files_only=True, trust_remote_code=False)
         except Exception as error:  # of any kind: what a damaged file leads to is not foreseen there
