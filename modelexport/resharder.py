@@ -118,8 +118,7 @@ def reshard(recipe: ReshardRecipe | None = None, **settings: Any) -> ReshardResu
     began = time.perf_counter()
     if recipe.out is None and not recipe.dry_run:
         raise UsageError("no target given: add --out DIR")
-    if recipe.out is not None and not recipe.dry_run:
-        check_target(recipe.out, overwrite=recipe.overwrite)
+    _check_out(recipe)
     if recipe.dry_run:
         return _result(prepare(recipe), recipe.ranks or 1)
     config = reshard_config(recipe)
@@ -136,10 +135,7 @@ def prepare(recipe: ReshardRecipe) -> Prepared:
 def _prepare(recipe: ReshardRecipe) -> Prepared:
     formats.get(recipe.format)
     source = Path(os.path.expanduser(recipe.checkpoint))
-    target_directory = None if recipe.out is None else resolve_target(recipe.out)
     checkpoint = open_model(source, recipe.config)
-    if target_directory is not None and source.resolve().is_relative_to(target_directory):
-        raise UsageError(f"--out {recipe.out} would replace the source, {source}: choose another target")
     _check_spelling(recipe, checkpoint)
     rules = tensor_rules(checkpoint)
     check_ties(checkpoint)
@@ -154,6 +150,17 @@ def _prepare(recipe: ReshardRecipe) -> Prepared:
     check_source(target, checkpoint)
     record = read_record(checkpoint.directory)
     return Prepared(recipe, checkpoint, target, plan_steps(rules, checkpoint.infos), record)
+
+
+def _check_out(recipe: ReshardRecipe) -> None:
+    """Refuse, before anything is opened, a target that holds the source, or that is not to be replaced."""
+    if recipe.out is None:
+        return
+    source = Path(os.path.expanduser(recipe.checkpoint))
+    if source.resolve().is_relative_to(resolve_target(recipe.out)):
+        raise UsageError(f"--out {recipe.out} would replace the source, {source}: choose another target")
+    if not recipe.dry_run:
+        check_target(recipe.out, overwrite=recipe.overwrite)
 
 
 def _check_spelling(recipe: ReshardRecipe, checkpoint: Checkpoint) -> None:

@@ -91,7 +91,7 @@ def test_texts_are_tokenised_by_the_sources_tokenizer(int4: Path, tmp_path: Path
 
 
 def test_how_many_windows(ids: Path, monkeypatch: pytest.MonkeyPatch, int4: Path, tmp_path: Path) -> None:
-    """All of the package's text for the demo model and what was made of it, else 64 of it, or of a file's first ones."""
+    """All of the package's text for the demo model and what was made of it, else 64; of a file, its first ones."""
     seen = []
 
     def compare(reference: Any, checkpoint: Any, windows: Any, **_: Any) -> Any:
