@@ -18,6 +18,7 @@ from typing import NoReturn
 from modelexport.cli_parsers import COMMANDS, export_parser, parser_of
 from modelexport.distributed.environment import external_rank
 from modelexport.errors import HubError, ModelExportError, RankFailedError, UsageError
+from modelexport.limits import limit_error
 from modelexport.recipe import ExportRecipe
 from modelexport.reshard_recipe import ReshardRecipe
 from modelexport.settings import parse_assignments
@@ -30,22 +31,32 @@ _OTHERS_FIRST = 1.0  # seconds for rank 0 to say what is wrong: torchrun ends al
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status: 0 done, 1 failed, 2 usage."""
+    """Run the command line; returns the exit status: 0 done, 1 failed or nobody reads, 2 usage, 130 interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     as_json = "--json" in arguments
     try:
         return _run(arguments)
     except ModelExportError as error:
-        if _is_ours_to_say(error):
-            _say(type(error).__name__, str(error), error.exit_status, as_json=as_json)
-        else:
-            time.sleep(_OTHERS_FIRST)
-        return error.exit_status
+        return _failed(limit_error(error) or error, as_json=as_json)
     except KeyboardInterrupt:
         _say("Interrupted", "interrupted; the same command resumes", 130, as_json=as_json)
         return 130
     except BrokenPipeError:  # "| head": nobody reads on
         return 1
+    except Exception as error:
+        limit = limit_error(error)
+        if limit is None:
+            raise
+        return _failed(limit, as_json=as_json)
+
+
+def _failed(error: ModelExportError, *, as_json: bool) -> int:
+    """Say what is wrong, if no other rank does; returns the exit status."""
+    if _is_ours_to_say(error):
+        _say(type(error).__name__, str(error), error.exit_status, as_json=as_json)
+    else:
+        time.sleep(_OTHERS_FIRST)
+    return error.exit_status
 
 
 def _say(kind: str, message: str, status: int, *, as_json: bool) -> None:

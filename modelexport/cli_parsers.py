@@ -88,7 +88,7 @@ def export_parser() -> Parser:
         "Quantise a language model in tensor-parallel rank processes and write one checkpoint.",
         f"{_EXAMPLES}\nother commands, each with --help and --json:\n{others}\n"
         "With --json the result is JSON on stdout, an error a line of JSON on stderr.\n"
-        "Exit status: 0 done, 1 failed, 2 usage.",
+        "Exit status: 0 done; 1 failed, or nobody reads what is printed (| head); 2 usage; 130 interrupted (Ctrl-C).",
         only_given=True,
     )
     parser.add_argument("--version", action="version", version=f"modelexport {__version__}")
@@ -157,7 +157,9 @@ def _eval() -> Parser:
         "--text",
         type=Path,
         metavar="FILE",
-        help='UTF-8 text, or .jsonl with "text" or "input_ids" on each line (default: the package\'s held-out text)',
+        help='UTF-8 text, taken as one document, or .jsonl with "text" or "input_ids", a document on each line '
+        "(default: the documents of the package's held-out text). Each document begins with the tokenizer's "
+        "beginning-of-text token, so that the same text in one piece gives another perplexity",
     )
     parser.add_argument("--windows", type=int, metavar="N", help="how many (default: 64; the demo model: all)")
     parser.add_argument("--window", type=int, default=256, metavar="N", help="tokens of each (default: 256)")

@@ -83,6 +83,10 @@ class GatherError(ModelExportError, RuntimeError):
     """Ranks could not hand their payloads to the first rank; names the ranks that are missing and why."""
 
 
+class LimitError(ModelExportError, RuntimeError):
+    """A limit of the process or of its machine was reached: open files, memory, threads, the size of a file."""
+
+
 class OutputError(ModelExportError, RuntimeError):
     """What was asked for could not be printed."""
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from modelexport.checkpoints.safetensors_file import Checkpoint
-from modelexport.checkpoints.source import Source
+from modelexport.checkpoints.source import Source, is_local, resolve_source
+from modelexport.checkpoints.staging import check_target, resolve_target
 from modelexport.errors import PlanError, UsageError
 from modelexport.export_plan import ExportPlan
+from modelexport.families import why_no_language_model
 from modelexport.quantization.assignment import KEEP
-from modelexport.quantization.calibration_text import file_of, has_tokenizer
+from modelexport.quantization.calibration_text import TokenDocuments
 from modelexport.quantization.methods import QUANTIZATION_KEYS
 from modelexport.recipe import ExportRecipe
 
-__all__ = ["check_calibration", "check_kept", "check_work"]
+__all__ = ["check_apart", "check_calibration", "check_early", "check_kept", "check_work"]
 
 
 def check_calibration(recipe: ExportRecipe, source: Source, checkpoint: Checkpoint) -> None:
@@ -29,18 +31,39 @@ def check_calibration(recipe: ExportRecipe, source: Source, checkpoint: Checkpoi
             f"{checkpoint.directory} is quantised, and {what} are made from an unquantised model's activations: "
             f"write it with --quant none first{instead}"
         )
-    if not isinstance((checkpoint.config or {}).get("vocab_size"), int):
+    refusal = why_no_language_model(checkpoint.config or {})
+    if refusal:
         raise PlanError(
-            f"{checkpoint.directory}: config.json has no vocab_size, as where a language model is a part of another "
-            "one: calibration runs language models only; choose --algorithm rtn or mse, a --quant without static "
-            "scales, and no --kv-cache"
+            f"{checkpoint.directory}: {refusal}: calibration runs language models only; choose --algorithm rtn or mse, "
+            "a --quant without static scales, and no --kv-cache"
         )
-    file_of(recipe.calib)
-    if recipe.calib is None and not has_tokenizer(source.directory):
-        raise UsageError(
-            f"{source.directory} has no tokenizer, which calibration needs to read its text: copy the model's "
-            'tokenizer files there, or give --calib FILE.jsonl with a list of "input_ids" on each line'
-        )
+    TokenDocuments(recipe.calib, source.directory, 1).check()
+
+
+def check_early(recipe: ExportRecipe) -> None:
+    """What is wrong though nothing heavy has been imported: the target, and what a calibration of words alone needs.
+
+    Raises:
+        UsageError: the target exists; or the text or the tokenizer is missing.
+    """
+    source = resolve_source(recipe.model, recipe.revision) if is_local(recipe.model) else None
+    if source is not None:
+        check_apart(recipe, source)
+    if recipe.out is not None and not recipe.dry_run:
+        check_target(recipe.out, overwrite=recipe.overwrite)
+    reads_text = recipe.is_calibrated or "autoquant" in recipe.algorithms or "-static" in recipe.quant
+    if reads_text and recipe.quant != KEEP and source is not None:
+        TokenDocuments(recipe.calib, source.directory, 1).check()
+
+
+def check_apart(recipe: ExportRecipe, source: Source) -> None:
+    """Refuse a target that the source is, or lies in.
+
+    Raises:
+        UsageError: it is one, or nothing can be written there.
+    """
+    if recipe.out is not None and source.directory.resolve().is_relative_to(resolve_target(recipe.out)):
+        raise UsageError(f"--out {recipe.out} would replace the source, {source.directory}: choose another target")
 
 
 def check_work(recipe: ExportRecipe, plan: ExportPlan) -> None:

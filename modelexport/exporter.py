@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from modelexport import hub
 from modelexport.checkpoints.safetensors_file import Checkpoint, plan_layout
 from modelexport.checkpoints.source import Source, resolve_source
-from modelexport.checkpoints.staging import resolve_target
 from modelexport.contents import formats as checkpoint_formats
 from modelexport.contents.draft_layers import without_drafts
 from modelexport.contents.engines import Linear
@@ -31,7 +30,7 @@ from modelexport.distributed import launch
 from modelexport.distributed.launch import MultiprocessConfig
 from modelexport.errors import ModelExportError, UsageError
 from modelexport.export_after import evaluated, pushed
-from modelexport.export_checks import check_calibration, check_kept, check_work
+from modelexport.export_checks import check_apart, check_calibration, check_early, check_kept, check_work
 from modelexport.export_hosts import agree, external_config, is_spread, run_as_rank
 from modelexport.export_plan import ExportPlan, build_plan, full_name
 from modelexport.export_record import ExportResult
@@ -86,6 +85,7 @@ def export(recipe: ExportRecipe | None = None, **settings: Any) -> ExportResult:
     began = time.perf_counter()
     if recipe.out is None and not recipe.dry_run:
         raise UsageError("no target given: add --out DIR")
+    check_early(recipe)
     if recipe.dry_run:
         prepared = prepare(recipe)
         _warn(prepared)
@@ -166,10 +166,8 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> Prepared:
     if "autoquant" not in recipe.algorithms:
         _assignment(recipe)  # before a download, for a wrong name's sake
     method = checkpoint_formats.method_of(recipe.format)
-    target = None if recipe.out is None else resolve_target(recipe.out)
     source = source or resolve_source(recipe.model, recipe.revision)
-    if target is not None and source.directory.resolve().is_relative_to(target):
-        raise UsageError(f"--out {recipe.out} would replace the source, {source.directory}: choose another target")
+    check_apart(recipe, source)
     with without_collector():  # a hundred thousand small objects: the collector would walk them over and over
         checkpoint, dropped = without_drafts(open_model(source.directory, recipe.config))
         if "autoquant" in recipe.algorithms:

@@ -18,7 +18,7 @@ from typing import Any
 from modelexport import __version__
 from modelexport.checkpoints.hf import SideFiles
 from modelexport.checkpoints.safetensors_file import Checkpoint
-from modelexport.checkpoints.staging import resolve_target
+from modelexport.checkpoints.staging import check_target, resolve_target
 from modelexport.contents import formats
 from modelexport.contents.draft_layers import without_drafts
 from modelexport.contents.engines import warnings
@@ -130,6 +130,7 @@ def reshard(recipe: ReshardRecipe | None = None, **settings: Any) -> ReshardResu
     began = time.perf_counter()
     if recipe.out is None and not recipe.dry_run:
         raise UsageError("no target given: add --out DIR")
+    _check_out(recipe)
     if recipe.dry_run:
         prepared = prepare(recipe)
         prepared.warn()
@@ -148,10 +149,7 @@ def prepare(recipe: ReshardRecipe) -> Prepared:
 def _prepare(recipe: ReshardRecipe) -> Prepared:
     formats.get(recipe.format)
     source = Path(os.path.expanduser(recipe.checkpoint))
-    target_directory = None if recipe.out is None else resolve_target(recipe.out)
     checkpoint, dropped = without_drafts(open_model(source, recipe.config))
-    if target_directory is not None and source.resolve().is_relative_to(target_directory):
-        raise UsageError(f"--out {recipe.out} would replace the source, {source}: choose another target")
     _check_spelling(recipe, checkpoint)
     rules = tensor_rules(checkpoint)
     check_ties(checkpoint)
@@ -166,6 +164,17 @@ def _prepare(recipe: ReshardRecipe) -> Prepared:
     check_source(target, checkpoint)
     record = read_record(checkpoint.directory)
     return Prepared(recipe, checkpoint, target, plan_steps(rules, checkpoint.infos), record, tuple(dropped))
+
+
+def _check_out(recipe: ReshardRecipe) -> None:
+    """Refuse, before anything is opened, a target that holds the source, or that is not to be replaced."""
+    if recipe.out is None:
+        return
+    source = Path(os.path.expanduser(recipe.checkpoint))
+    if source.resolve().is_relative_to(resolve_target(recipe.out)):
+        raise UsageError(f"--out {recipe.out} would replace the source, {source}: choose another target")
+    if not recipe.dry_run:
+        check_target(recipe.out, overwrite=recipe.overwrite)
 
 
 def _check_spelling(recipe: ReshardRecipe, checkpoint: Checkpoint) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from modelexport.export_record import CutRow, ExportResult
 from modelexport.resharder import ReshardResult
 from modelexport.tables import size_text, table
+from modelexport.terminal import columns
 
 
 def summary(result: ExportResult) -> str:
@@ -28,7 +29,8 @@ def summary(result: ExportResult) -> str:
         for row in result.rows
     ]
     width = len(head) if calibrated else len(head) - 2
-    lines = list(table(head[:width], [row[:width] for row in rows]))
+    optional = ("count", "bits/weight", "error: rtn", "worst SQNR")
+    lines = list(table(head[:width], [row[:width] for row in rows], width=columns(), optional=optional))
     ratio = result.source_bytes / max(1, result.output_bytes)
     lines.append("")
     lines.append(

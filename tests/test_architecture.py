@@ -63,7 +63,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("modelexport.sharding",),
     ("modelexport.distributed",),
     ("modelexport.recipe", "modelexport.reshard_recipe"),
-    ("modelexport.settings", "modelexport.assets", "modelexport.tables", "modelexport.terminal"),
+    ("modelexport.settings", "modelexport.assets", "modelexport.tables", "modelexport.terminal", "modelexport.limits"),
     ("modelexport.json_values", "modelexport.small_files", "modelexport.yaml_reading"),
     ("modelexport.errors", "modelexport.startup"),
     ("modelexport",),  # __version__
@@ -159,6 +159,7 @@ LIGHT = (
     "modelexport.resharder",
     "modelexport.summary",
     "modelexport.tables",
+    "modelexport.limits",
     "modelexport.terminal",
     "modelexport.small_files",
 )
@@ -389,9 +390,14 @@ def test_light_modules_import_nothing_heavy() -> None:
         ["--nonsense"],
         ["--tp", "0"],
         ["--push-to-hub", "nonsense"],
+        ["--out", "EXISTS", "--tp", "4", "--algorithm", "gptq"],
+        ["--model", "EXISTS", "--out", "ckpt", "--algorithm", "gptq"],
+        ["reshard", "EXISTS", "--out", "EXISTS"],
     ],
 )
-def test_answers_that_need_no_torch(arguments: list[str]) -> None:
+def test_answers_that_need_no_torch(arguments: list[str], tmp_path: Path) -> None:
+    """EXISTS: a target that is there, or a model without a tokenizer."""
+    arguments = [str(tmp_path) if word == "EXISTS" else word for word in arguments]
     code = (
         "import sys\n"
         "from modelexport.cli import main\n"

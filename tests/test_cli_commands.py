@@ -241,7 +241,7 @@ def test_what_a_format_is_said_to_hold_is_what_an_export_takes(tmp_path: Path) -
     """Every number format in every checkpoint format, planned."""
     source = str(make_llama(hidden=256, intermediate=512, kv_heads=4, vocab=256))
     calib = tmp_path / "ids.jsonl"
-    calib.touch()
+    calib.write_text('{"input_ids": [1]}\n')
     held = {each["name"]: set(each["number_formats"]) for each in known()["checkpoint_formats"]}
     for name in checkpoint_formats():
         for quant in formats.names():

@@ -116,3 +116,24 @@ def test_a_dry_run_says_who_reads_what() -> None:
     assert "in brackets" in text
     many = summary(export(tp=9, dry_run=True))
     assert many.partition("model.embed_tokens        dim")[2].split("]")[1].split()[:2] == ["227", "228"]
+
+
+def test_a_narrow_table_fits_and_says_what_it_leaves_out() -> None:
+    header = ("module", "count", "format", "size")
+    rows = [("model.layers.0.self_attn.q_proj", "12", "int4", "102 kB"), ("model.norm", "1", "bf16", "5 kB")]
+    assert list(table(header, rows, width=80, optional=("count",))) == list(table(header, rows))
+    for width, said in ((40, ""), (32, "(no room: count)")):
+        lines = list(table(header, rows, width=width, optional=("count", "size")))
+        assert all(len(line) <= width for line in lines), lines
+        assert lines[1].split()[0].startswith("..")
+        assert lines[1].split()[0].endswith("attn.q_proj")
+        assert lines[3:] == ([said] if said else [])
+
+
+def test_the_summary_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("modelexport.summary.columns", lambda: 40)
+    head = summary(RESULT).split("\n")[: len(ROWS) + 2]
+    assert all(len(line) <= 40 for line in head[:-1]), head
+    assert "int4" in head[2]
+    assert "102 kB" in head[2]
+    assert head[-1].startswith("(no room: count, bits/weight")

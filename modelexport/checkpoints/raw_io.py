@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelexport.errors import CheckpointError
+from modelexport.limits import file_size_limit
 
 if TYPE_CHECKING:
     import numpy as np
@@ -152,7 +153,13 @@ def _is_local(fd: int) -> bool:
 
 
 def disk_full(path: Path, needed: int, error: OSError) -> CheckpointError:
-    """The error for a write that found no room: what was needed, what is free, what to do."""
+    """The error for a write that found no room: what was needed, what is free or allowed, what to do."""
+    limit = file_size_limit()
+    if error.errno == errno.EFBIG and limit is not None:
+        return CheckpointError(
+            f"{path}: {needed:,} bytes are needed, and ulimit -f lets this process write files of {limit:,}: type "
+            "ulimit -f unlimited, then run the same command again"
+        )
     try:
         free = f"{shutil.disk_usage(path.parent).free:,} bytes are free on its file system"
     except OSError:

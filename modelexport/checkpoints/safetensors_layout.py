@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -91,6 +92,8 @@ class Layout:
             for name in made:
                 (directory / name).unlink(missing_ok=True)
             if error.errno in raw_io.DISK_FULL:
+                if error.errno == errno.EFBIG:  # a limit on each file, not on all of them
+                    needed = next(file.size for file in wanted if file.name == made[-1])
                 raise raw_io.disk_full(directory / made[-1], needed, error) from error
             raise CheckpointError(f"{directory}: cannot be written: {error.strerror or error}") from error
         return tuple(made)

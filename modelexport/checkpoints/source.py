@@ -38,6 +38,11 @@ class Source:
     hub_id: str | None = None
 
 
+def is_local(model: str | None) -> bool:
+    """Whether ``model`` is on this machine's disk, and nothing has to be downloaded."""
+    return model is None or Path(os.path.expanduser(model)).exists()
+
+
 def resolve_source(model: str | None, revision: str | None = None) -> Source:
     """Find ``model``: None is the demo model, then a directory, then a hub id (downloaded to the hub's cache).
 
@@ -45,7 +50,7 @@ def resolve_source(model: str | None, revision: str | None = None) -> Source:
         UsageError: neither a directory nor shaped like a hub id, or a revision of what has none.
         CheckpointError: the hub cannot be reached, or refuses the model.
     """
-    if revision is not None and (model is None or Path(os.path.expanduser(model)).exists()):
+    if revision is not None and is_local(model):
         raise UsageError(f"--revision {revision} is for hub ids, and {model or 'the demo model'} is none: drop it")
     if model is None:
         from modelexport.assets import demo_model_path

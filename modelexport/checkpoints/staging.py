@@ -93,10 +93,8 @@ class Staging:
             UsageError: ``out`` exists, is no checkpoint or cannot be written; another export runs, or another
                 was interrupted.
         """
-        target = resolve_target(out)
+        target = check_target(out, overwrite=overwrite)
         home = staging_directory(target)
-        if not os.path.lexists(home):
-            _check_target(target, overwrite)
         try:
             fds = locks.acquire(home, LOCK_WAIT)
         except locks.Busy as holders:
@@ -247,6 +245,18 @@ def _take_up(
     except OSError as error:
         raise UsageError(f"{home}: cannot be written: {error.strerror or error}") from error
     return journal
+
+
+def check_target(out: str | os.PathLike[str], *, overwrite: bool) -> Path:
+    """The directory that ``--out`` names, if an export may begin there, or an interrupted one may be there.
+
+    Raises:
+        UsageError: it exists, and is not to be replaced; or nothing can be written there.
+    """
+    target = resolve_target(out)
+    if not os.path.lexists(staging_directory(target)):
+        _check_target(target, overwrite)
+    return target
 
 
 def resolve_target(out: str | os.PathLike[str]) -> Path:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from modelexport.errors import ModelExportError, RankFailedError
+from modelexport.limits import address_space_note, limit_error
 
 OWN, UNCLEAR, ECHO = 0, 1, 2
 
@@ -138,9 +139,10 @@ def exception_message(error: BaseException) -> dict[str, Any]:
             "exit_status": error.exit_status,
             "final": error.final,
         }
-    user_error = isinstance(error, ModelExportError)
+    told = limit_error(error) or error
+    user_error = isinstance(told, ModelExportError)
     if user_error:
-        summary = str(error)
+        summary = str(told)
     else:
         lines = traceback.format_exception_only(type(error), error)
         # The last entry is the exception; those before it belong to a SyntaxError's source line.
@@ -179,6 +181,8 @@ def describe_exit(exitcode: int, resident_bytes: int, *, was_up: bool, was_done:
                 f"; unless somebody sent that, the machine ran out of memory and the kernel chose this rank, which "
                 f"last held {resident_bytes / 1e6:,.0f} MB (see dmesg; fewer ranks on one machine need less)"
             )
+        else:
+            text += address_space_note()
         return text
     if exitcode == 0:
         return "its process ended with exit status 0, but without having finished its work (os._exit?)"

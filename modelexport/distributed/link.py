@@ -35,6 +35,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from modelexport.errors import GatherError
+from modelexport.limits import advice
 
 __all__ = ["PLACE", "Link", "LostPeerError", "peer_pid"]
 
@@ -120,9 +121,8 @@ class Link:
             for _, _, data in ancillary:
                 fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
             if flags & socket.MSG_CTRUNC:
-                raise GatherError(
-                    f"rank {self.rank}'s shared memory cannot be opened: too many open files; raise ulimit -n"
-                )
+                hint = advice(OSError(errno.EMFILE, ""))
+                raise GatherError(f"rank {self.rank}'s shared memory cannot be opened: too many open files{hint}")
             if not body:
                 self.closed = True
                 return None

@@ -28,6 +28,7 @@ import torch
 
 from modelexport.distributed.segments import Segment, open_segment, reserve
 from modelexport.errors import GatherError
+from modelexport.limits import advice
 
 __all__ = ["Arena", "ArenaStats", "Region", "arena", "shared_empty", "shared_view", "trim"]
 
@@ -35,11 +36,6 @@ _SEGMENT_BYTES = 256 << 20  # address space, not memory
 _ALIGN_SMALL = 64  # a cache line, and every dtype's alignment
 _ALIGN_LARGE = 4096
 _LARGE = 64 << 10
-_LIMITS = {
-    errno.EFBIG: "; raise ulimit -f (file size)",
-    errno.ENOMEM: "; raise ulimit -v (address space)",
-    errno.EMFILE: "; raise ulimit -n (open files)",
-}
 
 
 @dataclass(eq=False)
@@ -233,8 +229,8 @@ class Arena:
                 if size > extent and error.errno in (errno.EFBIG, errno.ENOMEM, errno.ENOSPC):
                     size = max(extent, size // 4)
                     continue
-                hint = _LIMITS.get(error.errno or 0, "")
-                raise GatherError(f"no shared memory for a buffer of {extent} bytes: {error}{hint}") from error
+                what = f"no shared memory for a buffer of {extent} bytes: {error}{advice(error)}"
+                raise GatherError(what) from error
         book = _Book(segment, free=[(0, segment.size)])
         self._books.append(book)
         return book

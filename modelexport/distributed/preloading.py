@@ -20,7 +20,8 @@ try:
     with without_collector():
         for name in os.environ.pop(PRELOAD_VARIABLE, "").split(","):
             if name:
-                with contextlib.suppress(ImportError):  # the rank that needs it will say so, with its name
+                # A rank that needs what cannot be imported says so, with its name.
+                with contextlib.suppress(ImportError, OSError, MemoryError):
                     importlib.import_module(name)
 finally:
     signal.signal(signal.SIGINT, former)

@@ -26,6 +26,7 @@ from modelexport.distributed.link import Link, LostPeerError, peer_pid
 from modelexport.distributed.receiving import ReceivingLink
 from modelexport.distributed.sending import SendingLink
 from modelexport.errors import GatherError
+from modelexport.limits import advice
 
 __all__ = [
     "agree",
@@ -179,7 +180,7 @@ def _socket() -> socket.socket:
     try:
         return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     except OSError as error:
-        raise GatherError(f"no socket to meet the other ranks: {error}; raise ulimit -n (open files)") from error
+        raise GatherError(f"no socket to meet the other ranks: {error}{advice(error)}") from error
 
 
 def _accept(listener: socket.socket) -> Link:

@@ -10,7 +10,6 @@ import fcntl
 import itertools
 import mmap
 import os
-import resource
 import secrets
 import tempfile
 import threading
@@ -18,6 +17,7 @@ import threading
 import torch
 
 from modelexport.errors import GatherError
+from modelexport.limits import advice
 
 __all__ = ["Mapping", "Segment", "open_segment", "reserve"]
 
@@ -128,9 +128,6 @@ def reserve(segment: Segment, start: int, end: int) -> int:
 
 def _no_room(segment: Segment, nbytes: int, error: OSError) -> str:
     text = f"no room for {nbytes} more bytes of gather buffers: {error.strerror}"
-    if error.errno == errno.EFBIG:
-        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-        return f"{text} (this process may make files of {limit} bytes); raise ulimit -f"
     if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
         where = "memory"
         if not segment.sealed:
@@ -140,7 +137,7 @@ def _no_room(segment: Segment, nbytes: int, error: OSError) -> str:
             f"{text} in {where}; make room there (for a container: --shm-size), set MODELEXPORT_GATHER_BUFFERS=1, "
             "or gather through a directory (--gather nfs --workspace DIR)"
         )
-    return text
+    return text + advice(error)
 
 
 class Mapping:
@@ -161,8 +158,8 @@ class Mapping:
                 raise GatherError("a shared segment was announced as sealed and is not")
             self._map = mmap.mmap(fd, size)
         except OSError as error:
-            hint = "; raise ulimit -v (address space)" if error.errno == errno.ENOMEM else ""
-            raise GatherError(f"cannot map a shared segment of {size} bytes: {error.strerror}{hint}") from error
+            what = f"cannot map a shared segment of {size} bytes: {error.strerror}{advice(error)}"
+            raise GatherError(what) from error
         finally:
             os.close(fd)
         self.size = size

@@ -20,9 +20,11 @@ from modelexport.distributed.rank_main import Call, InheritedFd, RankSpec
 from modelexport.distributed.rank_main import main as rank_main
 from modelexport.distributed.supervisor import CHILDREN, RankHandle
 from modelexport.errors import UsageError
+from modelexport.limits import address_space_note
 
 PRELOADING = "modelexport.distributed.preloading"  # by name: importing it here would do its work here
 PRELOAD_VARIABLE = "MODELEXPORT_PRELOAD"
+_STARTING_FDS = 12  # that starting a process and watching it opens for a moment, beside the one that stays
 _server_environ: dict[str, str] = {}  # what the fork server was started with
 _environ_lock = threading.RLock()  # while this process's environment is another for a moment: launches may be several
 
@@ -31,8 +33,14 @@ def prestart(preload: Sequence[str] = ("torch", "safetensors")) -> None:
     """Starts the fork server, which imports ``preload`` meanwhile; returns at once.
 
     Later launches use it as it is: modules that they would preload beyond these, the ranks import themselves.
-    It lives as long as this process. Nothing happens where a fork server runs already.
+    It lives as long as this process. Nothing happens where a fork server runs already; nor where address space is
+    limited: a library that finds too little of it ends the process that imports it, which is to be this one, later.
     """
+    if not address_space_note():
+        _start_server(preload)
+
+
+def _start_server(preload: Sequence[str]) -> None:
     server: Any = multiprocessing.forkserver._forkserver
     former = server._preload_modules
     # Imported once for all ranks: what runs in them first, and what they would all import next.
@@ -90,14 +98,18 @@ def start_ranks(ranks: list[RankHandle], call: Call, cfg: MultiprocessConfig, ra
     if method == "fork":
         _check_fork()
     elif method == "forkserver":
-        prestart(cfg.preload)
+        _start_server(cfg.preload)
         unset = tuple(_server_environ.keys() - environ.keys())
     count = cfg.local_world_size
-    listener = _open_listener(cfg) if rank_offset == 0 else None
-    pairs = [socket.socketpair() for _ in range(count)]
-    boards = [new_board_file(f"modelexport-rank-{rank_offset + i}") for i in range(count)]
+    pairs: list[tuple[socket.socket, socket.socket]] = []
+    boards: list[int] = []
     used = 0
+    listener = _open_listener(cfg) if rank_offset == 0 else None
     try:
+        for i in range(count):
+            pairs.append(socket.socketpair())
+            boards.append(new_board_file(f"modelexport-rank-{rank_offset + i}"))
+        _check_descriptors(count + _STARTING_FDS)
         for i, (ours, theirs) in enumerate(pairs):
             rank = rank_offset + i
             spec = RankSpec(
@@ -130,6 +142,17 @@ def start_ranks(ranks: list[RankHandle], call: Call, cfg: MultiprocessConfig, ra
             listener.close()
 
 
+def _check_descriptors(count: int) -> None:
+    """Raises OSError (EMFILE) where this process cannot open so many files: half-way through starting a process, that
+    would end the fork server, with a traceback of its own."""
+    fds: list[int] = []
+    try:
+        fds.extend(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(count))
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
 def _start_process(process: BaseProcess, cfg: MultiprocessConfig) -> None:
     try:
         with CHILDREN:
@@ -137,7 +160,7 @@ def _start_process(process: BaseProcess, cfg: MultiprocessConfig) -> None:
     except (ConnectionError, EOFError) as error:
         raise UsageError(
             f"the fork server died while it imported its preload modules ({', '.join(cfg.preload)}); its output "
-            f"above says why. Does each of them import by itself (python -c 'import ...')?"
+            f"above says why. Does each of them import by itself (python -c 'import ...')?{address_space_note()}"
         ) from error
 
 

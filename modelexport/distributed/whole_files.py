@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import resource
 import secrets
 import zlib
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from modelexport.distributed import memory as _memory
 from modelexport.distributed import payload as _payload
 from modelexport.distributed.payload import DamagedPayloadError
 from modelexport.errors import GatherError
+from modelexport.limits import advice
 
 __all__ = ["read_payload", "write_whole"]
 
@@ -60,14 +60,11 @@ def write_whole(directory: Path, name: str, parts: Sequence[bytes | torch.Tensor
 
 def _explain(error: OSError, directory: Path) -> str:
     text = error.strerror or str(error)
-    if error.errno == errno.EFBIG:
-        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-        return f"{text} (this process may make files of {limit} bytes); raise ulimit -f"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         info = os.statvfs(directory)
         free = info.f_bavail * info.f_frsize
         return f"{text} ({free} bytes are free there); make room, or give a larger workspace (--workspace DIR)"
-    return f"{text}; raise ulimit -n" if error.errno == errno.EMFILE else text
+    return text + advice(error)
 
 
 def _write_parts(fd: int, parts: Sequence[bytes | torch.Tensor]) -> int:

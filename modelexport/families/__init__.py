@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from modelexport.errors import CheckpointError, ModelExportError, PlanError, nearest, shown
+from modelexport.errors import CheckpointError, ModelExportError, PlanError, nearest, quoted, shown
 from modelexport.families._dimensions import read_dimensions
 from modelexport.families.base import Dimensions, Family, Module, Scaling
 
@@ -22,6 +22,7 @@ __all__ = [
     "known_model_types",
     "read_dimensions",
     "ties_embeddings",
+    "why_no_language_model",
 ]
 
 
@@ -68,6 +69,22 @@ def family_of(config: dict[str, Any]) -> Family:
             f"unknown architecture '{shown(model_type)}'{nearest(model_type, known, listing='modelexport models')}"
         )
     return derive(config)
+
+
+def why_no_language_model(config: Mapping[str, Any]) -> str:
+    """Why a config.json does not describe a language model that transformers runs by itself; ``""`` where it may."""
+    part = ", as where a language model is a part of another one"
+    size = config.get("vocab_size")
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        return f"config.json has no vocab_size that is a number of tokens{part}"
+    kind = config.get("model_type")
+    if declared_family(kind) is not None:
+        return ""
+    from modelexport.families.derived import causal_types
+
+    if kind in causal_types():
+        return ""
+    return f"transformers has no causal language model of its model_type {quoted(kind)}{part}"
 
 
 def ties_embeddings(config: Mapping[str, Any] | None) -> bool:

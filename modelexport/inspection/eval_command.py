@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from modelexport.assets import demo_model_path
 from modelexport.contents.opening import open_model
-from modelexport.errors import CheckpointError, UsageError
+from modelexport.errors import CheckpointError, PlanError, UsageError
+from modelexport.families import why_no_language_model
 from modelexport.inspection.evaluation_record import HELD_OUT, check_record_is_there, save_evaluation
 from modelexport.quantization.calibration_text import DATASET, TokenDocuments, has_tokenizer
 from modelexport.quantization.methods import read_quantization_config
@@ -38,7 +39,7 @@ DEMO = "demo"
 """Names the embedded model, where there is no directory of that name."""
 WINDOWS, WINDOW = 64, 256
 _POOL = 16
-"""Windows are spread over the first tokens of a text, this many times what is needed: it may be a whole corpus."""
+"""Windows are spread over the first tokens of a file, this many times what is needed: it may be a whole corpus."""
 
 DTypeName = Literal["float32", "bfloat16"]
 
@@ -50,6 +51,8 @@ class TextEvaluation:
     Attributes:
         checkpoint, against: directories; ``against`` is None where there was no source to compare with.
         text: which text it was, in words.
+        documents: how many documents of it were looked at; before each stands a beginning-of-text token, if the
+            tokenizer has one, so that a text in one piece gives another perplexity.
         windows, window: how many windows of how many tokens.
         windows_in_text: of how many they were chosen, evenly spread.
         all_of_text: whether that is the whole text; False where it is longer, and only its beginning was looked at.
@@ -63,6 +66,7 @@ class TextEvaluation:
     checkpoint: str
     against: str | None
     text: str
+    documents: int
     windows: int
     window: int
     windows_in_text: int
@@ -85,11 +89,12 @@ class TextEvaluation:
 
     def lines(self) -> Iterator[str]:
         """What to print, a line each."""
-        chosen = f"{self.windows} of {'' if self.all_of_text else 'its first '}{self.windows_in_text:,}"
+        chosen = f"{self.windows} of {'' if self.all_of_text else 'the first '}{self.windows_in_text:,}"
         if self.windows == self.windows_in_text:
-            chosen = f"all {self.windows}" if self.all_of_text else f"its first {self.windows}"
+            chosen = f"{'all' if self.all_of_text else 'the first'} {self.windows}"
         chosen += f" windows of {self.window} tokens"
-        yield f"{self.text}: {chosen}, {self.dtype}"
+        documents = "1 document" if self.documents == 1 else f"{self.documents:,} documents, each begun anew"
+        yield f"{self.text} ({documents}): {chosen}, {self.dtype}"
         rows = [] if self.comparison is None else [_row(str(self.against), self.comparison.reference)]
         yield from table(("", "perplexity", "loss, nats a token"), [*rows, _row(self.checkpoint, self.model)])
         if self.comparison is not None:
@@ -135,21 +140,22 @@ def evaluate_on_text(
         CheckpointError: a checkpoint that is damaged, cannot be decoded, or is no model; vocabularies that differ.
         PlanError: transformers has no such model.
     """
-    import torch
-
-    from modelexport.inspection.evaluate import compare_checkpoints, perplexity_of_checkpoint
-    from modelexport.inspection.losses import cut_windows
-
     for name, value in (("windows", windows), ("window", window)):
         if value is not None and value < 1:
             raise UsageError(f"--{name} {value}: at least 1 is needed")
     opened = _open(checkpoint, config)
     source = None if against is None else _open(against, None)
     documents = _documents(opened, source, text)
+    documents.check()
+    import torch
+
+    from modelexport.inspection.evaluate import compare_checkpoints, perplexity_of_checkpoint
+    from modelexport.inspection.losses import cut_windows
+
     if windows is None and not (text is None and _is_demos(documents.directory)):
         windows = WINDOWS
-    most = sys.maxsize if windows is None else _POOL * windows * window + 1
-    found = documents.first(most if windows is None else most + 1)
+    most = sys.maxsize if windows is None or text is None else _POOL * windows * window + 1
+    found = documents.first(most if most == sys.maxsize else most + 1)
     ids = found[:most]
     if len(ids) <= window:
         raise UsageError(
@@ -166,6 +172,7 @@ def evaluate_on_text(
         checkpoint=os.fspath(checkpoint),
         against=None if against is None else os.fspath(against),
         text=documents.label,
+        documents=documents.documents,
         windows=cut.inputs.shape[0],
         window=window,
         windows_in_text=cut.in_text,
@@ -229,6 +236,12 @@ def _open(path: str | os.PathLike[str], config: str | os.PathLike[str] | None) -
     opened = open_model(directory, config)
     if opened.config is None:
         raise CheckpointError(f"{directory} has no config.json, so that it is no model: give --config PATH")
+    refusal = why_no_language_model(opened.config)
+    if refusal:
+        raise PlanError(
+            f"{directory} cannot be evaluated: {refusal}: eval runs language models only; modelexport verify "
+            f"{directory} --against SOURCE compares weights"
+        )
     return opened
 
 
@@ -238,9 +251,7 @@ def _documents(
     """The text, tokenised as the source does, or the checkpoint where only that one can."""
     candidates = [opened.directory for opened in (source, checkpoint) if opened is not None]
     known = filter(has_tokenizer, candidates)
-    vocabulary = (checkpoint.config or {}).get("vocab_size")
-    if not isinstance(vocabulary, int) or isinstance(vocabulary, bool) or vocabulary < 1:
-        raise CheckpointError(f"{checkpoint.directory}: config.json has no vocab_size that is a number of tokens")
+    vocabulary = (checkpoint.config or {})["vocab_size"]
     return TokenDocuments(text, next(known, candidates[0]), vocabulary, split="heldout", flag="--text")
 
 

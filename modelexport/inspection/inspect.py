@@ -24,7 +24,7 @@ from modelexport.inspection.structure import check_structure
 from modelexport.quantization.methods import QuantizationConfig
 from modelexport.small_files import has_file, read_json
 from modelexport.tables import size_text, table
-from modelexport.terminal import show
+from modelexport.terminal import columns, show
 
 
 @dataclass(frozen=True)
@@ -297,7 +297,8 @@ def _report(inspection: Inspection) -> Iterator[str]:
         )
         for row in inspection.rows
     ]
-    yield from table(("module", "count", "format", "shape", "scales", "bits/weight", "size"), cells)
+    header = ("module", "count", "format", "shape", "scales", "bits/weight", "size")
+    yield from table(header, cells, width=columns(), optional=("scales", "count", "shape", "bits/weight"))
     yield ""
     files = f"{len(inspection.files)} file{'s' if len(inspection.files) > 1 else ''}"
     yield (

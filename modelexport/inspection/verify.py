@@ -29,7 +29,7 @@ from modelexport.inspection.record_reading import read_record
 from modelexport.inspection.structure import check_structure, family_promises
 from modelexport.quantization.methods import Promise, QuantizationConfig, methods, read_quantization_config
 from modelexport.tables import table
-from modelexport.terminal import show
+from modelexport.terminal import columns, show
 
 if TYPE_CHECKING:
     from modelexport.inspection.audit import Item, ModuleCheck
@@ -386,4 +386,4 @@ def _error_table(modules: Sequence[ModuleError]) -> Iterator[str]:
             )
         )
     header = ("module", "count", "format", "worst SQNR", "mean SQNR", "to nearest", "worst module")
-    yield from table(header, rows)
+    yield from table(header, rows, width=columns(), optional=("worst module", "mean SQNR", "count", "to nearest"))

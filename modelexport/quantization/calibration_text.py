@@ -51,7 +51,8 @@ def file_of(text: str | os.PathLike[str] | None, flag: str = "--calib") -> Path 
     """The file that a text is in; None for a data set and for the text of the package.
 
     Raises:
-        UsageError: there is no such file; or it is a data set, and the package that reads these is not installed.
+        UsageError: there is no such file, or nothing in it; or it is a data set, and the package that reads these is
+            not installed.
     """
     if text is None:
         return None
@@ -61,11 +62,13 @@ def file_of(text: str | os.PathLike[str] | None, flag: str = "--calib") -> Path 
             raise UsageError(f"{flag} {text}: the package that reads data sets is missing: pip install datasets")
         return None
     path = Path(os.path.expanduser(text))
+    what = "no such file"
     if os.path.lexists(path):
         check_regular(path, label=f"{flag} {path}", error=UsageError)
-    else:
+        what = "is empty" if path.stat().st_size == 0 else ""
+    if what:
         raise UsageError(
-            f'{flag} {path}: no such file; give a text, a .jsonl file with "text" or "input_ids", or a data set of the '
+            f'{flag} {path}: {what}; give a text, a .jsonl file with "text" or "input_ids", or a data set of the '
             f"hub as {DATASET}NAME:SPLIT"
         )
     return path
@@ -136,6 +139,7 @@ class TokenDocuments:
 
     Attributes:
         label: what the text is, for people.
+        documents: how many have been begun so far.
     """
 
     def __init__(
@@ -154,7 +158,24 @@ class TokenDocuments:
         self.split, self.flag = split, flag
         self.directory = directory
         self.vocabulary = vocabulary
+        self.documents = 0
         self._tokenizer: Any = None
+
+    def check(self) -> None:
+        """Refuse, before anything heavy is imported, a text that is plainly to be tokenised where nothing can do so.
+
+        Raises:
+            UsageError: there is no tokenizer.
+        """
+        is_plain = self.dataset is None and (self.path is None or self.path.suffix != ".jsonl")
+        if is_plain and not has_tokenizer(self.directory):
+            raise self._no_tokenizer()
+
+    def _no_tokenizer(self) -> UsageError:
+        return UsageError(
+            f"{self.directory} has no tokenizer, which is needed to read {self.label}: copy the model's tokenizer "
+            f'files there, or give {self.flag} FILE.jsonl with a list of "input_ids" on each line'
+        )
 
     def first(self, tokens: int) -> list[int]:
         """The documents in a row, until there are so many tokens, or some more."""
@@ -228,9 +249,11 @@ class TokenDocuments:
         wrong = [token for token in ids if not 0 <= token < self.vocabulary]
         if wrong:
             raise UsageError(f"{where}: token {wrong[0]} is not in the model's vocabulary of {self.vocabulary}")
+        self.documents += 1
         return ids
 
     def _tokenise(self, text: str, *, begins: bool = True) -> list[int]:
+        self.documents += begins
         if self._tokenizer is None:
             self._tokenizer = self._load()
         start = self._tokenizer.bos_token_id
@@ -243,10 +266,7 @@ class TokenDocuments:
 
     def _load(self) -> Any:
         if not has_tokenizer(self.directory):
-            raise UsageError(
-                f"{self.directory} has no tokenizer, which is needed to read {self.label}: copy the model's "
-                f'tokenizer files there, or give {self.flag} FILE.jsonl with a list of "input_ids" on each line'
-            )
+            raise self._no_tokenizer()
         return load_tokenizer(self.directory)
 
 

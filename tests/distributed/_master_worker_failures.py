@@ -74,7 +74,7 @@ def with_a_bad_worker(rank: int, world_size: int, init_method: str, place: str) 
 
 def _bad_at_preparing(world_size: int) -> None:
     c.barrier()
-    with raises(RuntimeError, "rank 1 failed while preparing all_reduce: MemoryError: no room for the copies"):
+    with raises(RuntimeError, "rank 1 failed while preparing all_reduce: memory ran out: "):
         c.all_reduce(torch.ones(2))
     total = torch.ones(2)
     c.all_reduce(total)

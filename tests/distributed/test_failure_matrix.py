@@ -63,7 +63,12 @@ FAULTS = (
     Fault("is killed in crossed gathers", HANDING, KILLED),
     Fault("is killed inside the with", HANDING, KILLED, FIRST),
     Fault("passes what cannot travel", HANDING, "TypeError: a config cannot carry builtins.object at 'hook'"),
-    Fault("may make no large file", LIMIT, ("ulimit -f (file size)", "1048576 bytes); raise ulimit -f"), SENDER),
+    Fault(
+        "may make no large file",
+        LIMIT,
+        "ulimit -f (file size), which is 1,048,576",
+        SENDER,
+    ),
     Fault("may make no large file", LIMIT, (None, "ulimit -f (file size)"), FIRST),
     Fault("may map no more memory", LIMIT, ("buffer of 6291456 bytes: [Errno 12]", None), SENDER),
     Fault("may map no more memory", LIMIT, "Cannot allocate memory; raise ulimit -v", FIRST),

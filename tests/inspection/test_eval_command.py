@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from modelexport.assets import demo_model_path
+from modelexport.assets import demo_documents, demo_model_path
 from modelexport.cli import main
-from modelexport.errors import CheckpointError, UsageError
+from modelexport.errors import CheckpointError, PlanError, UsageError
 from modelexport.inspection import eval_command
 from modelexport.inspection.eval_command import evaluate_on_text
 from modelexport.inspection.evaluate import compare_checkpoints
@@ -47,7 +47,9 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 def test_what_is_printed(int4: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = run(capsys, int4, "--against", "demo", "--windows", 4, "--window", 64).splitlines()
-    assert lines[0] == "the held-out text of the package: 4 of its first 64 windows of 64 tokens, float32"
+    assert lines[0] == (
+        "the held-out text of the package (48 documents, each begun anew): 4 of 789 windows of 64 tokens, float32"
+    )
     assert lines[1].split() == ["perplexity", "loss,", "nats", "a", "token"]
     assert lines[2].startswith("demo ")
     assert lines[3].startswith(f"{int4} ")
@@ -89,7 +91,7 @@ def test_texts_are_tokenised_by_the_sources_tokenizer(int4: Path, tmp_path: Path
 
 
 def test_how_many_windows(ids: Path, monkeypatch: pytest.MonkeyPatch, int4: Path, tmp_path: Path) -> None:
-    """All of the package's text for the demo model and what was made of it, else 64 of a text's first ones."""
+    """All of the package's text for the demo model and what was made of it, else 64; of a file, its first ones."""
     seen = []
 
     def compare(reference: Any, checkpoint: Any, windows: Any, **_: Any) -> Any:
@@ -104,7 +106,9 @@ def test_how_many_windows(ids: Path, monkeypatch: pytest.MonkeyPatch, int4: Path
     (other / "tokenizer.json").write_text((other / "tokenizer.json").read_text() + "\n")
     evaluate_on_text(other, other, window=128)
     assert seen.pop() == (64, 394)
-    result = evaluate_on_text(other, other, window=32)
+    text = tmp_path / "long.txt"
+    text.write_text("\n".join(demo_documents("heldout")), encoding="utf-8")
+    result = evaluate_on_text(other, other, text, window=32)
     assert seen.pop() == (64, 1024)
     assert not result.all_of_text
     evaluate_on_text(int4, demo_model_path(), ids, window=2)
@@ -149,8 +153,11 @@ def test_checkpoints_that_are_no_models(ids: Path, tmp_path: Path) -> None:
     found = evaluate_on_text(bare, text=ids, window=50, config=source)
     assert found.model == evaluate_on_text(source, text=ids, window=50).model
     endless = copy_checkpoint(source, tmp_path / "endless", config={"vocab_size": None})
-    with pytest.raises(CheckpointError, match="no vocab_size"):
+    with pytest.raises(PlanError, match="no vocab_size"):
         evaluate_on_text(endless, text=ids)
+    config = {"model_type": "qwen2_5_vl"}  # flat, as older versions of transformers wrote it, with a vocab_size
+    with pytest.raises(PlanError, match=r"no causal language model of its model_type 'qwen2_5_vl'.*modelexport verify"):
+        evaluate_on_text(copy_checkpoint(source, tmp_path / "vision", config=config), text=ids)
     with pytest.raises(UsageError, match="token 210 is not in the model's vocabulary of 100"):
         evaluate_on_text(copy_checkpoint(source, tmp_path / "small", config={"vocab_size": 100}), text=ids_of(tmp_path))
     with pytest.raises(CheckpointError, match=r"vocabulary of 211, .* one of 2,048"):
@@ -168,3 +175,25 @@ def test_the_word_demo_is_a_directory_where_there_is_one(tmp_path: Path, monkeyp
     assert eval_command._open("demo", None).directory == demo_model_path()
     shutil.copytree(make_llama(**SHAPE), tmp_path / "demo")
     assert eval_command._open("demo", None).directory == Path("demo")
+
+
+def test_a_text_in_one_piece_is_one_document(tmp_path: Path) -> None:
+    """The package's own text, too, whose documents each begin anew otherwise: perplexities that are not the same."""
+    text = tmp_path / "heldout.txt"
+    text.write_text("\n".join(demo_documents("heldout")), encoding="utf-8")
+    one = evaluate_on_text("demo", text=text, windows=2, window=32)
+    many = evaluate_on_text("demo", windows=2, window=32)
+    assert (one.documents, many.documents) == (1, 48)
+    assert next(one.lines()).startswith(f"--text {text} (1 document): 2 of the first 32 windows of 32 tokens")
+    assert many.all_of_text
+
+
+def test_what_is_no_text_is_told_as_what_it_is(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+    for path, what in (
+        (tmp_path / "empty.txt", "is empty"),
+        (tmp_path, "is a directory"),
+        ("/dev/null", "is no regular"),
+    ):
+        with pytest.raises(UsageError, match=f"--text {path}: {what}"):
+            evaluate_on_text("demo", text=path)

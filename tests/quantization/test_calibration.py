@@ -281,8 +281,9 @@ def test_text_files_and_lines(tmp_path: Path) -> None:
     ("content", "name", "said"),
     [
         (None, "a.txt", "no such file"),
-        ("", "a.txt", "has 0 tokens, but a single sample of 4 needs as many"),
-        ("", "a.jsonl", "has 0 tokens"),
+        ("", "a.txt", "a.txt: is empty; give a text"),
+        ("A", "a.txt", "tokens, but a single sample of 4 needs as many"),
+        ("\n", "a.jsonl", "has 0 tokens"),
         ("A few words.", "a.txt", r"tokens, but 64 samples of 4 are 256: .*--calib-samples 1\)"),
         ("{", "a.jsonl", "line 1 is not JSON"),
         ('{"text": "\\ud800"}', "a.jsonl", "line 1: its text has half a surrogate pair"),
