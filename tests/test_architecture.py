@@ -293,6 +293,7 @@ def test_files_that_somebody_named_are_opened_in_one_place() -> None:
         "modelexport.checkpoints.journal",  # /proc
         "modelexport.checkpoints.locks",  # /proc
         "modelexport.export_hosts",  # /proc
+        "modelexport.limits",  # /proc
         "modelexport.terminal",  # the standard streams
         "modelexport.checkpoints.safetensors_layout",  # in the staging directory, once its size is right
         "modelexport.quantization.hidden_states",  # in the staging directory
