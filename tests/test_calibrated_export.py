@@ -305,7 +305,7 @@ def test_a_setting_that_differs_is_named(tmp_path: Path, monkeypatch: pytest.Mon
         patch.setattr(export_rank, "run_rank", _faults.misbehave)
         with pytest.raises(RankFailedError):
             export(out=str(tmp_path / "out"), **settings)
-    with pytest.raises(UsageError, match=r"differs from it:\n  calibration\.damping: 0\.01 then, 0\.02 now\nRun"):
+    with pytest.raises(UsageError, match=r"differs from it:\n  calibration\.damping: 0\.01 then, 0\.02 now$"):
         export(out=str(tmp_path / "out"), damping=0.02, **settings)
 
 
