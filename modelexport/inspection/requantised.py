@@ -56,7 +56,8 @@ def unlike(rounded: Mapping[str, Tensor], native: Mapping[str, Tensor]) -> Count
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1, 1).view(torch.uint8)
+    # Not contiguous(), which leaves any stride to a dim of one element: GPTQ's scales of one group are such.
+    return tensor.clone(memory_format=torch.contiguous_format).view(-1, 1).view(torch.uint8)
 
 
 def shared_maxima(items: Sequence[Item], source: Checkpoint | None, threads: int = 1) -> dict[str, Tensor]:

@@ -8,12 +8,14 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from modelexport.assets import demo_model_path
 from modelexport.checkpoints.safetensors_file import open_checkpoint
 from modelexport.cli import main
 from modelexport.exporter import export
 from modelexport.inspection import audit
+from modelexport.inspection.requantised import unlike
 from modelexport.inspection.verify import verify_checkpoint
 from tests._models import copy_checkpoint, make_llama
 
@@ -100,3 +102,10 @@ def test_a_key_that_no_export_writes_is_noticed(tmp_path: Path, where: str) -> N
     path.write_text(json.dumps(record))
     [problem] = verify_checkpoint(tmp_path / "out").problems
     assert f"has the key {where and 'recipe.'}added" in problem
+
+
+def test_scales_of_one_group_in_any_layout() -> None:
+    """GPTQ's are stored turned: of one group, their last dim has one element and any stride."""
+    ours = {"weight_scale": torch.arange(8.0).view(8, 1)}
+    assert not unlike(ours, {"weight_scale": torch.arange(8.0).view(1, 8).t()})
+    assert unlike(ours, {"weight_scale": torch.zeros(1, 8).t()}) == {"weight_scale": 7}
