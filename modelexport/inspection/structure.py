@@ -5,6 +5,7 @@ Engines do not look: with one ``weight_scale`` missing, one serves wrong probabi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -118,7 +119,11 @@ def module_problems(
     if not module.tensors:
         return
     shape, stored = expected or module.stored.shape, module.stored
-    if expected is not None and stored.shape is not None and stored.shape != expected:
+    flat = (
+        stored.quantised and stored.shape is not None and len(stored.shape) == 1
+    )  # bitsandbytes': no rows, no columns
+    wanted = (math.prod(expected),) if flat and expected is not None else expected
+    if wanted is not None and stored.shape is not None and stored.shape != wanted:
         yield f"{module.name}: its weight is {list(stored.shape)}, config.json makes it {list(expected)}"
         shape = stored.shape
     if quantization is not None and quantization.method not in methods():
