@@ -119,12 +119,10 @@ def module_problems(
     if not module.tensors:
         return
     shape, stored = expected or module.stored.shape, module.stored
-    flat = (
-        stored.quantised and stored.shape is not None and len(stored.shape) == 1
-    )  # bitsandbytes': no rows, no columns
-    wanted = (math.prod(expected),) if flat and expected is not None else expected
-    if wanted is not None and stored.shape is not None and stored.shape != wanted:
-        yield f"{module.name}: its weight is {list(stored.shape)}, config.json makes it {list(expected)}"
+    if expected is not None and stored.shape is not None and stored.shape != expected:
+        flat = stored.quantised and stored.shape == (math.prod(expected),)  # bitsandbytes': no rows, no columns
+        if not flat:
+            yield f"{module.name}: its weight is {list(stored.shape)}, config.json makes it {list(expected)}"
         shape = stored.shape
     if quantization is not None and quantization.method not in methods():
         if stored.quantised and not stored.scale:
