@@ -5,6 +5,7 @@ Engines do not look: with one ``weight_scale`` missing, one serves wrong probabi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -125,7 +126,9 @@ def module_problems(
         return
     shape, stored = expected or module.stored.shape, module.stored
     if expected is not None and stored.shape is not None and stored.shape != expected:
-        yield f"{module.name}: its weight is {list(stored.shape)}, config.json makes it {list(expected)}"
+        flat = stored.quantised and stored.shape == (math.prod(expected),)  # bitsandbytes': no rows, no columns
+        if not flat:
+            yield f"{module.name}: its weight is {list(stored.shape)}, config.json makes it {list(expected)}"
         shape = stored.shape
     if quantization is not None and quantization.method not in methods():
         if stored.quantised and not stored.scale:

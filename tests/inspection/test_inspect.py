@@ -225,6 +225,7 @@ def test_weights_without_rows_and_columns(tmp_path: Path) -> None:
     assert {row.number_format for row in found.rows if row.name.endswith("_proj")} == {"nf4"}
     assert found.tensor_parallel_sizes is None
     assert "is stored flat" in found.tensor_parallel_note
+    assert found.warnings == []
 
 
 def test_unknown_architecture_without_config(tmp_path: Path) -> None:
