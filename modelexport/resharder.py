@@ -55,6 +55,7 @@ class Prepared:
     Attributes:
         record: the source's modelexport.json, or None.
         warnings: what is lost, a line each.
+        drafts: the source's tensors of draft layers, which are not written -> why.
     """
 
     recipe: ReshardRecipe
@@ -63,6 +64,7 @@ class Prepared:
     steps: list[Step]
     record: dict[str, Any] | None
     warnings: tuple[str, ...] = ()
+    drafts: Mapping[str, str] = field(default_factory=dict)
 
     def warn(self) -> None:
         """Print the warnings, before the work starts."""
@@ -149,7 +151,9 @@ def prepare(recipe: ReshardRecipe) -> Prepared:
 def _prepare(recipe: ReshardRecipe) -> Prepared:
     formats.get(recipe.format)
     source = Path(os.path.expanduser(recipe.checkpoint))
-    checkpoint, dropped = without_drafts(open_model(source, recipe.config))
+    opened = open_model(source, recipe.config)
+    checkpoint, dropped = without_drafts(opened)
+    drafts = {name: why for name, why in checkpoint.left_out.items() if name not in opened.left_out}
     _check_spelling(recipe, checkpoint)
     rules = tensor_rules(checkpoint)
     check_ties(checkpoint)
@@ -163,15 +167,15 @@ def _prepare(recipe: ReshardRecipe) -> Prepared:
     )
     check_source(target, checkpoint)
     record = read_record(checkpoint.directory)
-    return Prepared(recipe, checkpoint, target, plan_steps(rules, checkpoint.infos), record, tuple(dropped))
+    return Prepared(recipe, checkpoint, target, plan_steps(rules, checkpoint.infos), record, tuple(dropped), drafts)
 
 
 def _check_out(recipe: ReshardRecipe) -> None:
     """Refuse, before anything is opened, a target that holds the source, or that is not to be replaced."""
     if recipe.out is None:
         return
-    source = Path(os.path.expanduser(recipe.checkpoint))
-    if source.resolve().is_relative_to(resolve_target(recipe.out)):
+    target, source = resolve_target(recipe.out), Path(os.path.expanduser(recipe.checkpoint))
+    if os.path.exists(source) and source.resolve().is_relative_to(target):
         raise UsageError(f"--out {recipe.out} would replace the source, {source}: choose another target")
     if not recipe.dry_run:
         check_target(recipe.out, overwrite=recipe.overwrite)
@@ -256,7 +260,7 @@ def _target(prepared: Prepared) -> Target:
             "file_sha256": digests,
             "recipe": written,
             "warnings": [*prepared.warnings, *engine_warnings(recipe, found)],
-            "left_out": {**(found.get("left_out") or {}), **checkpoint.left_out},
+            "left_out": {**(found.get("left_out") or {}), **prepared.drafts},
         }
         return {key: changed.get(key, value) for key, value in found.items()}
 

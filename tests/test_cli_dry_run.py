@@ -24,7 +24,7 @@ def test_a_dry_run_writes_nothing_and_says_everything(
     monkeypatch.chdir(tmp_path)
     source = make_llama(kv_heads=2, vocab=101)
     calib = tmp_path_factory.mktemp("text") / "text.jsonl"  # for static scales: the model has no tokenizer
-    calib.touch()
+    calib.write_text('{"input_ids": [1, 2, 3]}\n')
     before = listing(source)
     line = ["--model", str(source), "--out", "ckpt", "--quant", quant, "--tp", "4", "--dry-run", "--calib", str(calib)]
     assert main(line) == 0

@@ -12,6 +12,7 @@ from modelexport.contents.modules import Architecture, StoredModule
 from modelexport.contents.rules import KV_SCALES
 from modelexport.errors import CheckpointError, shown
 from modelexport.families import ties_embeddings
+from modelexport.families.drafts import draft_counts, without_counts
 from modelexport.quantization.methods import (
     FLOATS,
     QuantizationConfig,
@@ -201,6 +202,8 @@ def _stored_text(module: StoredModule) -> str:
 
 def _config_differences(config: Mapping[str, Any], source: Mapping[str, Any], *, untied: bool) -> Iterator[str]:
     missing = object()
+    if not draft_counts(config):  # exports do without draft layers
+        source = without_counts(source)
     for key in dict.fromkeys((*source, *config)):
         if key in _NOT_THE_MODEL or (untied and key == "tie_word_embeddings"):
             continue

@@ -193,7 +193,7 @@ def test_what_is_no_text_is_told_as_what_it_is(tmp_path: Path) -> None:
     for path, what in (
         (tmp_path / "empty.txt", "is empty"),
         (tmp_path, "is a directory"),
-        ("/dev/null", "is no regular"),
+        ("/dev/null", "is a character device"),
     ):
         with pytest.raises(UsageError, match=f"--text {path}: {what}"):
             evaluate_on_text("demo", text=path)
