@@ -104,6 +104,8 @@ def compare_headers(
         )
     dropped = set((record or {}).get("left_out") or {})
     family, dims = architecture.family, architecture.dimensions
+    if dims is not None:  # the source's draft layers may be there no longer
+        dims = replace(dims, prediction_layers=max(draft_counts(source.config or {}).values(), default=0))
     tied = ties_embeddings(checkpoint.config)
     for name in left:
         if name in dropped or (tied and name == "lm_head.weight"):
