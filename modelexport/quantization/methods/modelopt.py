@@ -303,8 +303,8 @@ def announce(announced: Announced) -> Announcement:
             config["config_groups"] = {"group_0": _group(distinct[0], ["Linear"])}
         if "group_size" in distinct[0]:  # not modelopt's own habit, but without it groups of 64 read as 128
             config["group_size"] = distinct[0]["group_size"]
-    below = [f"*{subtree.path}.*" for subtree in announced.subtrees]
-    inner["exclude_modules"] = [*announced.unquantised, *(n for each in announced.subtrees for n in each.names), *below]
+    wildcards = [f"*{subtree.path}{below}" for subtree in announced.subtrees for below in ("", ".*")]
+    inner["exclude_modules"] = [*announced.unquantised, *wildcards]
     config |= {"ignore": inner["exclude_modules"], "quant_algo": inner["quant_algo"]}
     if announced.kv_cache:
         config["kv_cache_scheme"] = _kv_scheme("FP8")
