@@ -248,7 +248,9 @@ class ExportPlan:
         above = self.family.layer_prefix.split(".")[:-1]  # "model", "language_model", "layers"
         if step.index is None:
             name = full_name(step.layer, task.path).split(".")
-            apart = next((n for n, (own, other) in enumerate(zip(name, above)) if own != other), len(above))  # noqa: B905
+            apart = next(
+                (n for n, (own, other) in enumerate(zip(name, above, strict=False)) if own != other), len(above)
+            )
             if apart < len(name):
                 yield ".".join(name[: apart + 1]), name[apart]
         elif task.module.stacked:

@@ -147,7 +147,9 @@ def announce(announced: Announced) -> Announcement:
             f"checkpoint format awq has one group size for a whole model, but {', '.join(map(str, sizes))} are "
             "asked for: choose one with --group-size, or --format hf"
         )
-    unquantised = [*announced.unquantised, *(subtree.path.rpartition("*.")[2] for subtree in announced.subtrees)]
+    roots = (subtree.path.rpartition("*.")[2] for subtree in announced.subtrees)
+    apart = [root for root in roots if not any(root in name for name in announced.formats)]
+    unquantised = [*announced.unquantised, *apart]
     for kept in unquantised:
         taken = next((name for name in announced.formats if kept in name), None)
         if taken is not None:
