@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -83,12 +84,16 @@ class Route:
             return
         assert self.algorithm == "shared_memory"
         try:
-            mesh = shared_mesh.mesh_of(self.team, [record["mesh"] for record in self.records])
-            copied = mesh.deliver(pieces, cargo, keep=keep)
+            copied = self._mesh.deliver(pieces, cargo, keep=keep)
         except BaseException:
             shared_mesh.forget(self.team)
             raise
         self.report.add(copied=copied, mapped=wanted)
+
+    @cached_property
+    def _mesh(self) -> shared_mesh.SharedMesh:
+        # One for all batches of the exchange: the records are as old as its beginning.
+        return shared_mesh.mesh_of(self.team, [record["mesh"] for record in self.records])
 
 
 def team_of(call: str, group: AnyGroup) -> Members:

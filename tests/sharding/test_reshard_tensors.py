@@ -74,7 +74,7 @@ def test_there_and_back_is_bit_identical(tmp_path: Path) -> None:
 def test_shared_memory_serves_batch_after_batch(tmp_path: Path) -> None:
     for reserved, copied in run_ranks(targets.bounded_batches, 2, tmp_path / "ranks"):
         assert copied == 16 << 20
-        assert reserved <= 13 << 20
+        assert reserved <= 4 << 20, "a batch that is placed, and two that are not acknowledged"
 
 
 def test_errors_are_the_same_on_every_rank(tmp_path: Path) -> None:
