@@ -36,7 +36,7 @@ CALIBRATED = {
     "gptq": ("--quant", "int4", "--group-size", "32", "--algorithm", "gptq"),
     "awq": ("--quant", "int4-asym", "--group-size", "32", "--algorithm", "awq"),
     "awq-gptq": ("--quant", "int4", "--group-size", "32", "--algorithm", "awq+gptq", "--format", "awq"),
-    "smoothquant": ("--quant", "int8", "--algorithm", "smoothquant", "--alpha", "0.7"),
+    "smoothquant": ("--quant", "int8", "--algorithm", "smoothquant"),
     "rotation": ("--quant", "int4", "--group-size", "32", "--algorithm", "rotation+rtn"),
     "rotation-gptq": ("--quant", "nvfp4", "--algorithm", "rotation+gptq"),
     "autoquant": ("--algorithm", "autoquant", "--bits", "6"),
@@ -105,9 +105,7 @@ def hashes() -> dict[str, dict[str, str]]:
             found[name] = {"refused": said.getvalue()}
         else:
             files = sorted(path for path in Path(name).rglob("*") if path.is_file())
-            found[name] = {
-                str(path.relative_to(name)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files
-            }
+            found[name] = {str(path.relative_to(name)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
     return found
 
 
