@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from modelexport.distributed.tree import register_config, restore, split
+from modelexport.distributed.transport.tree import register_config, restore, split
 
 __all__ = [
     "LayerConfig",

@@ -1,7 +1,7 @@
 """ExportRecipe: the one place where an export's settings are named.
 
 A field here is a command-line flag (``--group-size``), a YAML key (``group_size``) and a keyword argument of
-:func:`modelexport.exporter.export`. Whatever is not a field does not exist.
+:func:`modelexport.exporting.export`. Whatever is not a field does not exist.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from modelexport.errors import UsageError, nearest, quoted, shown
-from modelexport.small_files import LARGEST_CONFIG, read_small
-from modelexport.yaml_reading import read_yaml
+from modelexport.system.small_files import LARGEST_CONFIG, read_small
+from modelexport.system.yaml_reading import read_yaml
 
 _HELP = "modelexport --help"
 

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, NoReturn
 
 from modelexport import cli
 from modelexport.checkpoints.source import resolve_source
-from modelexport.contents.opening import read_config
 from modelexport.distributed.environment import external_rank
 from modelexport.errors import CheckpointError, ModelExportError, UsageError
-from modelexport.small_files import read_json
+from modelexport.models.opening import read_config
+from modelexport.system.small_files import read_json
 
 GROUPS = (128, 64, 32)
 """Group sizes of int4 and int8-wo, the cheapest first."""
@@ -109,7 +109,7 @@ def model_config(model: str | None, revision: str | None, config: str | None) ->
 
 def types_of(name: str) -> tuple[str, ...]:
     """Every ``model_type`` of the family of that name: its own, those that are alike, and its variants."""
-    family = importlib.import_module(f"modelexport.families.{name}").FAMILY
+    family = importlib.import_module(f"modelexport.models.architecture.{name}").FAMILY
     return (family.name, *family.aliases, *family.variants)
 
 

@@ -17,11 +17,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from modelexport.contents import formats
-from modelexport.contents.opening import open_model
+from modelexport.cli.summary import summary
 from modelexport.errors import CheckpointError, ModelExportError, PlanError
-from modelexport.exporter import export
-from modelexport.summary import summary
+from modelexport.exporting import export
+from modelexport.models import checkpoint_formats as formats
+from modelexport.models.opening import open_model
 
 ENGINES = {
     "vllm": ("hf", "fp8-block", "awq", "gptq", "modelopt"),
@@ -81,7 +81,7 @@ def compare(before: Path, after: Path) -> int:
     """
     import torch
 
-    from modelexport.inspection.models import PlainTensors
+    from modelexport.inspection.evaluate.models import PlainTensors
 
     with PlainTensors(open_model(before)) as a, PlainTensors(open_model(after)) as b:
         if missing := set(a.names) ^ set(b.names):

@@ -27,12 +27,12 @@ from pathlib import Path
 from typing import Any
 
 from modelexport.assets import demo_model_path
+from modelexport.cli.summary import summary
 from modelexport.errors import ModelExportError, UsageError
-from modelexport.exporter import export
+from modelexport.exporting import export
 from modelexport.inspection.verify import print_verification
 from modelexport.recipe import ExportRecipe
 from modelexport.settings import parse_assignments
-from modelexport.summary import summary
 
 RECIPE = Path(__file__).with_suffix(".yaml")
 FSDP_RUN = Path(__file__).with_name("_fsdp_run.py")

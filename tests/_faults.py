@@ -6,10 +6,10 @@ import os
 import signal
 import time
 
-from modelexport.export_calibrated import CalibratedExport
-from modelexport.export_plan import Step
-from modelexport.export_rank import RankExport, RankJob, run_rank
-from modelexport.export_slots import Quantised, Shards
+from modelexport.exporting.calibrated.rank import CalibratedExport
+from modelexport.exporting.plan import Step
+from modelexport.exporting.rank import RankExport, RankJob, run_rank
+from modelexport.exporting.slots import Quantised, Shards
 
 
 def misbehave(job: RankJob) -> None:
@@ -46,8 +46,8 @@ def _fail(kind: str) -> None:
 
 
 if __name__ == "__main__":  # as the command line, under a launcher that starts programs
-    from modelexport import export_rank
     from modelexport.cli import run
+    from modelexport.exporting import rank as export_rank
 
     export_rank.run_rank = misbehave
     run()

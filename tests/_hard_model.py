@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from modelexport.families import Dimensions, Family, Module, family_of, read_dimensions
+from modelexport.models.architecture import Dimensions, Family, Module, family_of, read_dimensions
 from tests._models import copy_checkpoint
 
 CHANNELS = 6

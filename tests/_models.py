@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from modelexport.checkpoints.safetensors_file import Checkpoint, TensorInfo, tensor_nbytes
+from modelexport.checkpoints.safetensors.file import Checkpoint, TensorInfo, tensor_nbytes
 
 
 @dataclass(frozen=True)

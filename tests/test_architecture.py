@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import modelexport
-from modelexport.cli_parsers import COMMANDS
+from modelexport.cli.parsers import COMMANDS
 
 PACKAGE = Path(modelexport.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -22,50 +22,56 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("modelexport.__main__",),
     ("modelexport.cli",),
-    ("modelexport.cli_parsers",),
-    ("modelexport.summary",),
-    ("modelexport.exporter", "modelexport.resharder"),
+    ("modelexport.cli.parsers",),
+    ("modelexport.cli.summary",),
+    ("modelexport.exporting", "modelexport.resharding"),
     (
-        "modelexport.reshard_rank",
-        "modelexport.reshard_moves",
-        "modelexport.export_rank",
-        "modelexport.export_handover",
-        "modelexport.export_audit",
-        "modelexport.export_record",
-        "modelexport.export_target",
-        "modelexport.export_after",
-        "modelexport.export_hosts",
-        "modelexport.export_calibration",
-        "modelexport.export_checks",
-        "modelexport.export_folds",
-        "modelexport.export_rotation",
-        "modelexport.export_scales",
-        "modelexport.export_calibrated",
-        "modelexport.export_layer",
-        "modelexport.export_recut",
-        "modelexport.export_slots",
-        "modelexport.export_autoquant",
-        "modelexport.export_forward",
+        "modelexport.resharding.rank",
+        "modelexport.resharding.moves",
+        "modelexport.exporting.rank",
+        "modelexport.exporting.output",
+        "modelexport.exporting.audit",
+        "modelexport.exporting.record",
+        "modelexport.exporting.target",
+        "modelexport.exporting.after",
+        "modelexport.jobs.hosts",
+        "modelexport.exporting.calibrated.samples",
+        "modelexport.exporting.checks",
+        "modelexport.exporting.calibrated.folds",
+        "modelexport.exporting.calibrated.rotation",
+        "modelexport.exporting.scales",
+        "modelexport.exporting.calibrated.rank",
+        "modelexport.exporting.calibrated.layer",
+        "modelexport.exporting.calibrated.recut",
+        "modelexport.exporting.slots",
+        "modelexport.exporting.calibrated.autoquant",
+        "modelexport.exporting.calibrated.forward",
     ),
-    ("modelexport.jobs", "modelexport.hub"),
-    ("modelexport.target",),
+    ("modelexport.jobs.ranks", "modelexport.jobs.hub"),
+    ("modelexport.jobs.target_directory",),
     (
-        "modelexport.export_plan",
-        "modelexport.export_steps",
-        "modelexport.export_cuts",
-        "modelexport.export_linears",
-        "modelexport.reshard_plan",
+        "modelexport.exporting.plan",
+        "modelexport.exporting.plan.steps",
+        "modelexport.exporting.plan.cuts",
+        "modelexport.exporting.plan.linears",
+        "modelexport.resharding.plan",
     ),
     ("modelexport.inspection",),
-    ("modelexport.contents",),
-    ("modelexport.checkpoints", "modelexport.families", "modelexport.quantization"),
+    ("modelexport.models",),
+    ("modelexport.checkpoints", "modelexport.models.architecture", "modelexport.quantization"),
     ("modelexport.layers",),
     ("modelexport.sharding",),
     ("modelexport.distributed",),
-    ("modelexport.recipe", "modelexport.reshard_recipe"),
-    ("modelexport.settings", "modelexport.assets", "modelexport.tables", "modelexport.terminal", "modelexport.limits"),
-    ("modelexport.json_values", "modelexport.small_files", "modelexport.yaml_reading"),
-    ("modelexport.errors", "modelexport.startup"),
+    ("modelexport.recipe", "modelexport.resharding.recipe"),
+    (
+        "modelexport.settings",
+        "modelexport.assets",
+        "modelexport.system.tables",
+        "modelexport.system.terminal",
+        "modelexport.system.limits",
+    ),
+    ("modelexport.system.json_values", "modelexport.system.small_files", "modelexport.system.yaml_reading"),
+    ("modelexport.errors", "modelexport.system.startup"),
     ("modelexport",),  # __version__
 )
 
@@ -74,37 +80,37 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 SAME: tuple[frozenset[str], ...] = (
     frozenset(
         {
-            "modelexport.export_rank",
-            "modelexport.export_audit",
-            "modelexport.export_handover",
-            "modelexport.export_calibration",
-            "modelexport.export_folds",
-            "modelexport.export_rotation",
-            "modelexport.export_scales",
-            "modelexport.export_calibrated",
-            "modelexport.export_layer",
-            "modelexport.export_recut",
-            "modelexport.export_slots",
-            "modelexport.export_autoquant",
-            "modelexport.export_forward",
+            "modelexport.exporting.rank",
+            "modelexport.exporting.audit",
+            "modelexport.exporting.output",
+            "modelexport.exporting.calibrated.samples",
+            "modelexport.exporting.calibrated.folds",
+            "modelexport.exporting.calibrated.rotation",
+            "modelexport.exporting.scales",
+            "modelexport.exporting.calibrated.rank",
+            "modelexport.exporting.calibrated.layer",
+            "modelexport.exporting.calibrated.recut",
+            "modelexport.exporting.slots",
+            "modelexport.exporting.calibrated.autoquant",
+            "modelexport.exporting.calibrated.forward",
         }
     ),
     frozenset(
         {
-            "modelexport.export_plan",
-            "modelexport.export_steps",
-            "modelexport.export_cuts",
-            "modelexport.export_linears",
+            "modelexport.exporting.plan",
+            "modelexport.exporting.plan.steps",
+            "modelexport.exporting.plan.cuts",
+            "modelexport.exporting.plan.linears",
         }
     ),
-    frozenset({"modelexport.reshard_rank", "modelexport.reshard_moves"}),
-    frozenset({"modelexport.export_target", "modelexport.export_record"}),
-    frozenset({"modelexport.export_after", "modelexport.export_record"}),
+    frozenset({"modelexport.resharding.rank", "modelexport.resharding.moves"}),
+    frozenset({"modelexport.exporting.target", "modelexport.exporting.record"}),
+    frozenset({"modelexport.exporting.after", "modelexport.exporting.record"}),
 )
 
 # In these packages files are entries of a catalogue: they share the base and what begins with "_", not each other.
 BASES: dict[str, frozenset[str]] = {
-    "modelexport.families": frozenset({"base", "drafts"}),
+    "modelexport.models.architecture": frozenset({"base", "drafts"}),
     "modelexport.quantization.formats": frozenset({"base"}),
     "modelexport.quantization.methods": frozenset({"base"}),
     "modelexport.quantization.algorithms": frozenset({"base"}),
@@ -115,59 +121,59 @@ LIGHT = (
     "modelexport",
     "modelexport.errors",
     "modelexport.settings",
-    "modelexport.json_values",
-    "modelexport.yaml_reading",
+    "modelexport.system.json_values",
+    "modelexport.system.yaml_reading",
     "modelexport.recipe",
-    "modelexport.reshard_recipe",
+    "modelexport.resharding.recipe",
     "modelexport.cli",
-    "modelexport.cli_parsers",
-    "modelexport.hub",
+    "modelexport.cli.parsers",
+    "modelexport.jobs.hub",
     "modelexport.assets",
-    "modelexport.families",
-    "modelexport.families.llama",
-    "modelexport.families.mixtral",
+    "modelexport.models.architecture",
+    "modelexport.models.families.llama",
+    "modelexport.models.families.mixtral",
     "modelexport.sharding.plan",
     "modelexport.sharding.shard_plan",
     "modelexport.sharding.boxes",
     "modelexport.sharding.rules",
-    "modelexport.contents.modules",
-    "modelexport.contents.rules",
-    "modelexport.contents.engines",
-    "modelexport.contents.loading",
-    "modelexport.inspection.model_card",
-    "modelexport.contents.formats",  # and with it every checkpoint format
+    "modelexport.models.modules",
+    "modelexport.models.rules",
+    "modelexport.models.engines",
+    "modelexport.models.loading",
+    "modelexport.inspection.card",
+    "modelexport.models.checkpoint_formats",  # and with it every checkpoint format
     "modelexport.quantization.methods",  # and with it every quantisation method
-    "modelexport.contents.opening",
-    "modelexport.contents.targets",
-    "modelexport.checkpoints.safetensors_file",
-    "modelexport.checkpoints.arrays",
+    "modelexport.models.opening",
+    "modelexport.models.target_plan",
+    "modelexport.checkpoints.safetensors.file",
+    "modelexport.checkpoints.safetensors.arrays",
     "modelexport.checkpoints.staging",
-    "modelexport.checkpoints.hf",
+    "modelexport.checkpoints.formats.hf",
     "modelexport.checkpoints.source",
-    "modelexport.export_plan",
-    "modelexport.export_cuts",
-    "modelexport.export_linears",
-    "modelexport.reshard_plan",
-    "modelexport.reshard_moves",
-    "modelexport.export_record",
-    "modelexport.export_target",
-    "modelexport.export_after",
-    "modelexport.export_hosts",
-    "modelexport.export_checks",
-    "modelexport.jobs",
-    "modelexport.exporter",
-    "modelexport.resharder",
-    "modelexport.summary",
-    "modelexport.tables",
-    "modelexport.limits",
-    "modelexport.terminal",
-    "modelexport.small_files",
+    "modelexport.exporting.plan",
+    "modelexport.exporting.plan.cuts",
+    "modelexport.exporting.plan.linears",
+    "modelexport.resharding.plan",
+    "modelexport.resharding.moves",
+    "modelexport.exporting.record",
+    "modelexport.exporting.target",
+    "modelexport.exporting.after",
+    "modelexport.jobs.hosts",
+    "modelexport.exporting.checks",
+    "modelexport.jobs.ranks",
+    "modelexport.exporting",
+    "modelexport.resharding",
+    "modelexport.cli.summary",
+    "modelexport.system.tables",
+    "modelexport.system.limits",
+    "modelexport.system.terminal",
+    "modelexport.system.small_files",
 )
 HEAVY = ("torch", "transformers", "numba", "safetensors", "huggingface_hub", "numpy")
 
 # Modules that may unpickle: what they read comes from this program's own launcher, never from a file.
 UNPICKLE = {
-    "modelexport.distributed.rank_main",  # the function and arguments of a rank, as multiprocessing itself sends them
+    "modelexport.distributed.launch.rank_main",  # the function and arguments of a rank, as multiprocessing itself sends them
 }
 
 
@@ -274,7 +280,7 @@ def test_ranks_are_started_and_talked_to_in_one_place() -> None:
         for path in MODULES
         if not module_name(path).startswith("modelexport.distributed.") and others.search(path.read_text())
     ]
-    named = ["modelexport.contents.loading", "modelexport.exporter"]
+    named = ["modelexport.models.loading", "modelexport.exporting"]
     assert found == named, "a command that people are told, and the list of modules to preload, name torch.distributed"
 
 
@@ -287,67 +293,67 @@ def test_files_that_somebody_named_are_opened_in_one_place() -> None:
         if not module_name(path).startswith("modelexport.distributed.") and opened.search(path.read_text())
     }
     assert found == {
-        "modelexport.small_files",
+        "modelexport.system.small_files",
         "modelexport.assets",  # of the package
         "modelexport.quantization.kernels.compiled",  # its own source
-        "modelexport.checkpoints.journal",  # /proc
-        "modelexport.checkpoints.locks",  # /proc
-        "modelexport.export_hosts",  # /proc
-        "modelexport.limits",  # /proc
-        "modelexport.terminal",  # the standard streams
-        "modelexport.checkpoints.safetensors_layout",  # in the staging directory, once its size is right
-        "modelexport.quantization.hidden_states",  # in the staging directory
+        "modelexport.checkpoints.staging.journal",  # /proc
+        "modelexport.checkpoints.staging.locks",  # /proc
+        "modelexport.jobs.hosts",  # /proc
+        "modelexport.system.limits",  # /proc
+        "modelexport.system.terminal",  # the standard streams
+        "modelexport.checkpoints.safetensors.layout",  # in the staging directory, once its size is right
+        "modelexport.quantization.calibration.hidden_states",  # in the staging directory
     }
 
 
 @pytest.mark.parametrize(
     ("importer", "line", "allowed"),
     [
-        ("modelexport.cli", "from modelexport.exporter import export", True),
-        ("modelexport.exporter", "from modelexport.cli import main", False),
-        ("modelexport.exporter", "def f():\n    import modelexport.cli", False),
+        ("modelexport.cli", "from modelexport.exporting import export", True),
+        ("modelexport.exporting", "from modelexport.cli import main", False),
+        ("modelexport.exporting", "def f():\n    import modelexport.cli", False),
         ("modelexport.distributed.gather", "from modelexport.layers import merge", False),
         ("modelexport.distributed.gather", "from modelexport.errors import GatherError", True),
         ("modelexport.distributed.gather", "from modelexport.distributed import tree", True),
         ("modelexport.distributed.gather", "from . import tree", True),
         ("modelexport.distributed.gather", "from ..families import llama", False),
-        ("modelexport.layers", "from modelexport.distributed.tree import split", True),
-        ("modelexport.sharding.plan", "from modelexport.families import Family", False),
+        ("modelexport.layers", "from modelexport.distributed.transport.tree import split", True),
+        ("modelexport.sharding.plan", "from modelexport.models.architecture import Family", False),
         ("modelexport.sharding.plan", "from modelexport.distributed import gather", True),
-        ("modelexport.families.llama", "from modelexport.families.base import Family", True),
-        ("modelexport.families.llama", "from modelexport.families.qwen2 import FAMILY", False),
-        ("modelexport.families.llama", "from modelexport.checkpoints import hf", False),
+        ("modelexport.models.families.llama", "from modelexport.models.families.base import Family", True),
+        ("modelexport.models.families.llama", "from modelexport.models.families.qwen2 import FAMILY", False),
+        ("modelexport.models.families.llama", "from modelexport.checkpoints import hf", False),
         ("modelexport.quantization.formats.int4", "from modelexport.quantization import kernels", True),
         ("modelexport.quantization.formats.int4", "from modelexport.quantization.formats import int8", False),
         ("modelexport.quantization.formats.int4", "from modelexport.quantization.formats import _packed", True),
         ("modelexport.quantization.methods.awq", "from modelexport.quantization.methods import gptq", False),
         ("modelexport.quantization.formats.base", "from modelexport.quantization.methods import of_method", True),
-        ("modelexport.checkpoints.hf", "from modelexport.quantization import formats", False),
+        ("modelexport.checkpoints.formats.hf", "from modelexport.quantization import formats", False),
         (
-            "modelexport.checkpoints.hf",
+            "modelexport.checkpoints.formats.hf",
             "if TYPE_CHECKING:\n    from modelexport.quantization.formats.base import NumberFormat",
             False,
         ),
         (
             "modelexport.checkpoints.staging",
-            "if TYPE_CHECKING:\n    from modelexport.exporter import Prepared",
+            "if TYPE_CHECKING:\n    from modelexport.exporting import Prepared",
             False,
         ),
         ("modelexport.inspection.verify", "from modelexport.checkpoints import hf", True),
-        ("modelexport.checkpoints.hf", "from modelexport.inspection import verify", False),
-        ("modelexport.checkpoints.trtllm", "from modelexport.families import family_of", False),
-        ("modelexport.checkpoints.trtllm", "from modelexport.sharding.shard_plan import ShardPlan", True),
+        ("modelexport.checkpoints.formats.hf", "from modelexport.inspection import verify", False),
+        ("modelexport.checkpoints.formats.trtllm", "from modelexport.models.architecture import family_of", False),
+        ("modelexport.checkpoints.formats.trtllm", "from modelexport.sharding.shard_plan import ShardPlan", True),
         ("modelexport.sharding.reshard", "from modelexport.checkpoints import raw_io", False),
-        ("modelexport.contents.rules", "from modelexport.families import family_of", True),
-        ("modelexport.contents.rules", "from modelexport.inspection import inspect", False),
-        ("modelexport.resharder", "from modelexport.exporter import export", False),
-        ("modelexport.inspection.inspect", "from modelexport.exporter import export", False),
-        ("modelexport.export_rank", "from modelexport.export_audit import audit", True),
+        ("modelexport.models.rules", "from modelexport.models.architecture import family_of", True),
+        ("modelexport.models.rules", "from modelexport.inspection import inspect", False),
+        ("modelexport.resharding", "from modelexport.exporting import export", False),
+        ("modelexport.inspection.inspect", "from modelexport.exporting import export", False),
+        ("modelexport.exporting.rank", "from modelexport.exporting.audit import audit", True),
         ("modelexport.errors", "from modelexport.recipe import ExportRecipe", False),
     ],
 )
 def test_the_rule_itself(importer: str, line: str, allowed: bool) -> None:
-    names = NAMES | {"modelexport.families.qwen2", "modelexport.quantization.formats.int8"}
+    names = NAMES | {"modelexport.models.families.qwen2", "modelexport.quantization.formats.int8"}
     [item] = imports_in(line, importer, package=False, names=names)
     assert is_allowed(item) == allowed
 

@@ -11,15 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from modelexport import export_rank
 from modelexport.assets import demo_documents, demo_model_path
 from modelexport.errors import PlanError, RankFailedError, UsageError
-from modelexport.export_calibrated import CalibratedExport
-from modelexport.export_plan import Step
-from modelexport.exporter import export
-from modelexport.inspection.eval_command import evaluate_on_text
+from modelexport.exporting import export
+from modelexport.exporting import rank as export_rank
+from modelexport.exporting.calibrated.rank import CalibratedExport
+from modelexport.exporting.plan import Step
 from modelexport.inspection.evaluate import evaluate
-from modelexport.inspection.models import load_dequantised
+from modelexport.inspection.evaluate.command import evaluate_on_text
+from modelexport.inspection.evaluate.models import load_dequantised
 from modelexport.inspection.verify import verify_checkpoint
 from tests import _faults
 from tests._hard_model import make_hard

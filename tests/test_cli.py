@@ -36,7 +36,7 @@ class Result:
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[ExportRecipe]:
     """The recipes that the command line hands to export(), which is not run."""
-    from modelexport import exporter
+    from modelexport import exporting as exporter
 
     recipes: list[ExportRecipe] = []
 

@@ -13,10 +13,10 @@ import pytest
 
 from modelexport import cli
 from modelexport.cli import COMMANDS, main, parser_of
-from modelexport.contents.formats import names as checkpoint_formats
 from modelexport.errors import HubError, ModelExportError, PlanError, RankFailedError, UsageError
-from modelexport.exporter import prepare
-from modelexport.inspection.known_formats import known
+from modelexport.exporting import prepare
+from modelexport.inspection.listings.formats import known
+from modelexport.models.checkpoint_formats import names as checkpoint_formats
 from modelexport.quantization import algorithms, formats
 from modelexport.recipe import ALGORITHMS, ExportRecipe
 from modelexport.settings import parse_assignments
@@ -147,7 +147,7 @@ def test_a_rank_s_failure_and_an_interrupt_are_objects_too(
 def test_a_failed_push_prints_the_summary_of_what_stands(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from modelexport import exporter
+    from modelexport import exporting as exporter
     from tests.test_summary import RESULT
 
     def export(recipe: ExportRecipe) -> None:
@@ -283,7 +283,7 @@ def test_one_format(name: str, keys: set[str], words: str, capsys: pytest.Captur
 def test_models_lists_declared_and_derived_types(capsys: pytest.CaptureFixture[str]) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    from modelexport.families import known_model_types
+    from modelexport.models.architecture import known_model_types
 
     found = {each["model_type"]: each for each in answered(capsys, "models")["models"]}
     assert {name for name, each in found.items() if each["how"] == "declared"} == set(known_model_types())

@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file
 
 from modelexport.cli import main
-from modelexport.contents import formats as checkpoint_formats
 from modelexport.errors import CheckpointError, PlanError, UsageError
-from modelexport.exporter import export
+from modelexport.exporting import export
 from modelexport.inspection.verify import verify_checkpoint
+from modelexport.models import checkpoint_formats
 from modelexport.quantization import formats
-from modelexport.resharder import reshard
+from modelexport.resharding import reshard
 from tests._models import make_llama
 from tests.test_export import digests
 

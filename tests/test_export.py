@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from modelexport.exporter import export
+from modelexport.exporting import export
 from modelexport.quantization import formats
 from tests._models import make_llama
 
@@ -84,7 +84,7 @@ def test_small_shards_make_an_index_and_the_same_tensors(tmp_path: Path) -> None
 
 def test_slabs_of_a_large_embedding_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run(tmp_path, "whole", quant="int4")
-    monkeypatch.setattr("modelexport.export_plan.SLAB_BYTES", 100_000)
+    monkeypatch.setattr("modelexport.exporting.plan.SLAB_BYTES", 100_000)
     assert run(tmp_path, "slabs", quant="int4") == whole
     assert run(tmp_path, "slabs-3", quant="int4", tp=3, gather="shm") == whole
     assert run(tmp_path, "slabs-8", quant="int4", tp=8, gather="direct") == whole

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from modelexport.export_folds import LayerFold, apply_fold, folds_of_layer
-from modelexport.families import family_of, read_dimensions
+from modelexport.exporting.calibrated.folds import LayerFold, apply_fold, folds_of_layer
+from modelexport.models.architecture import family_of, read_dimensions
 from modelexport.quantization import formats
 from modelexport.quantization.algorithms.base import Linear
-from modelexport.quantization.calibration_cut import Share
-from modelexport.quantization.statistics import InputStatistics
+from modelexport.quantization.calibration.cut import Share
+from modelexport.quantization.calibration.statistics import InputStatistics
 from tests._models import LlamaShape, config_json, tensor_shapes
 
 PREFIX = "model.layers.0"

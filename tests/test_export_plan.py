@@ -15,12 +15,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from modelexport import export_plan
-from modelexport.checkpoints.safetensors_file import Checkpoint, Reader, TensorInfo, open_checkpoint, torch_dtype
-from modelexport.contents.rules import tensor_rules
+from modelexport.checkpoints.safetensors.file import Checkpoint, Reader, TensorInfo, open_checkpoint, torch_dtype
 from modelexport.errors import CheckpointError, ModelExportError, PlanError, UsageError
-from modelexport.export_plan import ExportPlan, Step, TensorTask, build_plan, full_name
+from modelexport.exporting import plan as export_plan
+from modelexport.exporting.plan import ExportPlan, Step, TensorTask, build_plan, full_name
 from modelexport.layers import Box, LayerConfig, ModuleConfig, TensorShard, merge
+from modelexport.models.rules import tensor_rules
 from modelexport.quantization import formats
 from modelexport.quantization.assignment import Assignment
 from modelexport.quantization.methods import Part, of_method

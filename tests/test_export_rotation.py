@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import save_file
 
 from modelexport.assets import demo_model_path
-from modelexport.checkpoints.safetensors_file import Checkpoint, Reader, TensorInfo
-from modelexport.contents.opening import open_model
-from modelexport.contents.ties import untie
+from modelexport.checkpoints.safetensors.file import Checkpoint, Reader, TensorInfo
 from modelexport.errors import PlanError
-from modelexport.export_plan import build_plan
-from modelexport.export_rotation import RotatedReader, rotation_changes
-from modelexport.families import Family, Module, Scaling, family_of
+from modelexport.exporting.calibrated.rotation import RotatedReader, rotation_changes
+from modelexport.exporting.plan import build_plan
+from modelexport.models.architecture import Family, Module, Scaling, family_of
+from modelexport.models.opening import open_model
+from modelexport.models.ties import untie
 from modelexport.quantization.algorithms.base import Options
 from modelexport.sharding.plan import Parallelism
 from tests._hard_model import make_hard
@@ -157,7 +157,7 @@ def test_slabs_and_other_readers_give_the_same_bits(uneven: Path, monkeypatch: p
     source = open_model(uneven)
     found = []
     for slab in (1 << 22, 1000):
-        monkeypatch.setattr("modelexport.export_rotation._SLAB", slab)
+        monkeypatch.setattr("modelexport.exporting.calibrated.rotation._SLAB", slab)
         with RotatedReader(source) as reader:
             found.append({name: reader.read(info) for name, info in reader.infos.items()})
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
@@ -205,7 +205,7 @@ def test_what_is_outside_is_refused() -> None:
 
 
 def refusal(monkeypatch: pytest.MonkeyPatch, family: Family, source: Checkpoint | None = None) -> str:
-    monkeypatch.setattr("modelexport.export_rotation.family_of", lambda config: family)
+    monkeypatch.setattr("modelexport.exporting.calibrated.rotation.family_of", lambda config: family)
     with pytest.raises(PlanError) as error:
         rotation_changes(source or headers_only())
     assert "leave rotation out of --algorithm" in str(error.value)

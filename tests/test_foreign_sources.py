@@ -14,9 +14,9 @@ from torch import Tensor
 
 from modelexport.cli import main
 from modelexport.errors import CheckpointError, ModelExportError, PlanError, RankFailedError
-from modelexport.exporter import export, prepare
+from modelexport.exporting import export, prepare
+from modelexport.inspection.evaluate.models import load_dequantised
 from modelexport.inspection.inspect import inspect_checkpoint
-from modelexport.inspection.models import load_dequantised
 from modelexport.inspection.verify import verify_checkpoint
 from modelexport.quantization import formats
 from modelexport.recipe import ExportRecipe
@@ -377,7 +377,7 @@ def test_blocks_of_keys_are_not_cut_whoever_says_it(
 
 
 def test_another_text_is_another_export(source: Path, tmp_path: Path) -> None:
-    from modelexport.export_target import _fingerprint
+    from modelexport.exporting.target import _fingerprint
 
     text = tmp_path / "tokens.jsonl"
     text.write_text('{"input_ids": [1, 2]}\n')

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from modelexport import export_hosts
 from modelexport.errors import UsageError
-from modelexport.exporter import export
+from modelexport.exporting import export
+from modelexport.jobs import hosts as export_hosts
 from modelexport.recipe import ExportRecipe
-from modelexport.resharder import reshard
+from modelexport.resharding import reshard
 from tests import _hosts
 from tests._hosts import Host, torchrun
 from tests._models import make_llama

@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from modelexport import cli, hub
+from modelexport import cli
 from modelexport.cli import main
 from modelexport.errors import HubError, UsageError
-from modelexport.exporter import export
+from modelexport.exporting import export
+from modelexport.jobs import hub
 from tests._hub_server import TOKEN, Hub, Repository, running_hub
 from tests._models import make_llama
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from modelexport.errors import CheckpointError
-from modelexport.json_values import JsonValues
+from modelexport.system.json_values import JsonValues
 
 CONTENT: dict[str, Any] = {
     "whole": 7,

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from modelexport import exporter
+from modelexport import exporting as exporter
 from modelexport.cli import main
-from modelexport.distributed.failures import exception_message
+from modelexport.distributed.supervision.failures import exception_message
 from modelexport.errors import CheckpointError, LimitError
-from modelexport.limits import advice, limit_error
+from modelexport.system.limits import advice, limit_error
 
 
 def of(code: int, filename: str | None = None) -> OSError:

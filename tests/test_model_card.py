@@ -14,15 +14,15 @@ import yaml
 
 from modelexport.assets import demo_model_path
 from modelexport.checkpoints.card_metadata import read_card_metadata
-from modelexport.checkpoints.hf import CARD, SOURCE_CARD
+from modelexport.checkpoints.formats.hf import CARD, SOURCE_CARD
 from modelexport.cli import main
-from modelexport.contents.formats import names as checkpoint_formats
-from modelexport.contents.loading import LOADINGS
-from modelexport.exporter import export
-from modelexport.inspection.model_card import model_card
-from modelexport.inspection.record_rows import rows_of, stored_of
+from modelexport.exporting import export
+from modelexport.inspection.card import model_card
+from modelexport.inspection.record.rows import rows_of, stored_of
+from modelexport.models.checkpoint_formats import names as checkpoint_formats
+from modelexport.models.loading import LOADINGS
 from modelexport.recipe import ExportRecipe
-from modelexport.resharder import reshard
+from modelexport.resharding import reshard
 from tests._models import copy_checkpoint, make_llama
 
 QUIET: dict[str, Any] = {"quiet": True, "evaluate": False}

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from modelexport import reshard_moves
-from modelexport.checkpoints.safetensors_file import Writer
+from modelexport.checkpoints.safetensors.file import Writer
 from modelexport.cli import main
 from modelexport.errors import CheckpointError, PlanError, RankFailedError, UsageError
-from modelexport.exporter import export
+from modelexport.exporting import export
 from modelexport.inspection.diff import diff_checkpoints
 from modelexport.inspection.verify import verify_checkpoint
-from modelexport.resharder import reshard
+from modelexport.resharding import moves as reshard_moves
+from modelexport.resharding import reshard
 from tests._models import make_llama
 from tests.test_export import digests
 
@@ -98,7 +98,7 @@ def test_several_processes_write_the_same(exchange: str, tmp_path: Path) -> None
 
 def test_one_process_needs_no_torch(tmp_path: Path) -> None:
     code = (
-        "import sys; from modelexport.resharder import reshard\n"
+        "import sys; from modelexport.resharding import reshard\n"
         "reshard(checkpoint=sys.argv[1], out=sys.argv[2], tp=2, quiet=True)\n"
         "print([name for name in ('torch', 'transformers', 'safetensors') if name in sys.modules])"
     )

@@ -20,14 +20,14 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from modelexport.checkpoints.raw_io import same_bytes
-from modelexport.checkpoints.safetensors_file import Reader
-from modelexport.contents import formats
-from modelexport.contents.opening import open_model
+from modelexport.checkpoints.safetensors.file import Reader
 from modelexport.errors import CheckpointError, ModelExportError, PlanError, RankFailedError, UsageError
-from modelexport.exporter import export
+from modelexport.exporting import export
 from modelexport.inspection.diff import diff_checkpoints
 from modelexport.inspection.verify import verify_checkpoint
-from modelexport.resharder import reshard
+from modelexport.models import checkpoint_formats as formats
+from modelexport.models.opening import open_model
+from modelexport.resharding import reshard
 from tests._models import LlamaShape, make_llama
 from tests.test_export import digests
 

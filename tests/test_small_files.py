@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from modelexport.errors import CheckpointError, UsageError
-from modelexport.small_files import check_place, file_sha256, open_regular, read_json, read_small, write_small
+from modelexport.system.small_files import check_place, file_sha256, open_regular, read_json, read_small, write_small
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelexport.export_record import ExportResult, TypeRow
-from modelexport.exporter import export
-from modelexport.summary import summary
-from modelexport.tables import size_text, table
+from modelexport.cli.summary import summary
+from modelexport.exporting import export
+from modelexport.exporting.record import ExportResult, TypeRow
+from modelexport.system.tables import size_text, table
 
 ROWS = [
     TypeRow("model.embed_tokens", 1, "bf16", 27008, 54016, 16.0, None, None),
@@ -131,7 +131,7 @@ def test_a_narrow_table_fits_and_says_what_it_leaves_out() -> None:
 
 
 def test_the_summary_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("modelexport.summary.columns", lambda: 40)
+    monkeypatch.setattr("modelexport.cli.summary.columns", lambda: 40)
     head = summary(RESULT).split("\n")[: len(ROWS) + 2]
     assert all(len(line) <= 40 for line in head[:-1]), head
     assert "int4" in head[2]

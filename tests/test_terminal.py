@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from modelexport import terminal
 from modelexport.errors import OutputError
-from modelexport.exporter import export
+from modelexport.exporting import export
+from modelexport.system import terminal
 from tests.test_export import digests
 
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from modelexport.yaml_reading import read_yaml
+from modelexport.system.yaml_reading import read_yaml
 
 
 def test_plain_values() -> None:

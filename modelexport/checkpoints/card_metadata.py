@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from modelexport.checkpoints.hf import CARD
+from modelexport.checkpoints.formats.hf import CARD
 from modelexport.errors import CheckpointError
-from modelexport.small_files import open_regular
-from modelexport.yaml_reading import read_yaml
+from modelexport.system.small_files import open_regular
+from modelexport.system.yaml_reading import read_yaml
 
 __all__ = ["known_fields", "read_card_metadata"]
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from modelexport.checkpoints.arrays import Array
-from modelexport.checkpoints.safetensors_header import Header, TensorInfo
-from modelexport.checkpoints.safetensors_reader import Checkpoint
-from modelexport.checkpoints.sharded_safetensors import Found, bind, stored_parts
+from modelexport.checkpoints.safetensors.arrays import Array
+from modelexport.checkpoints.safetensors.header import Header, TensorInfo
+from modelexport.checkpoints.safetensors.reader import Checkpoint
+from modelexport.checkpoints.safetensors.sharded import Found, bind, stored_parts
 from modelexport.errors import CheckpointError, PlanError
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.rules import TensorRule

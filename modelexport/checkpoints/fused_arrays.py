@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from modelexport.checkpoints.arrays import Array, Share
-from modelexport.checkpoints.sharded_safetensors import widened
+from modelexport.checkpoints.safetensors.arrays import Array, Share
+from modelexport.checkpoints.safetensors.sharded import widened
 from modelexport.errors import PlanError
 from modelexport.sharding.boxes import Box, extent
 from modelexport.sharding.plan import Parallelism

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelexport.errors import CheckpointError
-from modelexport.limits import file_size_limit
+from modelexport.system.limits import file_size_limit
 
 if TYPE_CHECKING:
     import numpy as np

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from modelexport.checkpoints import raw_io
-from modelexport.checkpoints.placement import itemsize
-from modelexport.checkpoints.safetensors_header import TensorInfo
-from modelexport.checkpoints.safetensors_reader import Checkpoint, Reader
+from modelexport.checkpoints.safetensors.header import TensorInfo
+from modelexport.checkpoints.safetensors.placement import itemsize
+from modelexport.checkpoints.safetensors.reader import Checkpoint, Reader
 from modelexport.sharding.boxes import Box, extent, intersect, relative, slices, whole
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from modelexport.errors import CheckpointError, shown
-from modelexport.json_values import JsonValues
+from modelexport.system.json_values import JsonValues
 
 _NUMBERS = (
     "factor",

@@ -2,7 +2,7 @@
 
 Values come back exactly as they were sent, types included: integers of any size, float64 with NaN, infinities and
 -0.0, bool, str, bytes, None, lists, tuples and dicts of them (tensors and registered dataclasses too, see
-:mod:`modelexport.distributed.tree`). They travel through the process group's store, so they should be small, and
+:mod:`modelexport.distributed.transport.tree`). They travel through the process group's store, so they should be small, and
 behave the same with every back end.
 
 Without a process group, or in one of a single rank, each helper does what it does on many ranks: values pass the
@@ -31,8 +31,8 @@ from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar, overload
 
-from modelexport.distributed.meetings import Meeting, announced, group_position, only_here, position
-from modelexport.distributed.status import phase_scope
+from modelexport.distributed.rendezvous.meetings import Meeting, announced, group_position, only_here, position
+from modelexport.distributed.supervision.status import phase_scope
 
 __all__ = [
     "barrier",

@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 
-from modelexport.distributed import memory, rendezvous
+from modelexport.distributed import rendezvous
 from modelexport.distributed.collectives.groups import Members
-from modelexport.distributed.payload import pack
-from modelexport.distributed.receiving import Delivery, ReceivingLink, receive_from_all
-from modelexport.distributed.sending import SendingLink
 from modelexport.distributed.shard_transport import Cargo, Piece
+from modelexport.distributed.transport import memory
+from modelexport.distributed.transport.payload import pack
+from modelexport.distributed.transport.receiving import Delivery, ReceivingLink, receive_from_all
+from modelexport.distributed.transport.sending import SendingLink
 
 __all__ = ["SharedMesh", "forget", "mesh_of", "standing"]
 

@@ -29,11 +29,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from modelexport.distributed import payload as _payload
 from modelexport.distributed import rendezvous as _rendezvous
-from modelexport.distributed.heartbeat import Heart, last_heartbeat, remove_rank
-from modelexport.distributed.link import LostPeerError
-from modelexport.distributed.whole_files import read_payload, write_whole
+from modelexport.distributed.supervision.heartbeat import Heart, last_heartbeat, remove_rank
+from modelexport.distributed.transport import payload as _payload
+from modelexport.distributed.transport.link import LostPeerError
+from modelexport.distributed.transport.whole_files import read_payload, write_whole
 from modelexport.errors import GatherError, UsageError
 
 __all__ = ["CorruptError", "Manifest", "NFSWorkspace", "NotYetError"]
@@ -119,7 +119,7 @@ class NFSWorkspace:
         """Publish this rank's state; it replaces what this rank published before.
 
         Args:
-            config_json: any config tree (see :mod:`modelexport.distributed.tree`).
+            config_json: any config tree (see :mod:`modelexport.distributed.transport.tree`).
             weights: tensors by name, as in a state_dict.
 
         Raises:

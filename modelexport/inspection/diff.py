@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from modelexport.checkpoints import raw_io
 from modelexport.checkpoints.replicas import CHUNK_BYTES, chunks, odd_replica
-from modelexport.checkpoints.safetensors_file import Checkpoint, Reader
-from modelexport.contents.opening import open_model
-from modelexport.contents.rules import left_out
-from modelexport.contents.ties import check_ties
+from modelexport.checkpoints.safetensors.file import Checkpoint, Reader
 from modelexport.errors import CheckpointError, PlanError
-from modelexport.small_files import has_file
-from modelexport.tables import size_text
-from modelexport.terminal import show
+from modelexport.models.opening import open_model
+from modelexport.models.rules import left_out
+from modelexport.models.ties import check_ties
+from modelexport.system.small_files import has_file
+from modelexport.system.tables import size_text
+from modelexport.system.terminal import show
 
 if TYPE_CHECKING:
     import torch

@@ -14,17 +14,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from modelexport.checkpoints.safetensors_file import INDEX_NAME, Checkpoint
-from modelexport.contents.engines import loadable_tp
-from modelexport.contents.modules import Architecture, StoredModule
+from modelexport.checkpoints.safetensors.file import INDEX_NAME, Checkpoint
 from modelexport.errors import CheckpointError, quoted
 from modelexport.inspection.opened import Contents, open_contents
-from modelexport.inspection.record_reading import read_record
-from modelexport.inspection.structure import check_structure
+from modelexport.inspection.record.reading import read_record
+from modelexport.inspection.verify.structure import check_structure
+from modelexport.models.engines import loadable_tp
+from modelexport.models.modules import Architecture, StoredModule
 from modelexport.quantization.methods import QuantizationConfig
-from modelexport.small_files import has_file, read_json
-from modelexport.tables import size_text, table
-from modelexport.terminal import columns, show
+from modelexport.system.small_files import has_file, read_json
+from modelexport.system.tables import size_text, table
+from modelexport.system.terminal import columns, show
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from modelexport.checkpoints.safetensors_file import Checkpoint
-from modelexport.contents.modules import Architecture, StoredModule, read_architecture, read_modules
-from modelexport.contents.opening import open_model
+from modelexport.checkpoints.safetensors.file import Checkpoint
+from modelexport.models.modules import Architecture, StoredModule, read_architecture, read_modules
+from modelexport.models.opening import open_model
 from modelexport.quantization.methods import QuantizationConfig, read_quantization_config
 
 __all__ = ["Contents", "open_contents"]

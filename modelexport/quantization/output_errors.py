@@ -15,7 +15,7 @@ from torch import Tensor
 
 from modelexport.distributed import collectives
 from modelexport.quantization.algorithms.base import Linear
-from modelexport.quantization.calibration_cut import ROWS
+from modelexport.quantization.calibration.cut import ROWS
 from modelexport.quantization.formats.base import NumberFormat
 from modelexport.quantization.kernels.searching import sum_in_halves
 

@@ -36,12 +36,12 @@ import torch
 from torch import Tensor
 
 from modelexport.errors import PlanError, ValuesError
-from modelexport.quantization import static_ranges
 from modelexport.quantization.algorithms import autoquant
-from modelexport.quantization.calibration_cut import WHOLE, Share
+from modelexport.quantization.calibration import static_ranges
+from modelexport.quantization.calibration.cut import WHOLE, Share
 
 if TYPE_CHECKING:
-    from modelexport.quantization.calibration_layers import FilledLayer, LayerRunner, Observed
+    from modelexport.quantization.calibration.layers import FilledLayer, LayerRunner, Observed
     from modelexport.quantization.formats.base import NumberFormat
 
 __all__ = ["MEASURES", "TOKENS", "Assigned", "Sensitivities", "affordable", "assign", "measure"]
@@ -151,7 +151,7 @@ def measure(
 
     Args:
         by: one of :data:`MEASURES`; None: ``kl`` where it is :func:`affordable`, else ``output``.
-        method: of static ranges, see :mod:`~modelexport.quantization.static_ranges`.
+        method: of static ranges, see :mod:`~modelexport.quantization.calibration.static_ranges`.
         progress: called with (layers done, layers in all).
         runner, groups, shapes, candidates: see :func:`assign`.
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from modelexport.assets import demo_documents, demo_model_path
 from modelexport.inspection.evaluate import load_dequantised, load_reference, mean_kl, tokenise
-from modelexport.inspection.losses import Comparison, comparison_of, cut_windows
-from modelexport.quantization.calibration_text import token_batches_from
+from modelexport.inspection.evaluate.losses import Comparison, comparison_of, cut_windows
+from modelexport.quantization.calibration.text import token_batches_from
 
 WINDOW = 256
 _BATCH = 16  # windows in one pass

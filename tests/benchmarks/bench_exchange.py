@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 from _measuring import Run, Sampler, private_bytes
 
-from modelexport.distributed import memory
+from modelexport.distributed.transport import memory
 from modelexport.sharding.balance import lower_bound
 from modelexport.sharding.exchange import (
     ExchangeReport,

@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from modelexport.tables import size_text, table
+from modelexport.system.tables import size_text, table
 from tests.benchmarks._measuring import Run, become_reaper, run
 
 REPOSITORY = sys.path[0]

@@ -35,7 +35,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import torch.distributed as dist
 
-from modelexport.distributed import gather, memory
+from modelexport.distributed import gather
+from modelexport.distributed.transport import memory
 
 TENSORS = 16
 MB = 1 << 20

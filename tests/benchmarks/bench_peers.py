@@ -36,7 +36,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from modelexport.assets import demo_model_path
-from modelexport.tables import size_text, table
+from modelexport.system.tables import size_text, table
 from tests.benchmarks._measuring import Run, become_reaper, run
 from tests.benchmarks._quality import (
     WINDOW,
@@ -68,7 +68,7 @@ CONTESTS = (
 )
 """What is compared with what: the tool, and what it is asked for (ours: number format and algorithm)."""
 
-IMPORTS = "import torch, modelexport.export_calibrated, transformers.models.llama.modeling_llama"
+IMPORTS = "import torch, modelexport.exporting.calibrated.rank, transformers.models.llama.modeling_llama"
 
 
 @dataclass

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from modelexport.assets import demo_model_path
 from modelexport.errors import ModelExportError
-from modelexport.exporter import export
+from modelexport.exporting import export
 from modelexport.quantization.formats import int4
 from modelexport.quantization.formats.base import Grid
 from modelexport.quantization.kernels import reference

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from modelexport.tables import size_text, table
+from modelexport.system.tables import size_text, table
 from tests.benchmarks._measuring import Run, become_reaper, run
 from tests.benchmarks.bench_export import make_model, warm
 

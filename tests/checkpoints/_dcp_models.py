@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as torch_dcp
 
-from modelexport.checkpoints.safetensors_file import Checkpoint, Reader, Writer, dtype_name
-from modelexport.contents.rules import expected_rules, layers_of
+from modelexport.checkpoints.safetensors.file import Checkpoint, Reader, Writer, dtype_name
+from modelexport.models.rules import expected_rules, layers_of
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.rules import TensorRule
 from modelexport.sharding.shard_plan import ShardPlan, build_shard_plan

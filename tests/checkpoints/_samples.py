@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from modelexport.checkpoints.safetensors_file import Layout, Writer, dtype_name, plan_layout
+from modelexport.checkpoints.safetensors.file import Layout, Writer, dtype_name, plan_layout
 from modelexport.checkpoints.staging import Staging
 
 RECIPE: dict[str, Any] = {"quant": "fp8", "model": {"sha256": "ab", "layers": 4}, "shards": [1, 2]}

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from modelexport.checkpoints.safetensors_file import Checkpoint, Layout, Reader, Writer, torch_dtype
-from modelexport.contents.rules import expected_rules, layers_of, tensor_rules
+from modelexport.checkpoints.safetensors.file import Checkpoint, Layout, Reader, Writer, torch_dtype
+from modelexport.models.rules import expected_rules, layers_of, tensor_rules
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.rules import TensorRule
 from modelexport.sharding.shard_plan import ShardPlan, build_shard_plan

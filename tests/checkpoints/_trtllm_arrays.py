@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from modelexport.checkpoints.safetensors_file import torch_dtype
-from modelexport.checkpoints.trtllm_quantized import with_cache
-from modelexport.contents.rules import expected_rules
+from modelexport.checkpoints.formats.trtllm.quantized import with_cache
+from modelexport.checkpoints.safetensors.file import torch_dtype
+from modelexport.models.rules import expected_rules
 from tests._models import headers_only
 from tests.checkpoints._shards import Model
 

@@ -18,15 +18,16 @@ import torch.distributed.checkpoint as torch_dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelexport.checkpoints import dcp, dcp_container
-from modelexport.checkpoints.arrays import Array, Share
-from modelexport.checkpoints.dcp_metadata import Chunk, StoredTensor, metadata_bytes, read_metadata
-from modelexport.checkpoints.pickle_reading import Call, Name, read_pickle
-from modelexport.checkpoints.pickle_writing import write_pickle
-from modelexport.checkpoints.safetensors_file import Checkpoint, dtype_names
-from modelexport.checkpoints.torch_zip import dtype_to_torch
-from modelexport.contents.rules import expected_rules
+from modelexport.checkpoints.formats import dcp
+from modelexport.checkpoints.safetensors.arrays import Array, Share
+from modelexport.checkpoints.safetensors.file import Checkpoint, dtype_names
+from modelexport.checkpoints.torch_archive import dcp_container
+from modelexport.checkpoints.torch_archive.dcp_metadata import Chunk, StoredTensor, metadata_bytes, read_metadata
+from modelexport.checkpoints.torch_archive.pickle_reading import Call, Name, read_pickle
+from modelexport.checkpoints.torch_archive.pickle_writing import write_pickle
+from modelexport.checkpoints.torch_archive.zip import dtype_to_torch
 from modelexport.errors import CheckpointError
+from modelexport.models.rules import expected_rules
 from tests._models import LlamaShape, config_json
 from tests.checkpoints._dcp_models import ALONE, assert_same, plan_of, read_all, rules_of, values_of, write
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from modelexport.errors import PlanError
-from modelexport.resharder import reshard
+from modelexport.resharding import reshard
 from tests._tiny_models import tiny_checkpoint
 
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from modelexport.assets import demo_model_path
-from modelexport.checkpoints import gguf
-from modelexport.checkpoints.gguf_file import read_gguf
-from modelexport.checkpoints.gguf_metadata import model_values, read_rope
-from modelexport.checkpoints.safetensors_file import Reader, torch_dtype
-from modelexport.contents.rules import expected_rules, tensor_rules
+from modelexport.checkpoints.formats import gguf
+from modelexport.checkpoints.gguf.file import read_gguf
+from modelexport.checkpoints.gguf.metadata import model_values, read_rope
+from modelexport.checkpoints.safetensors.file import Reader, torch_dtype
 from modelexport.errors import CheckpointError, PlanError
+from modelexport.models.rules import expected_rules, tensor_rules
 from tests._models import LlamaShape, config_json, headers_only
 from tests.checkpoints._shards import Model, assert_same, make_model, reopen, write
 

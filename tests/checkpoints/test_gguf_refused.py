@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from modelexport.checkpoints import gguf
-from modelexport.checkpoints.gguf_file import encode_header, read_gguf
+from modelexport.checkpoints.formats import gguf
+from modelexport.checkpoints.gguf.file import encode_header, read_gguf
 from modelexport.errors import CheckpointError, PlanError
 from tests.checkpoints._shards import make_model, reopen, write
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from modelexport.assets import demo_model_path
-from modelexport.checkpoints import gguf
-from modelexport.checkpoints.gguf_tokenizer import Tokenizer, read_tokenizer
+from modelexport.checkpoints.formats import gguf
+from modelexport.checkpoints.gguf.tokenizer import Tokenizer, read_tokenizer
 from modelexport.errors import CheckpointError
 from tests.checkpoints._shards import make_model
 

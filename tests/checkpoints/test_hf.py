@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from modelexport.checkpoints.hf import config_bytes, copy_side_files
+from modelexport.checkpoints.formats.hf import config_bytes, copy_side_files
 from modelexport.errors import CheckpointError
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from modelexport.checkpoints import hf_sharded
+from modelexport.checkpoints.formats import hf_sharded
 from modelexport.errors import CheckpointError
 from modelexport.sharding.boxes import slices
 from modelexport.sharding.plan import Parallelism

@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
 
-from modelexport.checkpoints import dcp, megatron
-from modelexport.contents.rules import expected_rules
+from modelexport.checkpoints.formats import dcp, megatron
 from modelexport.errors import CheckpointError, PlanError
+from modelexport.models.rules import expected_rules
 from modelexport.sharding.rules import TensorRule
 from tests._models import LlamaShape, config_json
 from tests.checkpoints._dcp_models import ALONE, Values, assert_same, plan_of, read_all, rules_of, values_of, write

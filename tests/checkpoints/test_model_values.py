@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from modelexport.checkpoints import gguf, trtllm
-from modelexport.contents.rules import expected_rules
+from modelexport.checkpoints.formats import gguf, trtllm
 from modelexport.errors import CheckpointError, PlanError
+from modelexport.models.rules import expected_rules
 from modelexport.sharding.plan import Parallelism
 from tests.checkpoints._shards import make_model
 

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelexport.checkpoints import pickle_reading
-from modelexport.checkpoints.pickle_reading import Call, Name, Persistent, read_pickle, shown
-from modelexport.checkpoints.pickle_writing import write_pickle
+from modelexport.checkpoints.torch_archive import pickle_reading
+from modelexport.checkpoints.torch_archive.pickle_reading import Call, Name, Persistent, read_pickle, shown
+from modelexport.checkpoints.torch_archive.pickle_writing import write_pickle
 from modelexport.errors import CheckpointError
 
 PROTOCOLS = (2, 3, 4, 5)

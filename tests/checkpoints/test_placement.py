@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelexport.checkpoints.arrays import Array, Share, placements
-from modelexport.checkpoints.placement import Placement, row_major, runs
-from modelexport.checkpoints.safetensors_file import Checkpoint, Layout, LayoutFile, Reader, TensorInfo, Writer
+from modelexport.checkpoints.safetensors.arrays import Array, Share, placements
+from modelexport.checkpoints.safetensors.file import Checkpoint, Layout, LayoutFile, Reader, TensorInfo, Writer
+from modelexport.checkpoints.safetensors.placement import Placement, row_major, runs
 from modelexport.errors import CheckpointError
 
 DTYPES = {"BF16": torch.bfloat16, "I32": torch.int32, "F8_E4M3": torch.float8_e4m3fn, "I64": torch.int64}

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from modelexport.checkpoints.safetensors_file import (
+from modelexport.checkpoints.safetensors.file import (
     Reader,
     Writer,
     open_checkpoint,
@@ -298,7 +298,7 @@ def test_packed_fp4_is_cut_between_bytes(tmp_path: Path) -> None:
 
 def test_importing_needs_neither_torch_nor_numpy() -> None:
     script = (
-        "import sys, modelexport.checkpoints.safetensors_file, modelexport.checkpoints.staging; "
+        "import sys, modelexport.checkpoints.safetensors.file, modelexport.checkpoints.staging; "
         "print([m for m in ('torch', 'numpy') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)

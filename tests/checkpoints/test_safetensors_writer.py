@@ -18,14 +18,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from modelexport.checkpoints import raw_io, safetensors_writer
-from modelexport.checkpoints.safetensors_file import (
-    Reader,
-    Writer,
-    dtype_name,
-    open_checkpoint,
-    plan_layout,
-)
+from modelexport.checkpoints import raw_io
+from modelexport.checkpoints.safetensors import writer as safetensors_writer
+from modelexport.checkpoints.safetensors.file import Reader, Writer, dtype_name, open_checkpoint, plan_layout
 from modelexport.errors import CheckpointError
 from tests.checkpoints._samples import TWO, save
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from modelexport.checkpoints.arrays import Array, Share
-from modelexport.checkpoints.safetensors_file import Reader, Writer, read_header
-from modelexport.checkpoints.sharded_safetensors import Constant, bind, divide, lay_out, only_widened, widened
+from modelexport.checkpoints.safetensors.arrays import Array, Share
+from modelexport.checkpoints.safetensors.file import Reader, Writer, read_header
+from modelexport.checkpoints.safetensors.sharded import Constant, bind, divide, lay_out, only_widened, widened
 from modelexport.errors import CheckpointError
 from modelexport.sharding.rules import TensorRule
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from modelexport.checkpoints import journal, locks, raw_io, staging
-from modelexport.checkpoints.staging import Staging, staging_directory
+from modelexport.checkpoints import raw_io, staging
+from modelexport.checkpoints.staging import Staging, journal, locks, staging_directory
 from modelexport.errors import CheckpointError, UsageError
 from tests.checkpoints._samples import RECIPE, export, fill, interrupt, listing
 

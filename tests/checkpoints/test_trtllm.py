@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from modelexport.checkpoints import trtllm
-from modelexport.checkpoints.trtllm_config import model_config
+from modelexport.checkpoints.formats import trtllm
+from modelexport.checkpoints.formats.trtllm.config import model_config
 from modelexport.errors import CheckpointError, PlanError
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.shard_plan import build_shard_plan

@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from modelexport.checkpoints import trtllm
-from modelexport.contents.opening import open_model
-from modelexport.contents.rules import expected_rules, tensor_rules
+from modelexport.checkpoints.formats import trtllm
 from modelexport.errors import CheckpointError, ModelExportError, PlanError
-from modelexport.exporter import export
-from modelexport.resharder import reshard
+from modelexport.exporting import export
+from modelexport.models.opening import open_model
+from modelexport.models.rules import expected_rules, tensor_rules
+from modelexport.resharding import reshard
 from tests._models import make_llama
 from tests.checkpoints._shards import Model, assert_same, make_model, reopen, round_trip, write
 from tests.checkpoints._trtllm_arrays import ENTRIES, SHAPE, quantised, rank_arrays, raw

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from modelexport.checkpoints import vllm_sharded
+from modelexport.checkpoints.formats import vllm_sharded
 from modelexport.errors import CheckpointError, PlanError
 from tests.checkpoints._shards import Model, assert_same, make_model, reopen, round_trip, write
 

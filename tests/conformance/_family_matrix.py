@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from modelexport.contents.opening import open_model
-from modelexport.exporter import export
+from modelexport.exporting import export
 from modelexport.inspection.diff import diff_checkpoints
-from modelexport.inspection.models import PlainTensors
+from modelexport.inspection.evaluate.models import PlainTensors
+from modelexport.models.opening import open_model
 from tests._tiny_models import model_class, tiny_checkpoint, tiny_inputs
 
 QUANTS = ("none", "int8", "int4")

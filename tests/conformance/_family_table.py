@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from modelexport.families import derived
+from modelexport.models import derived
 from tests._tiny_models import NOT_MADE, causal_types
 from tests.conformance._family_matrix import Outcome
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from modelexport.contents.loading import FILLED_TEST, LOADINGS
-from modelexport.exporter import export
+from modelexport.exporting import export
+from modelexport.models.loading import FILLED_TEST, LOADINGS
 from tests.conformance._published import published_checkpoint
 from tests.conformance._vllm import VLLM
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from modelexport.families._skeleton import read_skeleton
+from modelexport.models.derived.skeleton import read_skeleton
 from modelexport.sharding.plan import Parallelism
 from tests._tiny_models import tiny_checkpoint
 from tests.conformance.test_transformers_tp import part, plan_of, run_transformers

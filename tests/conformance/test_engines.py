@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from modelexport.assets import demo_documents, demo_model_path
-from modelexport.exporter import export
+from modelexport.exporting import export
 from modelexport.inspection.evaluate import tokenise
-from modelexport.inspection.models import load_dequantised
+from modelexport.inspection.evaluate.models import load_dequantised
 from modelexport.quantization import formats
 from tests.conformance._kv_cache import round_kv_cache
 from tests.conformance._vllm import needs_vllm, token_logprobs, vllm_logprobs

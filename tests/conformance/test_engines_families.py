@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from modelexport.exporter import export
+from modelexport.exporting import export
 from tests._tiny_models import model_class, tiny_checkpoint
 from tests.conformance._vllm import needs_vllm, token_logprobs, vllm_logprobs
 

@@ -18,7 +18,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from modelexport.families import derived, known_model_types
+from modelexport.models import derived
+from modelexport.models.architecture import known_model_types
 from tests._tiny_models import NOT_MADE, causal_types, tiny_checkpoint
 from tests.conformance._family_matrix import (
     QUANTS,

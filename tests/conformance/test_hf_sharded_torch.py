@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from modelexport.checkpoints import hf_sharded
-from modelexport.checkpoints.safetensors_file import Reader
+from modelexport.checkpoints.formats import hf_sharded
+from modelexport.checkpoints.safetensors.file import Reader
 from tests.checkpoints._dcp_models import ALONE
 from tests.checkpoints._shards import Model, assert_same, make_model, write
 

@@ -21,10 +21,10 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from modelexport.assets import demo_documents, demo_model_path
-from modelexport.checkpoints.safetensors_file import Reader
-from modelexport.contents.opening import open_model
-from modelexport.exporter import export
-from modelexport.inspection.models import load_dequantised
+from modelexport.checkpoints.safetensors.file import Reader
+from modelexport.exporting import export
+from modelexport.inspection.evaluate.models import load_dequantised
+from modelexport.models.opening import open_model
 from modelexport.quantization.formats import of_scheme
 from modelexport.quantization.methods import Part, gguf, read_quantization_config
 from tests._models import copy_checkpoint, make_llama

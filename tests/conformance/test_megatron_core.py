@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from modelexport.checkpoints import megatron
-from modelexport.contents.rules import expected_rules
+from modelexport.checkpoints.formats import megatron
+from modelexport.models.rules import expected_rules
 from tests._models import LlamaShape, config_json
 from tests.checkpoints._dcp_models import Values, assert_same, plan_of, read_all, rules_of, values_of, write
 from tests.checkpoints.test_megatron import layer_of, padded

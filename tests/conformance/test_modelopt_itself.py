@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from modelexport.checkpoints.safetensors_file import open_checkpoint
+from modelexport.checkpoints.safetensors.file import open_checkpoint
 from modelexport.errors import CheckpointError
 from modelexport.quantization import formats
 from modelexport.quantization.formats.base import NumberFormat

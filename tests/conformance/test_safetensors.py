@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from modelexport.checkpoints.safetensors_file import (
+from modelexport.checkpoints.safetensors.file import (
     Reader,
     Writer,
     dtype_bits,

@@ -9,7 +9,7 @@ import torch
 
 from modelexport.distributed.launch import MultiprocessConfig, launch_subprocesses
 from modelexport.errors import CheckpointError
-from modelexport.exporter import export
+from modelexport.exporting import export
 from modelexport.inspection.diff import diff_checkpoints
 from tests._models import make_llama
 from tests.conformance._training_rank import save_as_training_would

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from modelexport.contents.opening import open_model
-from modelexport.exporter import export
-from modelexport.inspection.models import PlainTensors, load_dequantised
-from modelexport.inspection.streaming import through_layers
+from modelexport.exporting import export
+from modelexport.inspection.evaluate.models import PlainTensors, load_dequantised
+from modelexport.inspection.evaluate.streaming import through_layers
+from modelexport.models.opening import open_model
 from modelexport.quantization import formats
 from tests._models import make_llama
 from tests.conformance._kv_cache import round_kv_cache

@@ -18,8 +18,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from modelexport.checkpoints.safetensors_file import open_checkpoint
-from modelexport.contents.rules import layers_of, tensor_rules
+from modelexport.checkpoints.safetensors.file import open_checkpoint
+from modelexport.models.rules import layers_of, tensor_rules
 from modelexport.sharding.boxes import slices
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.shard_plan import ShardPlan, build_shard_plan

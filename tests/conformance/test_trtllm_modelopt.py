@@ -15,9 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from modelexport.checkpoints.safetensors_file import Checkpoint, Reader
-from modelexport.contents.opening import open_model
-from modelexport.exporter import export
+from modelexport.checkpoints.safetensors.file import Checkpoint, Reader
+from modelexport.exporting import export
+from modelexport.models.opening import open_model
 from modelexport.quantization import formats
 from modelexport.quantization.decoding import dequantise
 from modelexport.quantization.methods import read_quantization_config

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from modelexport.export_target import announcement
-from modelexport.exporter import prepare
+from modelexport.exporting import prepare
+from modelexport.exporting.target import announcement
 from modelexport.recipe import ExportRecipe
 from tests.conformance import vllm_rules
 from tests.conformance._published import published_checkpoint

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from modelexport.checkpoints import vllm_sharded
-from modelexport.checkpoints.safetensors_file import Reader, Writer, open_checkpoint
-from modelexport.contents.rules import layers_of, tensor_rules
+from modelexport.checkpoints.formats import vllm_sharded
+from modelexport.checkpoints.safetensors.file import Reader, Writer, open_checkpoint
+from modelexport.models.rules import layers_of, tensor_rules
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.shard_plan import build_shard_plan
 from tests._models import make_llama

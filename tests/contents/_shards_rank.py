@@ -7,10 +7,10 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from modelexport.checkpoints.safetensors_file import Reader
-from modelexport.contents.opening import open_model
-from modelexport.contents.rules import layers_of, tensor_rules
-from modelexport.contents.shards import planned_shards
+from modelexport.checkpoints.safetensors.file import Reader
+from modelexport.models.opening import open_model
+from modelexport.models.rules import layers_of, tensor_rules
+from modelexport.models.shards import planned_shards
 from modelexport.sharding.boxes import slices
 from modelexport.sharding.exchange import ExchangeReport
 from modelexport.sharding.plan import Parallelism

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from modelexport.cli.summary import summary
 from modelexport.errors import CheckpointError
-from modelexport.exporter import export
-from modelexport.families.drafts import draft_counts, without_counts
-from modelexport.summary import summary
+from modelexport.exporting import export
+from modelexport.models.families.drafts import draft_counts, without_counts
 from tests._tiny_models import tiny_checkpoint
 
 NESTED = {"num_nextn_predict_layers": 0, "text_config": {"mtp_num_hidden_layers": 2, "hidden_size": 8}, "x": [1]}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from modelexport.contents.engines import REFUSALS, Linear, warnings
-from modelexport.contents.formats import names as format_names
+from modelexport.models.checkpoint_formats import names as format_names
+from modelexport.models.engines import REFUSALS, Linear, warnings
 from modelexport.quantization import formats
 
 EXPERT = Linear("experts.0.w1", "int4", (512, 256), 128, "expert.gate", "column", True)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 from modelexport import checkpoints
-from modelexport.contents import formats
+from modelexport.models import checkpoint_formats as formats
 
 
 def test_the_list_is_that_of_the_modules_that_say_their_name() -> None:
@@ -25,7 +25,7 @@ def test_the_list_is_that_of_the_modules_that_say_their_name() -> None:
 def test_help_imports_no_container() -> None:
     program = (
         "import sys\n"
-        "from modelexport.contents import formats\n"
+        "from modelexport.models import formats\n"
         "from modelexport.cli import parser_of\n"
         "parser_of('').format_help()\n"
         "print([name for name in formats.containers().values() if name in sys.modules])\n"

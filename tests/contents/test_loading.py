@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from modelexport.contents.formats import names as checkpoint_formats
-from modelexport.contents.loading import FILLED_TEST, LOADINGS, MEGATRON, STAND_IN, TORCH, Loading, Stored, candidates
-from modelexport.families import known_model_types
+from modelexport.models.architecture import known_model_types
+from modelexport.models.checkpoint_formats import names as checkpoint_formats
+from modelexport.models.loading import FILLED_TEST, LOADINGS, MEGATRON, STAND_IN, TORCH, Loading, Stored, candidates
 from modelexport.quantization import formats
 from tests._tiny_models import causal_types, wrapper_types
 from tests.conformance import (

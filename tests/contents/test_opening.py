@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from modelexport.contents.formats import formats
-from modelexport.contents.opening import config_path, open_model, read_config
-from modelexport.contents.rules import tensor_rules
 from modelexport.errors import CheckpointError, PlanError
-from modelexport.resharder import reshard
+from modelexport.models.checkpoint_formats import formats
+from modelexport.models.opening import config_path, open_model, read_config
+from modelexport.models.rules import tensor_rules
+from modelexport.resharding import reshard
 from tests._models import copy_checkpoint, make_llama
 
 FORMATS = ("dcp", "hf", "megatron", "trtllm", "vllm-sharded")

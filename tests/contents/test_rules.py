@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelexport.checkpoints.safetensors_file import Checkpoint, TensorInfo, open_checkpoint
-from modelexport.contents.rules import expected_rules, layers_of, left_out, tensor_rules
+from modelexport.checkpoints.safetensors.file import Checkpoint, TensorInfo, open_checkpoint
 from modelexport.errors import CheckpointError, PlanError
+from modelexport.models.rules import expected_rules, layers_of, left_out, tensor_rules
 from modelexport.sharding.boxes import Box, slices, volume
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.rules import TensorRule

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from modelexport.contents.opening import open_model
-from modelexport.contents.rules import layers_of, tensor_rules
-from modelexport.contents.shards import planned_shards
 from modelexport.distributed.launch import MultiprocessConfig, launch_subprocesses
-from modelexport.exporter import export
+from modelexport.exporting import export
+from modelexport.models.opening import open_model
+from modelexport.models.rules import layers_of, tensor_rules
+from modelexport.models.shards import planned_shards
 from modelexport.sharding.boxes import volume, whole
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.shard_plan import build_shard_plan

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from modelexport.checkpoints.placement import Placement, row_major
-from modelexport.checkpoints.safetensors_file import INDEX_NAME, Layout, TensorInfo, tensor_nbytes
-from modelexport.contents import formats
-from modelexport.contents.rules import tensor_rules
-from modelexport.contents.targets import TargetPlan, places, plan_target
+from modelexport.checkpoints.safetensors.file import INDEX_NAME, Layout, TensorInfo, tensor_nbytes
+from modelexport.checkpoints.safetensors.placement import Placement, row_major
 from modelexport.errors import PlanError, UsageError
+from modelexport.models import checkpoint_formats as formats
+from modelexport.models.rules import tensor_rules
+from modelexport.models.target_plan import TargetPlan, places, plan_target
 from modelexport.sharding.boxes import uncovered, whole
 from modelexport.sharding.plan import Parallelism
 from tests._models import headers_only, quantised_headers

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from modelexport.contents import ties
-from modelexport.contents.opening import open_model
-from modelexport.contents.ties import check_ties
 from modelexport.errors import CheckpointError
 from modelexport.inspection.diff import diff_checkpoints
-from modelexport.resharder import reshard
+from modelexport.models import ties
+from modelexport.models.opening import open_model
+from modelexport.models.ties import check_ties
+from modelexport.resharding import reshard
 from tests._models import copy_checkpoint, make_llama
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from modelexport.distributed import gather, memory, payload, whole_files, workspace
+from modelexport.distributed import gather, workspace
 from modelexport.distributed.launch import phase_scope, report
-from modelexport.distributed.tree import register_config
+from modelexport.distributed.transport import memory, payload, whole_files
+from modelexport.distributed.transport.tree import register_config
 from modelexport.errors import GatherError
 
 ORDER = {2: [0, 1], 4: [1, 2, 0, 3]}  # of the gather: where there are four, the first rank is not rank 0

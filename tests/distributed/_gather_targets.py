@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from modelexport.distributed import gather, memory, payload, tree
+from modelexport.distributed import gather
+from modelexport.distributed.transport import memory, payload, tree
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8,

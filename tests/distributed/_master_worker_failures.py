@@ -14,9 +14,9 @@ from torch import Tensor
 
 from modelexport.distributed import collectives as c
 from modelexport.distributed.collectives.collective_mode import driver
-from modelexport.distributed.master_worker import driving
-from modelexport.distributed.master_worker.remote_calls import Member
-from modelexport.distributed.master_worker.remote_types import RemoteTensor
+from modelexport.distributed.collectives.master_worker import driving
+from modelexport.distributed.collectives.master_worker.remote_calls import Member
+from modelexport.distributed.collectives.master_worker.remote_types import RemoteTensor
 from tests.distributed._master_worker_targets import left, raises, remote, run, same
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from modelexport.distributed import collectives as c
-from modelexport.distributed.master_worker.remote_types import RemotePart, RemoteTensor, held_bytes
+from modelexport.distributed.collectives.master_worker.remote_types import RemotePart, RemoteTensor, held_bytes
 from tests.distributed._master_worker_targets import numbers, raises, remote, run, same
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from modelexport.distributed import collectives as c
-from modelexport.distributed.master_worker.remote_types import RemoteTensor
+from modelexport.distributed.collectives.master_worker.remote_types import RemoteTensor
 
 
 def enter(pipe: Connection, log: str, environment: dict[str, str], target: Callable[..., Any], *args: Any) -> None:

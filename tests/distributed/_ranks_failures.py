@@ -14,7 +14,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from modelexport.distributed import meetings
 from modelexport.distributed.launch import current_phase, phase_scope, report
 from modelexport.distributed.ranks import (
     barrier,
@@ -26,7 +25,7 @@ from modelexport.distributed.ranks import (
     zero_first,
     zero_only,
 )
-from modelexport.distributed.rendezvous import default_store
+from modelexport.distributed.rendezvous import default_store, meetings
 from modelexport.errors import CheckpointError
 from tests.distributed import _ranks_targets as targets
 from tests.distributed._ranks_targets import caught, place

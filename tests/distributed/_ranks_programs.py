@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from modelexport.distributed import meetings, rendezvous
+from modelexport.distributed import rendezvous
 from modelexport.distributed.ranks import (
     barrier,
     compute_and_broadcast,
@@ -21,6 +21,7 @@ from modelexport.distributed.ranks import (
     zero_first,
     zero_only,
 )
+from modelexport.distributed.rendezvous import meetings
 from modelexport.errors import RankFailedError
 
 _me = threading.local()

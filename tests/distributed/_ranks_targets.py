@@ -23,7 +23,7 @@ from modelexport.distributed.ranks import (
     zero_only,
 )
 from modelexport.distributed.rendezvous import default_store
-from modelexport.distributed.tree import register_config
+from modelexport.distributed.transport.tree import register_config
 
 VALUES: list[Any] = [
     16777217, 2**40 + 1, -(2**63) - 1, 0, 10**5000, 0.1, -0.0, 5e-324, float("inf"), float("-inf"), float("nan"), True,

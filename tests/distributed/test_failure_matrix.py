@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from modelexport import export_rank
 from modelexport.errors import RankFailedError
-from modelexport.exporter import export
+from modelexport.exporting import export
+from modelexport.exporting import rank as export_rank
 from tests import _faults
 from tests.distributed._failure_helpers import AT_ONCE, GENEROUS, leaving_nothing, provoke, warm_up
 

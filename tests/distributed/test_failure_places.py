@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from modelexport.distributed.failures import ECHO, OWN, Failure, root_cause
-from modelexport.distributed.heartbeat import Heart
-from modelexport.distributed.link import LostPeerError
-from modelexport.distributed.phase_board import new_board_file
-from modelexport.distributed.status import RankStatus
+from modelexport.distributed.supervision.failures import ECHO, OWN, Failure, root_cause
+from modelexport.distributed.supervision.heartbeat import Heart
+from modelexport.distributed.supervision.phase_board import new_board_file
+from modelexport.distributed.supervision.status import RankStatus
+from modelexport.distributed.transport.link import LostPeerError
 from tests.distributed import _failure_targets as targets
 from tests.distributed._failure_helpers import AT_ONCE, Outcome, leaving_nothing, provoke, psutil, run_well, warm_up
 from tests.distributed._gather_targets import run_ranks

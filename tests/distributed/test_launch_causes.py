@@ -13,8 +13,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelexport.distributed import environment, failures
+from modelexport.distributed import environment
 from modelexport.distributed.launch import MultiprocessConfig, external_config
+from modelexport.distributed.supervision import failures
 from modelexport.errors import GatherError, UsageError
 
 # --- root causes -----------------------------------------------------------------------------------

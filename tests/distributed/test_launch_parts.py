@@ -14,7 +14,6 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelexport.distributed import status
 from modelexport.distributed.grid import grid_ranks
 from modelexport.distributed.launch import (
     MultiprocessConfig,
@@ -30,7 +29,8 @@ from modelexport.distributed.launch import (
     phase_scope,
     set_distributed_backend,
 )
-from modelexport.distributed.phase_board import PhaseBoard, new_board_file
+from modelexport.distributed.supervision import status
+from modelexport.distributed.supervision.phase_board import PhaseBoard, new_board_file
 from modelexport.errors import UsageError
 from tests.distributed import _launch_targets as targets
 from tests.distributed._launch_helpers import launch

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from modelexport.distributed import collectives
+from modelexport.distributed.collectives.master_worker import remote_types
+from modelexport.distributed.collectives.master_worker.serving import Inbox
 from modelexport.distributed.config import free_port
 from modelexport.distributed.launch import prestart
-from modelexport.distributed.master_worker import remote_types
-from modelexport.distributed.master_worker.serving import Inbox
 from tests.distributed import _master_worker_failures as failures
 from tests.distributed import _master_worker_handles as with_handles
 from tests.distributed import _master_worker_targets as targets

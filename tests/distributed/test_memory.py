@@ -18,7 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelexport.distributed import memory, segments
+from modelexport.distributed.transport import memory, segments
 from modelexport.errors import GatherError
 
 

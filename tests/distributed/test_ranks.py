@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from modelexport.distributed import mailbox, meetings, ranks
+from modelexport.distributed import ranks
+from modelexport.distributed.rendezvous import meetings
+from modelexport.distributed.transport import mailbox
 from modelexport.errors import GatherError, RankFailedError, UsageError
 from tests.distributed import _ranks_failures as failures
 from tests.distributed import _ranks_programs as programs

@@ -13,8 +13,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from modelexport.distributed import payload
-from modelexport.distributed.tree import register_config, restore, split
+from modelexport.distributed.transport import payload
+from modelexport.distributed.transport.tree import register_config, restore, split
 from modelexport.errors import GatherError
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from modelexport.distributed.config import MultiprocessConfig
 from modelexport.distributed.environment import interface_towards
-from modelexport.distributed.watch_hub import Hub, Lines
+from modelexport.distributed.supervision.watch_hub import Hub, Lines
 from tests.distributed._launch_helpers import ROOT
 
 pytestmark = pytest.mark.timeout(120)

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from modelexport.distributed import heartbeat, whole_files
 from modelexport.distributed.gather import NFSWorkspace
+from modelexport.distributed.supervision import heartbeat
+from modelexport.distributed.transport import whole_files
 from modelexport.distributed.workspace import CorruptError, NotYetError
 from modelexport.errors import GatherError, UsageError
 from tests.distributed import _gather_targets as targets

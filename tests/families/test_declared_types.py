@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from modelexport.families import (
+from modelexport.models.architecture import (
     Dimensions,
     Family,
     Module,
@@ -20,7 +20,7 @@ from modelexport.families import (
     read_dimensions,
     ties_embeddings,
 )
-from modelexport.families.base import Axis
+from modelexport.models.families.base import Axis
 from tests._models import copy_checkpoint
 from tests._tiny_models import tiny_checkpoint
 
@@ -201,7 +201,7 @@ def test_a_tie_that_is_left_unsaid() -> None:
 
 def test_gpt2_without_its_prefix_is_the_same_model(tmp_path: Path) -> None:
     """As the first checkpoints have it: no prefix, and the masks of the attention as tensors."""
-    from modelexport.exporter import export
+    from modelexport.exporting import export
     from modelexport.inspection.verify import verify_checkpoint
 
     source = tiny_checkpoint("gpt2")

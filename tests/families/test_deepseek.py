@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from modelexport.checkpoints.safetensors_file import Checkpoint, open_checkpoint
-from modelexport.contents.rules import expected_rules, layers_of, left_out, tensor_rules
+from modelexport.checkpoints.safetensors.file import Checkpoint, open_checkpoint
 from modelexport.errors import CheckpointError, PlanError
-from modelexport.export_plan import build_plan
-from modelexport.exporter import export
-from modelexport.families import family_of, read_dimensions
+from modelexport.exporting import export
+from modelexport.exporting.plan import build_plan
 from modelexport.inspection.diff import diff_checkpoints
 from modelexport.inspection.inspect import inspect_checkpoint
 from modelexport.inspection.verify import verify_checkpoint
+from modelexport.models.architecture import family_of, read_dimensions
+from modelexport.models.rules import expected_rules, layers_of, left_out, tensor_rules
 from modelexport.quantization.assignment import Assignment
-from modelexport.resharder import reshard
+from modelexport.resharding import reshard
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.shard_plan import ShardPlan, build_shard_plan
 from tests._models import LlamaShape, config_json, copy_checkpoint, headers_only, make_llama, quantised_headers

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from modelexport.checkpoints.safetensors_file import open_checkpoint
-from modelexport.contents import rules
+from modelexport.checkpoints.safetensors.file import open_checkpoint
 from modelexport.errors import CheckpointError, ModelExportError, PlanError
-from modelexport.export_plan import build_plan
-from modelexport.families import Family, family_of
-from modelexport.families.derived import derive, model_types
+from modelexport.exporting.plan import build_plan
+from modelexport.models import rules
+from modelexport.models.architecture import Family, family_of
+from modelexport.models.derived import derive, model_types
 from modelexport.quantization.assignment import Assignment
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.rules import TensorRule

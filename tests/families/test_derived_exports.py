@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from modelexport.cli.summary import summary
 from modelexport.errors import PlanError
-from modelexport.export_record import ExportResult
-from modelexport.exporter import export
-from modelexport.summary import summary
+from modelexport.exporting import export
+from modelexport.exporting.record import ExportResult
 from tests._tiny_models import tiny_checkpoint
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]

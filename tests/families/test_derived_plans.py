@@ -13,12 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from modelexport.checkpoints.safetensors_file import open_checkpoint
-from modelexport.contents.opening import open_model
+from modelexport.checkpoints.safetensors.file import open_checkpoint
 from modelexport.errors import PlanError
-from modelexport.export_plan import ExportPlan, build_plan
-from modelexport.exporter import export
-from modelexport.families import family_of, known_model_types
+from modelexport.exporting import export
+from modelexport.exporting.plan import ExportPlan, build_plan
+from modelexport.models.architecture import family_of, known_model_types
+from modelexport.models.opening import open_model
 from modelexport.quantization.assignment import Assignment
 from modelexport.sharding.plan import Parallelism
 from tests._tiny_models import NOT_MADE, causal_types, model_class, tiny_checkpoint
@@ -78,7 +78,7 @@ def test_every_linear_of_every_type_is_quantised_or_ignored() -> None:
 
 def test_a_type_is_looked_up_by_name_alone() -> None:
     code = (
-        "import sys\nfrom modelexport.families import family_of\n"
+        "import sys\nfrom modelexport.models.architecture import family_of\n"
         "try:\n    family_of({'model_type': 'coherex'})\n"
         "except Exception as error:\n    print(error)\n"
         "print(sum(name.startswith('transformers.models.') and '.configuration_' in name for name in sys.modules))"
@@ -201,7 +201,7 @@ def test_a_model_that_also_sees_is_exported_and_loaded(model_type: str, tmp_path
 
 
 def test_the_experts_of_gpt_oss_are_dealt_out_and_joined_again(tmp_path: Path) -> None:
-    from modelexport.resharder import reshard
+    from modelexport.resharding import reshard
 
     source = tiny_checkpoint("gpt_oss")
     reshard(checkpoint=str(source), out=str(tmp_path / "cut"), tp=2, ep=2, quiet=True)

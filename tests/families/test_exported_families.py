@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from modelexport.contents.opening import open_model
-from modelexport.contents.rules import tensor_rules
 from modelexport.errors import ModelExportError, PlanError
-from modelexport.exporter import export
+from modelexport.exporting import export
+from modelexport.inspection.evaluate.models import load_dequantised
 from modelexport.inspection.inspect import inspect_checkpoint
-from modelexport.inspection.models import load_dequantised
+from modelexport.models.opening import open_model
+from modelexport.models.rules import tensor_rules
 from modelexport.quantization import formats
 from tests._models import copy_checkpoint, make_llama
 from tests._tiny_models import tiny_checkpoint

@@ -9,14 +9,14 @@ import pytest
 from safetensors import safe_open
 
 from modelexport.errors import CheckpointError
-from modelexport.families import Family, Module, family_of, read_dimensions
-from modelexport.families.deepseek_v3 import FAMILY as DEEPSEEK
-from modelexport.families.llama import FAMILY as LLAMA
-from modelexport.families.mixtral import FAMILY as MIXTRAL
-from modelexport.families.phi3 import FAMILY as PHI3
-from modelexport.families.qwen2 import FAMILY as QWEN2
-from modelexport.families.qwen3 import FAMILY as QWEN3
-from modelexport.families.qwen3_moe import FAMILY as QWEN3_MOE
+from modelexport.models.architecture import Family, Module, family_of, read_dimensions
+from modelexport.models.families.deepseek_v3 import FAMILY as DEEPSEEK
+from modelexport.models.families.llama import FAMILY as LLAMA
+from modelexport.models.families.mixtral import FAMILY as MIXTRAL
+from modelexport.models.families.phi3 import FAMILY as PHI3
+from modelexport.models.families.qwen2 import FAMILY as QWEN2
+from modelexport.models.families.qwen3 import FAMILY as QWEN3
+from modelexport.models.families.qwen3_moe import FAMILY as QWEN3_MOE
 from tests._models import LlamaShape, config_json, describe, make_llama, tensor_shapes
 
 DEEPSEEK_V2 = DEEPSEEK.of_type("deepseek_v2")

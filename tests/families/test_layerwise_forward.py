@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from modelexport.contents.opening import open_model
-from modelexport.export_forward import forward_cut
-from modelexport.families import family_of, read_dimensions
-from modelexport.inspection.models import PlainTensors
-from modelexport.inspection.streaming import through_layers
-from modelexport.quantization.calibration_attention import attention_of_heads
-from modelexport.quantization.calibration_cut import WHOLE
-from modelexport.quantization.calibration_model import build, decoder_layers, in_memory, narrow
+from modelexport.exporting.calibrated.forward import forward_cut
+from modelexport.inspection.evaluate.models import PlainTensors
+from modelexport.inspection.evaluate.streaming import through_layers
+from modelexport.models.architecture import family_of, read_dimensions
+from modelexport.models.opening import open_model
+from modelexport.quantization.calibration.attention import attention_of_heads
+from modelexport.quantization.calibration.cut import WHOLE
+from modelexport.quantization.calibration.model import build, decoder_layers, in_memory, narrow
 from tests._tiny_models import tiny_checkpoint
 from tests.families.test_declared_types import DECLARED, config_of
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from modelexport.export_folds import apply_fold, folds_of_layer
-from modelexport.families import Family, Scaling, family_of, read_dimensions
+from modelexport.exporting.calibrated.folds import apply_fold, folds_of_layer
+from modelexport.models.architecture import Family, Scaling, family_of, read_dimensions
 from modelexport.quantization import formats
 from modelexport.quantization.algorithms.base import Linear
 from tests._models import LlamaShape, copy_checkpoint, describe, make_llama

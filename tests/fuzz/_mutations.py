@@ -15,8 +15,8 @@ from typing import Any
 
 import yaml
 
-from modelexport.checkpoints.pickle_reading import Call, Name, read_pickle
-from modelexport.checkpoints.pickle_writing import write_pickle
+from modelexport.checkpoints.torch_archive.pickle_reading import Call, Name, read_pickle
+from modelexport.checkpoints.torch_archive.pickle_writing import write_pickle
 from modelexport.errors import CheckpointError
 from tests.fuzz._words import KEYS, WORDS
 

@@ -14,21 +14,21 @@ from pathlib import Path
 from typing import Any
 
 from modelexport.checkpoints.card_metadata import read_card_metadata
-from modelexport.checkpoints.journal import Journal, OtherExport, published_inode
 from modelexport.checkpoints.staging import staging_directory
-from modelexport.export_target import export_target
-from modelexport.exporter import export, prepare
+from modelexport.checkpoints.staging.journal import Journal, OtherExport, published_inode
+from modelexport.cli.summary import reshard_summary, summary
+from modelexport.exporting import export, prepare
+from modelexport.exporting.target import export_target
 from modelexport.inspection.diff import print_diff
 from modelexport.inspection.inspect import print_inspection
-from modelexport.inspection.record_reading import read_record
+from modelexport.inspection.record.reading import read_record
 from modelexport.inspection.report import gather, print_report, render
 from modelexport.inspection.verify import print_verification
-from modelexport.quantization.calibration_text import token_batches_from
+from modelexport.quantization.calibration.text import token_batches_from
 from modelexport.recipe import ExportRecipe
-from modelexport.reshard_recipe import ReshardRecipe
-from modelexport.resharder import reshard
-from modelexport.summary import reshard_summary, summary
-from modelexport.terminal import show
+from modelexport.resharding import reshard
+from modelexport.resharding.recipe import ReshardRecipe
+from modelexport.system.terminal import show
 from tests.fuzz._mutations import mutate
 from tests.fuzz._seeds import RECIPE, RESUMED, VOCABULARY, interrupted_export, make_seeds
 

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from modelexport.assets import demo_model_path
 from modelexport.checkpoints.staging import staging_directory
 from modelexport.errors import PlanError
-from modelexport.exporter import export
-from modelexport.target import Target
+from modelexport.exporting import export
+from modelexport.jobs.target_directory import Target
 from tests._models import copy_checkpoint, make_llama
 
 VOCABULARY = 104

@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from modelexport.checkpoints import hf
+from modelexport.checkpoints.formats import hf
 from modelexport.quantization import formats
 from modelexport.quantization.formats.base import NumberFormat
 from modelexport.quantization.methods.base import Announced

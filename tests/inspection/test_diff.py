@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from modelexport.cli import main
 from modelexport.errors import CheckpointError
 from modelexport.inspection.diff import CHUNK_BYTES, diff_checkpoints
-from modelexport.resharder import reshard
+from modelexport.resharding import reshard
 from tests._models import copy_checkpoint, make_llama
 
 DOWN = "model.layers.1.mlp.down_proj.weight"

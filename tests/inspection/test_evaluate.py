@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from modelexport.assets import demo_documents, demo_model_path
-from modelexport.checkpoints import hf
+from modelexport.checkpoints.formats import hf
 from modelexport.errors import UsageError
 from modelexport.inspection import evaluate as ev
 from modelexport.quantization import formats

@@ -18,12 +18,12 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from modelexport.assets import demo_documents, demo_model_path
-from modelexport.contents.opening import open_model
 from modelexport.errors import CheckpointError, PlanError
 from modelexport.inspection import evaluate as ev
-from modelexport.inspection.losses import Windows, cut_windows
-from modelexport.inspection.models import load_dequantised, load_reference
-from modelexport.inspection.streaming import measure
+from modelexport.inspection.evaluate.losses import Windows, cut_windows
+from modelexport.inspection.evaluate.models import load_dequantised, load_reference
+from modelexport.inspection.evaluate.streaming import measure
+from modelexport.models.opening import open_model
 from modelexport.quantization import formats
 from tests._models import LlamaShape, config_json, copy_checkpoint, make_llama, tensor_shapes
 from tests.inspection._quantised import REACH, save_decoded, save_quantised
@@ -188,7 +188,7 @@ def test_any_chunks_give_the_same(step: int, monkeypatch: pytest.MonkeyPatch) ->
     one[0, 0] += 300  # exponentials overflow float32 unless they are taken relative to the largest
     one[0, 1, :40] -= 300
     targets = torch.randint(50, (5, 6))
-    monkeypatch.setattr("modelexport.inspection.streaming._CHUNK_LOGITS", step * 12)
+    monkeypatch.setattr("modelexport.inspection.evaluate.streaming._CHUNK_LOGITS", step * 12)
     found = measure([Given(one, 2), Given(other, 2)], targets)  # type: ignore[list-item]
     first, second = (torch.distributions.Categorical(logits=x.double()) for x in (one, other))
     assert found.divergences is not None

@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from modelexport.checkpoints.safetensors_file import TensorInfo
+from modelexport.checkpoints.safetensors.file import TensorInfo
 from modelexport.cli import main
-from modelexport.contents.modules import layer_path, recognise
 from modelexport.errors import CheckpointError
-from modelexport.exporter import export
+from modelexport.exporting import export
 from modelexport.inspection.inspect import inspect_checkpoint
+from modelexport.models.modules import layer_path, recognise
 from modelexport.quantization.methods import promised, read_quantization_config
 from tests._models import copy_checkpoint, make_llama
 
@@ -83,7 +83,7 @@ def test_what_compressed_tensors_writes_is_promised_and_recognised(preset: str, 
 
 
 def _infos_of(tensors: dict[str, torch.Tensor]) -> dict[str, TensorInfo]:
-    from modelexport.checkpoints.safetensors_file import dtype_name
+    from modelexport.checkpoints.safetensors.file import dtype_name
 
     return {n: TensorInfo(n, dtype_name(t.dtype), tuple(t.shape), Path("f"), 0, t.nbytes) for n, t in tensors.items()}
 

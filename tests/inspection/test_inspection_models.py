@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from modelexport.assets import demo_model_path
-from modelexport.checkpoints import hf
+from modelexport.checkpoints.formats import hf
 from modelexport.errors import CheckpointError, PlanError
-from modelexport.inspection.models import load_dequantised, load_reference
+from modelexport.inspection.evaluate.models import load_dequantised, load_reference
 from modelexport.quantization import formats
 from modelexport.quantization.methods.base import Announced
 from modelexport.quantization.methods.compressed_tensors import announce

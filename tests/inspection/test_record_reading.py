@@ -11,9 +11,9 @@ import pytest
 
 from modelexport.cli import main
 from modelexport.errors import CheckpointError
-from modelexport.exporter import export
-from modelexport.inspection.model_card import model_card
-from modelexport.inspection.record_reading import read_record
+from modelexport.exporting import export
+from modelexport.inspection.card import model_card
+from modelexport.inspection.record.reading import read_record
 from tests._models import copy_checkpoint, make_llama
 
 CALIB: dict[str, Any] = {"calib_samples": 4, "calib_length": 16, "evaluate": False, "quiet": True}

@@ -15,12 +15,12 @@ import torch
 
 from modelexport.cli import main
 from modelexport.errors import CheckpointError, UsageError
-from modelexport.exporter import export
+from modelexport.exporting import export
 from modelexport.inspection.inspect import inspect_checkpoint
 from modelexport.inspection.report import gather, print_report, render, write_page
-from modelexport.inspection.report_html import clean, element
+from modelexport.inspection.report.html import clean, element
 from modelexport.inspection.verify import verify_checkpoint
-from modelexport.tables import size_text
+from modelexport.system.tables import size_text
 from tests._models import make_llama
 from tests.inspection._page import Page
 from tests.inspection._quantised import save_quantised

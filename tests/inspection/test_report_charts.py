@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from modelexport.checkpoints.safetensors_file import Checkpoint
+from modelexport.checkpoints.safetensors.file import Checkpoint
 from modelexport.inspection.opened import open_contents
 from modelexport.inspection.report import gather, render
-from modelexport.inspection.report_charts import Colours, heat_figures, heat_map, histogram, scale_domain
-from modelexport.inspection.report_figures import Cell, Grid, Naming, make_grid
-from modelexport.inspection.report_scales import ScaleCounts
-from modelexport.inspection.report_style import HEAT_STEPS, STYLE
+from modelexport.inspection.report.charts import Colours, heat_figures, heat_map, histogram, scale_domain
+from modelexport.inspection.report.figures import Cell, Grid, Naming, make_grid
+from modelexport.inspection.report.scales import ScaleCounts
+from modelexport.inspection.report.style import HEAT_STEPS, STYLE
 from tests._models import quantised_headers
 from tests.inspection._page import Page
 
@@ -82,7 +82,7 @@ def test_of_many_layers_a_few_share_a_column() -> None:
 
 
 def open_contents_of(checkpoint: Checkpoint) -> list[Any]:
-    from modelexport.contents.modules import read_architecture, read_modules
+    from modelexport.models.modules import read_architecture, read_modules
     from modelexport.quantization.methods import read_quantization_config
 
     config = checkpoint.config

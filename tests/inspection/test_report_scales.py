@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from modelexport.checkpoints.safetensors_file import Reader, TensorInfo
-from modelexport.exporter import export
-from modelexport.inspection import report_scales
-from modelexport.inspection.models import PlainTensors
+from modelexport.checkpoints.safetensors.file import Reader, TensorInfo
+from modelexport.exporting import export
+from modelexport.inspection.evaluate.models import PlainTensors
 from modelexport.inspection.opened import open_contents
-from modelexport.inspection.report_data import gather
-from modelexport.inspection.report_scales import ScaleCounts, bin_edge, count_scales
+from modelexport.inspection.report import scales as report_scales
+from modelexport.inspection.report.data import gather
+from modelexport.inspection.report.scales import ScaleCounts, bin_edge, count_scales
 from tests._models import make_llama
 from tests.inspection._quantised import save_quantised
 

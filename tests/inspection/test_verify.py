@@ -17,12 +17,11 @@ from compressed_tensors.quantization import apply_quantization_config, preset_na
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from modelexport.checkpoints.safetensors_file import open_checkpoint
+from modelexport.checkpoints.safetensors.file import open_checkpoint
 from modelexport.cli import main
 from modelexport.errors import CheckpointError, UsageError
-from modelexport.exporter import export
-from modelexport.inspection import audit
-from modelexport.inspection.verify import Verification, verify_checkpoint
+from modelexport.exporting import export
+from modelexport.inspection.verify import Verification, audit, verify_checkpoint
 from tests._models import copy_checkpoint, make_llama
 
 pytestmark = pytest.mark.timeout(180)

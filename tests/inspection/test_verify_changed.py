@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from modelexport.exporter import export
+from modelexport.exporting import export
 from modelexport.inspection.verify import verify_checkpoint
 from tests._models import copy_checkpoint, make_llama
 

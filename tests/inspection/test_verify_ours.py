@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from modelexport.exporter import export
+from modelexport.exporting import export
 from modelexport.inspection.verify import verify_checkpoint
 from tests.conformance._published import published_checkpoint
 

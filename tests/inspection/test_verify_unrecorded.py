@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from modelexport.assets import demo_model_path
-from modelexport.checkpoints.safetensors_file import open_checkpoint
+from modelexport.checkpoints.safetensors.file import open_checkpoint
 from modelexport.cli import main
-from modelexport.exporter import export
-from modelexport.inspection import audit
-from modelexport.inspection.requantised import unlike
-from modelexport.inspection.verify import verify_checkpoint
+from modelexport.exporting import export
+from modelexport.inspection.verify import audit, verify_checkpoint
+from modelexport.inspection.verify.requantised import unlike
 from tests._models import copy_checkpoint, make_llama
 
 pytestmark = pytest.mark.timeout(180)

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelexport.checkpoints.safetensors_file import Reader, open_checkpoint
+from modelexport.checkpoints.safetensors.file import Reader, open_checkpoint
 from modelexport.distributed import collectives
 from modelexport.distributed.launch import MultiprocessConfig, launch_subprocesses, report
-from modelexport.export_forward import forward_cut
-from modelexport.families import family_of, read_dimensions
-from modelexport.quantization import calibration_exchange
-from modelexport.quantization.calibration_cut import Share
-from modelexport.quantization.calibration_layers import LayerRunner, Observed
-from modelexport.quantization.statistics import InputStatistics
+from modelexport.exporting.calibrated.forward import forward_cut
+from modelexport.models.architecture import family_of, read_dimensions
+from modelexport.quantization.calibration import exchange as calibration_exchange
+from modelexport.quantization.calibration.cut import Share
+from modelexport.quantization.calibration.layers import LayerRunner, Observed
+from modelexport.quantization.calibration.statistics import InputStatistics
 
 WANTS = frozenset({"amax", "mean", "sample", "histogram", "hessian"})
 

@@ -12,7 +12,7 @@ from modelexport.distributed.launch import report
 from modelexport.quantization import formats
 from modelexport.quantization.algorithms.base import Linear, Options, Ranks
 from modelexport.quantization.algorithms.gptq import ROWS, Gptq
-from modelexport.quantization.statistics import Collector, InputStatistics
+from modelexport.quantization.calibration.statistics import Collector, InputStatistics
 
 FEATURES, OUT = 384, (320, 128)
 

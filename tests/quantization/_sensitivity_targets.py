@@ -7,7 +7,7 @@ from typing import Any
 
 from _forward_ranks import opened
 
-from modelexport.checkpoints.safetensors_file import open_checkpoint
+from modelexport.checkpoints.safetensors.file import open_checkpoint
 from modelexport.quantization import formats
 from modelexport.quantization.sensitivity import measure
 

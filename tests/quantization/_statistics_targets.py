@@ -9,7 +9,7 @@ from torch import Tensor
 
 from modelexport.distributed import collectives
 from modelexport.distributed.launch import report
-from modelexport.quantization.statistics import Collector
+from modelexport.quantization.calibration.statistics import Collector
 
 WANTS = ("amax", "mean", "sample", "histogram", "hessian")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from modelexport.quantization import formats
 from modelexport.quantization.algorithms import get
 from modelexport.quantization.algorithms.base import Fold, Folding, Linear, Options, Ranks
-from modelexport.quantization.statistics import InputStatistics
+from modelexport.quantization.calibration.statistics import InputStatistics
 from tests.quantization._together import together
 
 [AWQ] = get(["awq"])

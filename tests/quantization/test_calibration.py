@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from modelexport.assets import demo_documents, demo_model_path
-from modelexport.checkpoints.safetensors_file import Reader, open_checkpoint
+from modelexport.checkpoints.safetensors.file import Reader, open_checkpoint
 from modelexport.errors import CheckpointError, PlanError, UsageError
 from modelexport.inspection.evaluate import tokenise
-from modelexport.quantization import calibration_text
-from modelexport.quantization.calibration import Ranges, observe, token_batches_from
-from modelexport.quantization.calibration_layers import LayerRunner
+from modelexport.quantization.calibration import text as calibration_text
+from modelexport.quantization.calibration.layers import LayerRunner
+from modelexport.quantization.calibration.ranges import Ranges, observe, token_batches_from
 from tests._models import copy_checkpoint, make_llama
 from tests.quantization._forward_ranks import forward_reader
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from modelexport.assets import demo_model_path
 from modelexport.errors import CheckpointError, PlanError
-from modelexport.export_forward import forward_cut
-from modelexport.families import Dimensions, family_of
-from modelexport.quantization import calibration_layers
-from modelexport.quantization.calibration_cut import WHOLE, ForwardCut, Share, even_ranges, nodes, over_tree
-from modelexport.quantization.calibration_layers import LayerRunner
+from modelexport.exporting.calibrated.forward import forward_cut
+from modelexport.models.architecture import Dimensions, family_of
+from modelexport.quantization.calibration import layers as calibration_layers
+from modelexport.quantization.calibration.cut import WHOLE, ForwardCut, Share, even_ranges, nodes, over_tree
+from modelexport.quantization.calibration.layers import LayerRunner
 from tests._models import make_llama
 from tests.quantization import _forward_ranks as targets
 from tests.quantization._forward_ranks import digest, on_ranks, opened

@@ -19,9 +19,9 @@ from modelexport.quantization import formats, kernels
 from modelexport.quantization.algorithms import _factor
 from modelexport.quantization.algorithms.base import Linear, Options, Ranks
 from modelexport.quantization.algorithms.gptq import Gptq
+from modelexport.quantization.calibration.statistics import InputStatistics
 from modelexport.quantization.formats.base import NumberFormat
 from modelexport.quantization.kernels import feedback_fused, feedback_reference
-from modelexport.quantization.statistics import InputStatistics
 from tests.quantization._weights import raw, same_bytes
 
 CHOICES = (

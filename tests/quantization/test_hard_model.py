@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from modelexport.assets import demo_documents, demo_model_path
-from modelexport.export_folds import apply_fold, folds_of_layer
-from modelexport.families import family_of, read_dimensions
+from modelexport.exporting.calibrated.folds import apply_fold, folds_of_layer
 from modelexport.inspection.evaluate import tokenise
+from modelexport.models.architecture import family_of, read_dimensions
 from modelexport.quantization import formats
 from modelexport.quantization.algorithms import get
 from modelexport.quantization.algorithms.base import Folding, Linear, Options, Ranks
-from modelexport.quantization.statistics import InputStatistics
+from modelexport.quantization.calibration.statistics import InputStatistics
 from tests._hard_model import make_hard
 
 LAYER = "model.layers.1"

@@ -14,13 +14,13 @@ from _forward_ranks import on_ranks
 from _sensitivity_targets import sensitivities
 from torch import Tensor
 
-from modelexport.checkpoints.safetensors_file import Reader, open_checkpoint
+from modelexport.checkpoints.safetensors.file import Reader, open_checkpoint
 from modelexport.errors import CheckpointError, PlanError
-from modelexport.export_calibration import forward_reader
+from modelexport.exporting.calibrated.samples import forward_reader
 from modelexport.inspection.evaluate import load_reference, mean_kl
 from modelexport.quantization import formats
 from modelexport.quantization.assignment import Assignment
-from modelexport.quantization.calibration_layers import LayerRunner
+from modelexport.quantization.calibration.layers import LayerRunner
 from modelexport.quantization.formats.base import NumberFormat
 from modelexport.quantization.sensitivity import Assigned, affordable, assign, measure
 from tests._models import copy_checkpoint, make_llama

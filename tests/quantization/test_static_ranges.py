@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from modelexport.quantization import formats
+from modelexport.quantization.calibration.static_ranges import METHODS, _levels, choose, squared_error, together, wants
+from modelexport.quantization.calibration.statistics import BINS, Collector, InputStatistics
 from modelexport.quantization.formats.base import NumberFormat
-from modelexport.quantization.static_ranges import METHODS, _levels, choose, squared_error, together, wants
-from modelexport.quantization.statistics import BINS, Collector, InputStatistics
 
 INT8, FP8, NVFP4 = (formats.get(name) for name in ("int8-static", "fp8-static", "nvfp4"))
 KINDS = {"int8-static": "int", "fp8-static": "float"}

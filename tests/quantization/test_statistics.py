@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from modelexport.distributed.launch import MultiprocessConfig, launch_subprocesses
-from modelexport.quantization.statistics import (
+from modelexport.quantization.calibration.statistics import (
     BINS,
     SAMPLE,
     Collector,

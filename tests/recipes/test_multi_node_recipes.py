@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from modelexport.assets import demo_model_path
-from modelexport.exporter import export
+from modelexport.exporting import export
 from modelexport.inspection.verify import verify_checkpoint
 from tests._models import make_llama
 from tests.recipes._running import RECIPES, ROOT, run_apart

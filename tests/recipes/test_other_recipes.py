@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from modelexport.assets import demo_model_path
-from modelexport.contents.opening import open_model
 from modelexport.errors import CheckpointError
-from modelexport.exporter import export
+from modelexport.exporting import export
+from modelexport.inspection.evaluate.models import PlainTensors
 from modelexport.inspection.inspect import inspect_checkpoint
-from modelexport.inspection.models import PlainTensors
-from modelexport.resharder import reshard
+from modelexport.models.opening import open_model
+from modelexport.resharding import reshard
 from tests._models import copy_checkpoint
 from tests.recipes._running import RECIPES, run_apart, run_here
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from modelexport.distributed import collectives, memory, shard_transport, shared_mesh
+from modelexport.distributed import collectives, shard_transport, shared_mesh
 from modelexport.distributed.collectives.groups import members
 from modelexport.distributed.shard_transport import as_flat_bytes
+from modelexport.distributed.transport import memory
 from modelexport.errors import GatherError, UsageError
-from modelexport.sharding import exchange_job
 from modelexport.sharding.agreement import raw
 from modelexport.sharding.exchange import (
     ExchangeReport,
@@ -28,6 +28,7 @@ from modelexport.sharding.exchange import (
     exchange_loaded_tensors_gather_object,
     exchange_loaded_tensors_gather_rounds,
 )
+from modelexport.sharding.exchange import job as exchange_job
 from modelexport.sharding.tensor import ShardedTensor, ShardId
 
 ALGORITHMS = ("broadcast", "gather_rounds", "gather_object", "p2p", "shared_memory", "auto")

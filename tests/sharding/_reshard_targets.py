@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from modelexport.distributed import memory
+from modelexport.distributed.transport import memory
 from modelexport.sharding import reshard as reshard_module
 from modelexport.sharding.exchange import ExchangeReport
 from modelexport.sharding.reshard import reshard

@@ -163,8 +163,8 @@ def init_process_group(backend: str, init_method: str = "env://", **kwargs: Any)
 
 
 def init_master_worker(backend: str, init_method: str = "env://", **kwargs: Any) -> None:
-    """Makes rank 0 the master, which alone calls collectives; see :mod:`modelexport.distributed.master_worker`."""
-    from modelexport.distributed import master_worker
+    """Makes rank 0 the master, which alone calls collectives; see :mod:`modelexport.distributed.collectives.master_worker`."""
+    from modelexport.distributed.collectives import master_worker
 
     master_worker.init_master_worker(backend, init_method, **kwargs)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from modelexport.quantization.algorithms.base import Fold, Linear, Ranks
-from modelexport.quantization.statistics import InputStatistics
+from modelexport.quantization.calibration.statistics import InputStatistics
 
 _FURTHEST = 20.0
 """No feature is scaled further than this power of two from the middle: beyond it there is only noise to move."""

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from modelexport.quantization.algorithms import _clipping, _scaling, _tiles
 from modelexport.quantization.algorithms.base import Fold, Folding, Linear, Want
+from modelexport.quantization.calibration.statistics import InputStatistics
 from modelexport.quantization.formats.base import NumberFormat
-from modelexport.quantization.statistics import InputStatistics
 
 _WORTH = 0.9
 """Of the loss without scales, that is to be reached where inputs have a stored scale: small gains on the sample did not

@@ -22,7 +22,7 @@ from modelexport.quantization.formats.base import NumberFormat
 from modelexport.quantization.kernels.searching import sum_in_halves
 
 if TYPE_CHECKING:
-    from modelexport.quantization.statistics import InputStatistics
+    from modelexport.quantization.calibration.statistics import InputStatistics
 
 __all__ = ["Algorithm", "Fold", "Folding", "Linear", "Options", "Ranks", "Rounding"]
 

@@ -17,10 +17,10 @@ from modelexport.errors import CheckpointError
 from modelexport.quantization import kernels
 from modelexport.quantization.algorithms._factor import ascending, factorise, permute
 from modelexport.quantization.algorithms.base import Linear, Options, Ranks, Rounding, Want
-from modelexport.quantization.calibration_cut import ROWS
+from modelexport.quantization.calibration.cut import ROWS
+from modelexport.quantization.calibration.statistics import InputStatistics
 from modelexport.quantization.formats.base import Grid
 from modelexport.quantization.kernels import feedback
-from modelexport.quantization.statistics import InputStatistics
 
 __all__ = ["ALGORITHM", "Gptq"]
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from modelexport.errors import CheckpointError, PlanError
-from modelexport.exporter import export
-from modelexport.inspection.models import load_dequantised
+from modelexport.exporting import export
+from modelexport.inspection.evaluate.models import load_dequantised
 from modelexport.quantization import decoding, formats
 from modelexport.quantization.methods import compressed_tensors, fp8
 from modelexport.quantization.methods.base import Announced, Part, Scheme

@@ -1,0 +1,86 @@
+"""What a sharded checkpoint format is, to us: which arrays its files hold, and what of which tensor is in each.
+
+A format module turns rules and a parallelism into a list of :class:`Array`. That one list serves both ways. To write,
+a container (safetensors, DCP) gives each array its place, and :func:`placements` tells the writer where every
+rectangle of every tensor goes. To read, the arrays that such a checkpoint must have are looked up in the files that are
+there, and the same function tells the reader where everything lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from modelexport.checkpoints.safetensors.header import dtype_bits
+from modelexport.checkpoints.safetensors.placement import Placement, row_major
+from modelexport.errors import CheckpointError
+from modelexport.sharding.boxes import Box, extent
+
+
+@dataclass(frozen=True)
+class Share:
+    """A rectangle of a tensor, and where in an array it lies.
+
+    Attributes:
+        tensor: the tensor's name in a Hugging Face checkpoint.
+        box: the rectangle, in the tensor's coordinates.
+        origin: index of its first element in the array, one number for each of the array's dims. The tensor's dims
+            correspond to the array's last ones.
+        steps: for each dim of the tensor, by how many of the array's elements its neighbours are apart; None: 1.
+    """
+
+    tensor: str
+    box: Box
+    origin: tuple[int, ...]
+    steps: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Array:
+    """One array of a file.
+
+    Attributes:
+        file: the file's name within the checkpoint.
+        name: the array's name in the file (or, for DCP, its key; then several arrays of one key are its chunks).
+        dtype: as safetensors spells it.
+        shape: of the array. What no share covers is zero (the padding of a vocabulary).
+        shares: what it holds.
+        chunk: for DCP, where the array lies in its key's global tensor: (offset of it, shape of the global tensor).
+    """
+
+    file: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    shares: tuple[Share, ...]
+    chunk: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+
+def placements(
+    arrays: Iterable[Array], locate: Callable[[Array], tuple[Path, int]]
+) -> dict[str, tuple[Placement, ...]]:
+    """Where every rectangle of every tensor lies, by the tensor's name.
+
+    Args:
+        locate: the file and the offset in it of an array's first byte.
+
+    Raises:
+        CheckpointError: an array of elements that fill no whole bytes.
+    """
+    found: dict[str, list[Placement]] = {}
+    for array in arrays:
+        bits = dtype_bits(array.dtype)
+        if bits % 8:
+            raise CheckpointError(f"{array.name}: {array.dtype} elements fill no whole bytes; it cannot be sharded")
+        path, start = locate(array)
+        strides = row_major(array.shape, bits // 8)
+        for share in array.shares:
+            rank = len(share.box)
+            assert len(share.origin) == len(array.shape) >= rank
+            first = start + sum(i * stride for i, stride in zip(share.origin, strides, strict=True))
+            steps = share.steps or (1,) * rank
+            own = tuple(stride * step for stride, step in zip(strides[len(strides) - rank :], steps, strict=True))
+            if all(n > 0 for n in extent(share.box)):
+                found.setdefault(share.tensor, []).append(Placement(share.box, path, first, own))
+    return {name: tuple(places) for name, places in found.items()}

@@ -1,0 +1,195 @@
+"""Where every tensor of a checkpoint will lie: offsets follow from shapes, which the plan knows before any data."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from modelexport.checkpoints import raw_io
+from modelexport.checkpoints.safetensors.header import TensorInfo, dtype_bits, tensor_nbytes
+from modelexport.checkpoints.safetensors.placement import Placement
+from modelexport.checkpoints.safetensors.reader import SINGLE_NAME
+from modelexport.errors import CheckpointError, quoted
+
+DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
+
+
+@dataclass(frozen=True)
+class LayoutFile:
+    """One file to be: its name, its complete header (length, JSON, padding), its tensors, its size in bytes.
+
+    The paths in ``infos`` are relative: the file's name. ``inserts`` are what else is known in advance: (offset,
+    bytes), in order (the envelopes that DCP puts around each tensor).
+    """
+
+    name: str
+    header: bytes
+    infos: tuple[TensorInfo, ...]
+    size: int
+    inserts: tuple[tuple[int, bytes], ...] = ()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where every tensor of a checkpoint will lie.
+
+    Attributes:
+        files: in order.
+        infos: every tensor by name; paths are relative to the checkpoint's directory.
+        placements: for tensors that go to several arrays, or into a part of one, where their rectangles go; their
+            ``infos`` then tell dtype, shape and size, but no place.
+    """
+
+    files: tuple[LayoutFile, ...]
+    infos: dict[str, TensorInfo]
+    placements: Mapping[str, tuple[Placement, ...]] = field(default_factory=dict)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors, without headers."""
+        return sum(info.nbytes for info in self.infos.values())
+
+    def index_json(self) -> str:
+        """The text of ``model.safetensors.index.json``. Needed only where there is more than one file."""
+        weight_map = {name: str(info.path) for name, info in sorted(self.infos.items())}
+        index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
+        return json.dumps(index, indent=2) + "\n"
+
+    def create(self, directory: str | os.PathLike[str]) -> tuple[str, ...]:
+        """Make every file: header, then its full size with the disk blocks reserved.
+
+        A file that is there with this very header and size is kept, so that an export can be resumed.
+
+        Returns:
+            The names of the files made anew. Whoever resumes must write all their tensors again.
+
+        Raises:
+            CheckpointError: no room (with the bytes needed and free; what this call made is removed), or the
+                directory cannot be written.
+        """
+        directory = Path(directory)
+        made: list[str] = []
+        wanted = [file for file in self.files if not _is_complete(directory / file.name, file)]
+        try:
+            for file in wanted:  # what is half there must not count as used space below
+                (directory / file.name).unlink(missing_ok=True)
+            needed = sum(file.size for file in wanted)
+            free = shutil.disk_usage(directory).free
+            if needed > free:
+                raise CheckpointError(
+                    f"{directory}: the checkpoint needs {needed:,} bytes, its file system has {free:,} free. "
+                    "Free some space or choose an --out elsewhere"
+                )
+            for file in wanted:
+                made.append(file.name)
+                _create_file(directory / file.name, file)
+        except OSError as error:
+            for name in made:
+                (directory / name).unlink(missing_ok=True)
+            if error.errno in raw_io.DISK_FULL:
+                if error.errno == errno.EFBIG:  # a limit on each file, not on all of them
+                    needed = next(file.size for file in wanted if file.name == made[-1])
+                raise raw_io.disk_full(directory / made[-1], needed, error) from error
+            raise CheckpointError(f"{directory}: cannot be written: {error.strerror or error}") from error
+        return tuple(made)
+
+
+def plan_layout(
+    specs: Sequence[tuple[str, str, Sequence[int]]],
+    *,
+    max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
+    metadata: Mapping[str, str] | None = None,
+) -> Layout:
+    """Lay out tensors over files.
+
+    Tensors keep the given order, except that within a file those whose size is no multiple of 8 bytes come
+    last, wide elements before narrow ones: readers view the mapped data in place, at addresses that must suit
+    the dtype, and the format allows no padding between tensors.
+
+    Args:
+        specs: (name, dtype as the format spells it, shape in elements) of every tensor.
+        max_shard_bytes: a file is closed before the tensor that would make its data exceed this.
+        metadata: strings for the header's ``__metadata__``; ``{"format": "pt"}``, which transformers wants,
+            where None.
+
+    Returns:
+        The layout; ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and on.
+
+    Raises:
+        CheckpointError: a name twice, an unknown dtype, a header larger than readers take.
+    """
+    metadata = {"format": "pt"} if metadata is None else dict(metadata)
+    shards: list[list[TensorInfo]] = [[]]
+    filled = 0
+    seen: set[str] = set()
+    nowhere = Path()  # made once: a large checkpoint has a hundred thousand tensors
+    for name, dtype, shape in specs:
+        if name in seen or name == "__metadata__":
+            why = "appears twice" if name in seen else "is reserved"
+            raise CheckpointError(f"tensor name {quoted(name)} {why}")
+        seen.add(name)
+        try:
+            nbytes = tensor_nbytes(dtype, shape)
+        except CheckpointError as error:
+            raise CheckpointError(f"tensor {quoted(name)}: {error}") from error
+        if shards[-1] and filled + nbytes > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        filled += nbytes
+        shards[-1].append(TensorInfo(name, dtype, tuple(shape), nowhere, 0, nbytes))
+    count = len(shards)
+    files = []
+    for number, infos in enumerate(shards, 1):
+        name = SINGLE_NAME if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+        files.append(plan_file(name, infos, metadata))
+    return Layout(tuple(files), {info.name: info for file in files for info in file.infos})
+
+
+def plan_file(name: str, infos: Sequence[TensorInfo], metadata: Mapping[str, str]) -> LayoutFile:
+    """Lay out one file: its header, and its tensors in an order that readers can map, see :func:`plan_layout`.
+
+    Args:
+        infos: name, dtype, shape and size of each; their paths and offsets are set here.
+        metadata: strings for the header's ``__metadata__``.
+    """
+    infos = sorted(infos, key=lambda info: 0 if info.nbytes % 8 == 0 else 64 - dtype_bits(info.dtype))
+    header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    at = 0
+    for info in infos:
+        offsets = [at, at + info.nbytes]
+        header[info.name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": offsets}
+        at += info.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    start, path = 8 + len(text), Path(name)
+    placed = []
+    for info in infos:
+        placed.append(replace(info, path=path, offset=start))
+        start += info.nbytes
+    return LayoutFile(name, len(text).to_bytes(8, "little") + text, tuple(placed), start)
+
+
+def _is_complete(path: Path, file: LayoutFile) -> bool:
+    try:
+        if path.is_symlink() or path.stat().st_size != file.size:
+            return False
+        with path.open("rb") as stream:
+            known = ((0, file.header), *file.inserts)
+            return all(stream.seek(at) == at and stream.read(len(text)) == text for at, text in known)
+    except OSError:
+        return False
+
+
+def _create_file(path: Path, file: LayoutFile) -> None:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        raw_io.allocate(fd, file.size)
+        for at, text in ((0, file.header), *file.inserts):
+            raw_io.write_exactly(fd, memoryview(text), at)
+    finally:
+        os.close(fd)

@@ -1,0 +1,379 @@
+"""The envelope that ``torch.save`` puts around a tensor: found in a file without loading it, and laid out in advance.
+
+Such a file is a zip archive whose members are stored uncompressed: ``<any>/data.pkl``, a pickle that says of which
+dtype, shape and strides the tensor is and in which member its elements lie (``<any>/data/0``), that member, and a few
+small ones. So a tensor is a range of bytes in a file like any other, once the archive's directory and that pickle are
+read; neither is ever executed.
+
+The other way round the size of every member is known before any data is, so the envelope can be written first and the
+elements put in place later, by anyone. Only their checksum is not known then: it is left 0, as ``torch.save`` itself
+leaves it after ``torch.serialization.set_crc32_options(False)``; torch does not check it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from modelexport.checkpoints.safetensors.header import dtype_bits, dtype_names, tensor_nbytes
+from modelexport.checkpoints.safetensors.placement import row_major
+from modelexport.checkpoints.torch_archive.pickle_reading import Call, Name, Persistent, read_pickle
+from modelexport.checkpoints.torch_archive.pickle_writing import write_pickle
+from modelexport.errors import CheckpointError
+
+ALIGNMENT = 64
+"""Tensors begin at a multiple of this, in their archive and in the file."""
+_PROBE = 1024
+_MAX_PICKLE = 1 << 16
+_MAX_DIRECTORY = 1 << 20
+_NO_SIZE = 0xFFFFFFFF
+
+_STORAGES = {
+    "F64": ("float64", "DoubleStorage"),
+    "F32": ("float32", "FloatStorage"),
+    "F16": ("float16", "HalfStorage"),
+    "BF16": ("bfloat16", "BFloat16Storage"),
+    "I64": ("int64", "LongStorage"),
+    "I32": ("int32", "IntStorage"),
+    "I16": ("int16", "ShortStorage"),
+    "I8": ("int8", "CharStorage"),
+    "U8": ("uint8", "ByteStorage"),
+    "BOOL": ("bool", "BoolStorage"),
+    "C64": ("complex64", "ComplexFloatStorage"),
+    # Newer than torch's typed storages: their elements lie in an untyped one.
+    "U16": ("uint16", None),
+    "U32": ("uint32", None),
+    "U64": ("uint64", None),
+    "F8_E4M3": ("float8_e4m3fn", None),
+    "F8_E5M2": ("float8_e5m2", None),
+    "F8_E4M3FNUZ": ("float8_e4m3fnuz", None),
+    "F8_E5M2FNUZ": ("float8_e5m2fnuz", None),
+    "F8_E8M0": ("float8_e8m0fnu", None),
+}
+_BY_TORCH_NAME = {torch_name: dtype for dtype, (torch_name, _) in _STORAGES.items()}
+_BY_STORAGE = {storage: dtype for dtype, (_, storage) in _STORAGES.items() if storage}
+
+
+def dtype_from_torch(name: str) -> str | None:
+    """The dtype that torch calls ``name`` (``"bfloat16"``), as safetensors spells it; None where it has none."""
+    return _BY_TORCH_NAME.get(name)
+
+
+def dtype_to_torch(dtype: str) -> str:
+    """What torch calls a dtype.
+
+    Raises:
+        CheckpointError: torch cannot keep tensors of it.
+    """
+    if dtype not in _STORAGES:
+        known = ", ".join(name for name in dtype_names() if name in _STORAGES)
+        raise CheckpointError(f"{dtype} tensors cannot be kept as torch.save does; it has {known}")
+    return _STORAGES[dtype][0]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in an archive.
+
+    Attributes:
+        dtype: as safetensors spells it.
+        shape: in elements.
+        strides: bytes from one element to the next along each dim.
+        offset: of the first element, from the start of the file.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+# ------------------------------------------------------------------ reading
+
+
+def find_tensor(fd: int, start: int, length: int) -> Stored:
+    """Where the one tensor that was saved to bytes ``[start, start + length)`` of an open file lies.
+
+    Raises:
+        CheckpointError: there is no such archive, it is damaged, or it holds something else than a plain tensor.
+        OSError: the file cannot be read.
+    """
+    view = _View(fd, start, length)
+    members = _directory(view)
+    pickle = _content(view, members.get("data.pkl"), "data.pkl", limit=_MAX_PICKLE)
+    dtype, key, held, first, shape, strides = _described(pickle)
+    if "byteorder" in members and _content(view, members["byteorder"], "byteorder", limit=16) != b"little":
+        raise CheckpointError("its elements are not little-endian")
+    at, size = _span(view, members.get(f"data/{key}"), f"data/{key}")
+    if held > size:
+        raise CheckpointError(f"its storage takes {held:,} bytes, data/{key} has {size:,}")
+    return Stored(dtype, shape, strides, start + at + first)
+
+
+class _View:
+    """A part of a file. Its two ends, in which everything but the elements lies, are read at once."""
+
+    def __init__(self, fd: int, start: int, length: int) -> None:
+        self.fd, self.start, self.length = fd, start, length
+        self.head = self._pread(0, min(_PROBE, length))
+        self.tail_at = max(0, length - _PROBE)
+        self.tail = self._pread(self.tail_at, length - self.tail_at) if self.tail_at else self.head
+
+    def _pread(self, at: int, count: int) -> bytes:
+        piece = os.pread(self.fd, count, self.start + at)
+        if len(piece) != count:
+            raise CheckpointError("the file was cut short while it was being read")
+        return piece
+
+    def read(self, at: int, count: int) -> bytes:
+        if not 0 <= at <= at + count <= self.length:
+            raise CheckpointError(f"bytes {at:,} to {at + count:,} are asked for, the archive has {self.length:,}")
+        if at + count <= len(self.head):
+            return self.head[at : at + count]
+        if at >= self.tail_at:
+            return self.tail[at - self.tail_at :][:count]
+        return self._pread(at, count)
+
+
+@dataclass(frozen=True)
+class _Member:
+    header: int
+    size: int
+
+
+def _directory(view: _View) -> dict[str, _Member]:
+    """The archive's members, by their names without the archive's own."""
+    if view.length < 22:
+        raise CheckpointError(f"{view.length:,} bytes are no archive of torch.save")
+    end = view.tail.rfind(b"PK\x05\x06")
+    if end < 0 or len(view.tail) - end < 22:
+        raise CheckpointError("is no archive of torch.save, or is cut short: no zip directory at its end")
+    count, size, at = struct.unpack("<HII", view.tail[end + 10 : end + 20])
+    wide = view.tail[max(0, end - 20) : end]
+    if wide[:4] == b"PK\x06\x07":
+        record = view.read(struct.unpack("<Q", wide[8:16])[0], 56)
+        if record[:4] != b"PK\x06\x06":
+            raise CheckpointError("damaged zip directory: its 64-bit part is not where it should be")
+        count, size, at = struct.unpack("<QQQ", record[32:56])
+    if size > _MAX_DIRECTORY:
+        raise CheckpointError(f"its zip directory claims {size:,} bytes, at most {_MAX_DIRECTORY:,} are read")
+    text = view.read(at, size)
+    members: dict[str, _Member] = {}
+    place = 0
+    while place < len(text):
+        if text[place : place + 4] != b"PK\x01\x02" or len(text) - place < 46:
+            raise CheckpointError(f"damaged zip directory: no entry at its byte {place:,}")
+        flags, method = struct.unpack("<HH", text[place + 8 : place + 12])
+        packed, unpacked, named, extra, comment = struct.unpack("<IIHHH", text[place + 20 : place + 34])
+        name = text[place + 46 : place + 46 + named].decode("utf-8", "replace").partition("/")[2]
+        fields = text[place + 46 + named : place + 46 + named + extra]
+        (header,) = struct.unpack("<I", text[place + 42 : place + 46])
+        unpacked, packed, header = _wide_sizes(fields, [unpacked, packed, header])
+        if method or flags & 1 or packed != unpacked:
+            raise CheckpointError(f"{name} is compressed or encrypted; torch.save does neither")
+        if name in members:
+            raise CheckpointError(f"{name} is there twice")
+        members[name] = _Member(header, unpacked)
+        place += 46 + named + extra + comment
+    if place != len(text) or len(members) != count:
+        raise CheckpointError(f"damaged zip directory: {count:,} members expected, {len(members):,} found")
+    return members
+
+
+def _wide_sizes(fields: bytes, sizes: list[int]) -> list[int]:
+    """Fill in what did not fit 32 bits from the extra fields of a directory entry."""
+    while len(fields) >= 4:
+        kind, length = struct.unpack("<HH", fields[:4])
+        if kind == 1:
+            wide = iter(
+                struct.unpack(
+                    f"<{min(length, len(fields) - 4) // 8}Q", fields[4 : 4 + min(length, len(fields) - 4) // 8 * 8]
+                )
+            )
+            return [next(wide, size) if size == _NO_SIZE else size for size in sizes]
+        fields = fields[4 + length :]
+    return sizes
+
+
+def _span(view: _View, member: _Member | None, name: str) -> tuple[int, int]:
+    """Where a member's bytes are in the archive: (offset, size)."""
+    if member is None:
+        raise CheckpointError(f"is no tensor that torch.save wrote: it has no {name}")
+    header = view.read(member.header, 30)
+    if header[:4] != b"PK\x03\x04":
+        raise CheckpointError(f"damaged: {name} is not where the zip directory says")
+    named, extra = struct.unpack("<HH", header[26:30])
+    at = member.header + 30 + named + extra
+    if at + member.size > view.length:
+        raise CheckpointError(f"{name} takes bytes {at:,} to {at + member.size:,}, its archive ends at {view.length:,}")
+    return at, member.size
+
+
+def _content(view: _View, member: _Member | None, name: str, *, limit: int) -> bytes:
+    at, size = _span(view, member, name)
+    if size > limit:
+        raise CheckpointError(f"{name} has {size:,} bytes; a tensor's has at most {limit:,}")
+    return view.read(at, size)
+
+
+@lru_cache(maxsize=512)
+def _described(pickle: bytes) -> tuple[str, str, int, int, tuple[int, ...], tuple[int, ...]]:
+    """dtype, storage's key and bytes, offset in it, shape, strides in bytes. Chunks of one kind share the answer."""
+    call = _unwrapped(read_pickle(pickle, what="data.pkl"))
+    kind = call.name if isinstance(call, Call) else type(call).__name__
+    if not isinstance(call, Call) or (kind, min(len(call.args), 7)) not in _REBUILDS:
+        raise CheckpointError(f"holds {kind or 'something else'}; only plain tensors can be read in place")
+    storage, first, shape, strides = call.args[:4]
+    if not (isinstance(storage, Persistent) and isinstance(storage.id, tuple) and len(storage.id) == 5):
+        raise CheckpointError("its storage is not described as torch.save does")
+    _, storage_class, key, _, count = storage.id
+    spelled = storage_class.name if isinstance(storage_class, Name) else ""
+    dtype = _BY_STORAGE.get(spelled)
+    size = dtype_bits(dtype) // 8 if dtype else 1  # an untyped storage counts bytes
+    if kind == "_rebuild_tensor_v3":
+        spelled = call.args[6].name if isinstance(call.args[6], Name) else ""
+        dtype = _BY_TORCH_NAME.get(spelled)
+    if dtype is None:
+        raise CheckpointError(f"{spelled or 'its dtype'} is none of {', '.join(_STORAGES)}")
+    if not (isinstance(key, str) and _is_size(count) and _is_size(first) and _are_sizes(shape) and _are_sizes(strides)):
+        raise CheckpointError("sizes, strides or offset of the tensor are no whole numbers")
+    if len(shape) != len(strides):
+        raise CheckpointError(f"it has {len(shape)} dims and {len(strides)} strides")
+    item = dtype_bits(dtype) // 8
+    last = first + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + 1 if 0 not in shape else 0
+    if last * item > count * size:
+        raise CheckpointError(f"the tensor ends at byte {last * item:,} of its storage, which has {count * size:,}")
+    return dtype, key, count * size, first * item, shape, tuple(stride * item for stride in strides)
+
+
+_REBUILDS = {*(("_rebuild_tensor_v2", n) for n in (5, 6, 7)), ("_rebuild_tensor_v3", 7)}
+
+
+def _unwrapped(value: Any) -> Any:
+    """The plain tensor within a parameter, or within a tensor that Python attributes were hung on."""
+    for _ in range(4):
+        name = value.name if isinstance(value, Call) else ""
+        if name == "_rebuild_parameter" and value.args:
+            value = value.args[0]
+        elif name == "_rebuild_from_type_v2" and len(value.args) == 4 and isinstance(value.args[2], tuple):
+            function, kind, args, _ = value.args
+            if not isinstance(kind, Name) or kind.name not in ("Tensor", "Parameter"):
+                raise CheckpointError(
+                    f"holds a {kind.name if isinstance(kind, Name) else 'strange type'}, no plain tensor"
+                )
+            value = Call(function, args)
+        else:
+            break
+    return value
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 48
+
+
+def _are_sizes(values: Any) -> bool:
+    return isinstance(values, tuple) and len(values) <= 64 and all(_is_size(value) for value in values)
+
+
+# ------------------------------------------------------------------ writing
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """What goes around a tensor's elements.
+
+    Attributes:
+        head, tail: the bytes before and after them.
+        length: of the whole archive. Its elements begin at ``len(head)``, a multiple of :data:`ALIGNMENT`.
+    """
+
+    head: bytes
+    tail: bytes
+    length: int
+
+
+@lru_cache(maxsize=1024)
+def envelope(dtype: str, shape: tuple[int, ...]) -> Envelope:
+    """The envelope of a contiguous tensor, which is to begin at a multiple of :data:`ALIGNMENT` in its file.
+
+    Raises:
+        CheckpointError: torch cannot keep tensors of this dtype.
+    """
+    dtype_to_torch(dtype)
+    size = tensor_nbytes(dtype, shape)
+    archive = _Archive()
+    for name, content in (("data.pkl", _tensor_pickle(dtype, shape)), ("byteorder", b"little"), ("version", b"3\n")):
+        archive.add(name, content)
+    archive.begin("data/0", size, checksum=0)
+    head = bytes(archive.data)
+    tail = archive.directory(len(head) + size)
+    return Envelope(head, tail, len(head) + size + len(tail))
+
+
+def object_archive(value: Any) -> bytes:
+    """What ``torch.save`` makes of an object without tensors."""
+    archive = _Archive()
+    for name, content in (("data.pkl", write_pickle(value)), ("byteorder", b"little"), ("version", b"3\n")):
+        archive.add(name, content)
+    return bytes(archive.data) + archive.directory(len(archive.data))
+
+
+def _tensor_pickle(dtype: str, shape: Sequence[int]) -> bytes:
+    in_torch, storage = _STORAGES[dtype]
+    count = math.prod(shape)
+    hooks = Call(Name("collections", "OrderedDict"))
+    strides = row_major(shape, 1)
+    if storage is not None:
+        held = Persistent(("storage", Name("torch", storage), "0", "cpu", count))
+        return write_pickle(Call(_rebuild("v2"), (held, 0, tuple(shape), strides, False, hooks)))
+    held = Persistent(("storage", Name("torch.storage", "UntypedStorage"), "0", "cpu", count * dtype_bits(dtype) // 8))
+    kind = Name("torch", in_torch)
+    return write_pickle(Call(_rebuild("v3"), (held, 0, tuple(shape), strides, False, hooks, kind)))
+
+
+def _rebuild(version: str) -> Name:
+    return Name("torch._utils", f"_rebuild_tensor_{version}")
+
+
+class _Archive:
+    """A zip archive in the making: stored members, each on an aligned place as torch aligns them."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+        self.entries: list[bytes] = []
+
+    def add(self, name: str, content: bytes) -> None:
+        self.begin(name, len(content), checksum=zlib.crc32(content))
+        self.data += content
+
+    def begin(self, name: str, size: int, *, checksum: int) -> None:
+        """The member's header, up to its content."""
+        path = f"archive/{name}".encode()
+        large = size >= _NO_SIZE
+        wide = struct.pack("<HHQQ", 1, 16, size, size) if large else b""
+        told = _NO_SIZE if large else size
+        common = struct.pack("<HHHHHIII", 45 if large else 20, 0, 0, 0, _DATE, checksum, told, told)
+        header = len(self.data)
+        free = -(header + 30 + len(path) + len(wide) + 4) % ALIGNMENT
+        extra = wide + struct.pack("<2sH", b"FB", free) + b"Z" * free
+        self.data += b"PK\x03\x04" + common + struct.pack("<HH", len(path), len(extra)) + path + extra
+        ends = struct.pack("<HHHHHII", len(path), len(wide), 0, 0, 0, 0, header)
+        self.entries.append(b"PK\x01\x02" + struct.pack("<H", 45) + common + ends + path + wide)
+
+    def directory(self, at: int) -> bytes:
+        """What comes after the last member's content, which ends at ``at``."""
+        entries = b"".join(self.entries)
+        count, size = len(self.entries), len(entries)
+        wide = b"PK\x06\x06" + struct.pack("<QHHIIQQQQ", 44, 45, 45, 0, 0, count, count, size, at)
+        locator = b"PK\x06\x07" + struct.pack("<IQI", 0, at + size, 1)
+        short = struct.pack("<HHHHIIH", 0, 0, count, count, size, min(at, _NO_SIZE), 0)
+        return entries + wide + locator + b"PK\x05\x06" + short
+
+
+_DATE = (1 << 5) | 1  # 1980-01-01, the first day that a zip archive knows

@@ -1,0 +1,288 @@
+"""What this process is doing, told to whoever started it: ``phase``, ``phase_scope``, ``report``.
+
+In a rank that the launcher started, phases go to a shared page (see phase_board) and events, the outcome and
+failures go as JSON lines over a socket. In a process that runs by itself, or that another launcher (torchrun,
+SLURM) started, events reach ``on_event`` directly.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+from modelexport.distributed.supervision.failures import exception_message
+from modelexport.distributed.supervision.phase_board import PAGE, PhaseBoard
+
+BEAT_SECONDS = 0.5
+ORPHANED = 113  # exit status of a rank whose launcher vanished
+Phase = tuple[str, bool]
+
+
+class Status:
+    """Keeps the phases of this process's threads; the base class keeps them for itself."""
+
+    def __init__(self, on_event: Callable[[int, dict], None] | None = None, rank: int = 0) -> None:
+        self._rank = rank
+        self._lock = threading.Lock()
+        self._phases: dict[int, Phase] = {}
+        self.directories: set[str] = set()
+        self._on_event = on_event
+
+    def enter(self, phase: Phase | None) -> Phase | None:
+        """Sets (None: forgets) what the calling thread does; returns what it did before."""
+        ident = threading.get_ident()
+        with self._lock:
+            former = self._phases.get(ident)
+            if phase is not None:
+                self._phases[ident] = phase
+            else:
+                self._phases.pop(ident, None)
+            self._publish(*self._summary())
+        return former
+
+    def current(self) -> Phase:
+        """The phase that stands for the process."""
+        with self._lock:
+            return self._summary()
+
+    def of_thread(self) -> Phase:
+        """The phase of the calling thread, or else the process's."""
+        with self._lock:
+            return self._phases.get(threading.get_ident()) or self._summary()
+
+    def report(self, event: dict) -> None:
+        """Hands ``event`` to ``on_event``, as it would arrive from another process."""
+        line = json.dumps(event)
+        if self._on_event is not None:
+            self._on_event(self._rank, json.loads(line))
+
+    def leaves_behind(self, directory: str) -> None:
+        """Has ``directory`` cleared of this rank's files, should the run fail: by the launcher, or by rank 0."""
+        self.directories.add(directory)
+
+    def _summary(self) -> Phase:
+        """The main thread's phase; where that waits and another thread works, the other's: it is the one to blame."""
+        if len(self._phases) > 1:
+            alive = {thread.ident for thread in threading.enumerate()}
+            for ident in [ident for ident in self._phases if ident not in alive]:
+                del self._phases[ident]
+        main = self._phases.get(threading.main_thread().ident or 0)
+        if main is not None and not main[1]:
+            return main
+        working = [phase for phase in self._phases.values() if not phase[1]]
+        if working:
+            return working[-1]
+        return main or next(iter(self._phases.values()), ("", False))
+
+    def _publish(self, text: str, waiting: bool) -> None:
+        pass
+
+
+class RankStatus(Status):
+    """The status of a rank process, connected to its launcher."""
+
+    def __init__(self, channel: socket.socket, board_fd: int) -> None:
+        super().__init__()
+        self._channel = channel
+        self._send_lock = threading.Lock()
+        self._board = PhaseBoard(board_fd)
+        self._released = threading.Event()
+        self._libraries: tuple[str, ...] = (os.path.dirname(__file__) + os.sep,)
+
+    def start(self) -> None:
+        """Starts the heartbeat and directs the stacks of crashes to the board's file."""
+        os.lseek(self._board.fd, PAGE, os.SEEK_SET)
+        faulthandler.enable(self._board.fd, all_threads=True)
+        faulthandler.register(signal.SIGUSR1, self._board.fd, all_threads=True)
+        self._board.beat(_resident_bytes(), False)
+        threading.Thread(target=self._watch, name="modelexport-watcher", daemon=True).start()
+        self.send({"type": "up"})
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Sends one JSON line; blocks while the launcher is behind."""
+        line = json.dumps(message).encode() + b"\n"
+        try:
+            with self._send_lock:
+                self._channel.sendall(line)
+        except ConnectionError:
+            os._exit(ORPHANED)
+
+    def report(self, event: dict) -> None:
+        self.send({"type": "event", "event": event})
+        with self._lock:
+            self._publish(*self._summary())
+
+    def leaves_behind(self, directory: str) -> None:
+        super().leaves_behind(directory)
+        self.send({"type": "leaves", "directory": directory})
+
+    def finish(self) -> None:
+        """Says that this rank's work is done and waits until every rank of this launcher has said so.
+
+        No rank closes its connections before: to those still at work that would look like a failure.
+        """
+        self.enter(("waiting for the other ranks to finish", True))
+        self.send({"type": "finished"})
+        self._released.wait()
+        self.enter(("leaving the process group", False))
+
+    def fail(self, error: BaseException) -> None:
+        """Sends the error with this thread's innermost phase."""
+        text, _ = phase_of_error(error) or self.of_thread()
+        when = getattr(error, "raised_at", time.monotonic())
+        self.send({"type": "failed", "time": when, "phase": text, **exception_message(error)})
+
+    def _publish(self, text: str, waiting: bool) -> None:
+        self._board.write(text, waiting)
+
+    def _watch(self) -> None:
+        poll = select.poll()
+        poll.register(self._channel, select.POLLIN)
+        while True:
+            self._board.beat(_resident_bytes(), self._in_collective())
+            if not poll.poll(BEAT_SECONDS * 1000):
+                continue
+            try:
+                data = self._channel.recv(4096)
+            except ConnectionError:  # it went without reading all that was sent to it
+                data = b""
+            if not data:
+                # The launcher is gone, however it went. Nobody is left to report to or to clean up for.
+                os._exit(ORPHANED)
+            if b"release" in data:
+                self._released.set()
+
+    def _in_collective(self) -> bool:
+        """Whether the main thread is inside torch.distributed: waiting for others, though it did not say so."""
+        if len(self._libraries) == 1 and "torch.distributed" in sys.modules:
+            torch_distributed = os.path.dirname(sys.modules["torch.distributed"].__file__ or "")
+            self._libraries = (*self._libraries, torch_distributed + os.sep)
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        return frame is not None and frame.f_code.co_filename.startswith(self._libraries)
+
+
+_status: Status = Status()
+
+
+def use(status: Status) -> Status:
+    """Makes ``status`` this process's; returns the former one."""
+    global _status
+    former, _status = _status, status
+    return former
+
+
+def current_status() -> Status:
+    """This process's status, to be asked from another thread."""
+    return _status
+
+
+def in_rank() -> bool:
+    """Whether this process is a rank that our launcher started."""
+    return isinstance(_status, RankStatus)
+
+
+def report(event: dict) -> None:
+    """Sends an event (JSON-able) to the launcher's ``on_event``; counts as progress.
+
+    With world size 1, and under another launcher, ``on_event`` is called right here.
+
+    Raises:
+        TypeError, ValueError: the event is not JSON.
+    """
+    _status.report(event)
+
+
+def leaves_behind(directory: str | os.PathLike[str]) -> None:
+    """Tells of a run's directory in a workspace, in which this rank is going to have files.
+
+    Should the run fail, the launcher (or rank 0, where ranks watch each other) removes them once this rank's process
+    has ended, however it ended.
+    """
+    _status.leaves_behind(os.path.abspath(directory))
+
+
+def phase(text: str, *, waiting: bool = False) -> None:
+    """Says what this rank does now; counts as progress. Takes a few microseconds.
+
+    Args:
+        text: as it shall read after "rank 3 failed while", e.g. ``"quantising model.layers.3"``. Cut at 984 bytes.
+        waiting: the rank is blocked until its peers come, so it is a victim if nothing moves any more.
+    """
+    _status.enter((text, waiting))
+
+
+class phase_scope:
+    """``with phase_scope("gathering layer 3", waiting=True):`` sets a phase and restores the former one after.
+
+    An error that leaves the block keeps the phase in which it arose, for the launcher's report.
+    """
+
+    def __init__(self, text: str, *, waiting: bool = False) -> None:
+        self._phase = (text, waiting)
+
+    def __enter__(self) -> phase_scope:
+        self._former = _status.enter(self._phase)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            _keep_phase(error)
+        _status.enter(self._former)
+
+
+def _keep_phase(error: BaseException) -> None:
+    """Note on ``error`` what this thread did when it arose."""
+    # Not in a table: that would keep the error's frames and their tensors.
+    if not hasattr(error, "_modelexport_phase"):
+        error._modelexport_phase = _status.of_thread()  # type: ignore[attr-defined]
+
+
+def phase_of_error(error: BaseException) -> Phase | None:
+    """The phase in which ``error`` (or what it was raised from) left a :class:`phase_scope`, if it did."""
+    seen: BaseException | None = error
+    while seen is not None:
+        phase = getattr(seen, "_modelexport_phase", None)
+        if phase is not None:
+            return phase
+        seen = seen.__cause__ or seen.__context__
+    return None
+
+
+def current_phase() -> str:
+    """What this process does now, in the words of its last :func:`phase`."""
+    return _status.current()[0]
+
+
+@contextmanager
+def local_status(on_event: Callable[[int, dict], None] | None, rank: int = 0) -> Iterator[Status]:
+    """For a rank that no launcher of ours started: events go straight to ``on_event``."""
+    status = Status(on_event, rank)
+    former = use(status)
+    try:
+        yield status
+    except BaseException as error:
+        _keep_phase(error)
+        raise
+    finally:
+        use(former)
+
+
+def _resident_bytes() -> int:
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0

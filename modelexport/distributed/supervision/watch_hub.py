@@ -1,0 +1,189 @@
+"""Rank 0's part of the ranks' watch over each other: hears all, finds the cause, tells all (see watch)."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import selectors
+import socket
+import threading
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from modelexport.distributed.config import MultiprocessConfig
+from modelexport.distributed.supervision.failures import ECHO, OWN, Failure, passed_on, root_cause, settling_seconds
+from modelexport.distributed.supervision.heartbeat import remove_rank
+
+_LONGEST_LINE = 1 << 20
+
+
+class Lines:
+    """JSON lines that arrive on a socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._buffer = b""
+
+    def read(self) -> list[dict[str, Any]] | None:
+        """The messages that have become complete; None at the end of the connection. Call when it is readable."""
+        try:
+            data = self._connection.recv(1 << 16)
+        except OSError:
+            return None
+        if not data or len(self._buffer) > _LONGEST_LINE:
+            return None
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        try:
+            found = [json.loads(line) for line in lines]
+        except ValueError:
+            return None
+        return found if all(isinstance(message, dict) for message in found) else None
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Let the kernel find out within half a minute that the other machine is gone."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 30_000)):
+        if hasattr(socket, name):  # not on every system
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+@dataclass(eq=False)
+class _Member:
+    """A rank, as rank 0 sees it."""
+
+    rank: int
+    connection: socket.socket
+    lines: Lines
+    phase: str = "joining the process group"
+    waiting: bool = False
+    since: float = 0.0
+    finished: bool = False
+    directories: list[Path] = field(default_factory=list)
+    failure: Failure | None = None
+
+    def tell(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # the end of a connection is noticed where it is read
+            self.connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+class Hub:
+    """The thread on rank 0 to which every rank is connected, rank 0 itself by ``own``."""
+
+    def __init__(self, listener: socket.socket, own: socket.socket, token: str, config: MultiprocessConfig) -> None:
+        self._listener, self._token, self._world = listener, token, config.world_size
+        self._members = {0: _Member(0, own, Lines(own), since=time.monotonic())}
+        self._told: dict[str, Any] | None = None
+        self._thread = threading.Thread(target=self._run, name="modelexport-watch-hub", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def join(self, seconds: float) -> None:
+        """Wait until every rank has hung up."""
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        own = self._members[0]
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ, None)
+            selector.register(own.connection, selectors.EVENT_READ, own)
+            connected = 1
+            while connected:
+                patience = 0.02 if self._failures() and self._told is None else 0.5
+                for key, _ in selector.select(patience):
+                    connection: Any = key.fileobj
+                    if key.data is None:
+                        stranger, _ = self._listener.accept()
+                        selector.register(stranger, selectors.EVENT_READ, Lines(stranger))
+                    elif isinstance(key.data, Lines):
+                        selector.unregister(connection)
+                        member = self._greet(connection, key.data)
+                        if member is not None:
+                            selector.register(connection, selectors.EVENT_READ, member)
+                            connected += 1
+                    elif not self._hear(key.data):
+                        selector.unregister(connection)
+                        connection.close()
+                        connected -= 1
+                self._decide()
+            for key in list(selector.get_map().values()):
+                key.fileobj.close()  # type: ignore[union-attr]
+
+    def _greet(self, stranger: socket.socket, lines: Lines) -> _Member | None:
+        messages = lines.read() or [{}]
+        rank: Any = messages[0].get("rank")
+        known = hmac.compare_digest(str(messages[0].get("token")).encode(), self._token.encode())
+        if not known or rank not in range(1, self._world) or rank in self._members:
+            stranger.close()
+            return None
+        keep_alive(stranger)
+        member = self._members[rank] = _Member(rank, stranger, lines, since=time.monotonic())
+        for message in messages[1:]:
+            self._note(member, message)
+        if self._told is not None:
+            member.tell(self._told)
+        return member
+
+    def _hear(self, member: _Member) -> bool:
+        """Take in what ``member`` said; False when it has hung up."""
+        messages = member.lines.read()
+        if messages is None:
+            if self._told is None or "cause" in self._told:
+                for directory in member.directories:
+                    remove_rank(directory, member.rank)
+            if not member.finished and member.failure is None:
+                text = "its process ended without leaving an error (killed, or os._exit; or its machine is gone)"
+                member.failure = Failure(member.rank, time.monotonic() - 0.05, OWN, member.phase, text)
+            return False
+        for message in messages:
+            self._note(member, message)
+        return True
+
+    def _note(self, member: _Member, message: dict[str, Any]) -> None:
+        if "phase" in message:
+            member.phase, member.waiting, member.since = message["phase"], message["waiting"], time.monotonic()
+        elif "failed" in message and member.failure is None:
+            member.failure = Failure(time=time.monotonic(), **message["failed"])
+        elif "leaves" in message:
+            member.directories.append(Path(message["leaves"]))
+        elif "finished" in message:
+            member.finished = True
+
+    def _failures(self) -> list[Failure]:
+        return [member.failure for member in self._members.values() if member.failure is not None]
+
+    def _decide(self) -> None:
+        """Tell all ranks what to do, once that is clear."""
+        if self._told is not None:
+            return
+        failures = self._failures()
+        if failures:
+            waited = time.monotonic() - min(failure.time for failure in failures)
+            if len(failures) == self._world or waited > settling_seconds(failures):
+                cause = asdict(self._blame(root_cause(failures)))
+                del cause["time"]  # of this machine's clock
+                self._tell({"cause": cause})
+        elif len(self._members) == self._world and all(member.finished for member in self._members.values()):
+            self._tell({"released": 1})
+
+    def _blame(self, cause: Failure) -> Failure:
+        """For an echo: the rank that the others waited for, or that left what they cannot use."""
+        busy = [m for m in self._members.values() if m.failure is None and not m.waiting and not m.finished]
+        if cause.level != ECHO or not busy:
+            blamed = next((self._members[rank] for rank in cause.blamed if rank in self._members), None)
+            if blamed is None:
+                return cause
+            phase = blamed.failure.phase if blamed.failure else blamed.phase
+            return passed_on(cause, blamed.rank, phase, returned=blamed.finished)
+        slowest = min(busy, key=lambda member: (member.rank not in cause.blamed, member.since))
+        text = f"no news of it for {time.monotonic() - slowest.since:.3g} s; rank {cause.rank} gave up: {cause.summary}"
+        return Failure(slowest.rank, cause.time, OWN, slowest.phase, text)
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        self._told = message
+        for member in self._members.values():
+            member.tell(message)

@@ -1,0 +1,111 @@
+"""The check that ends an export: what the plan promised, against what lies in the files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modelexport.checkpoints.safetensors.file import Checkpoint, Layout, TensorInfo
+from modelexport.distributed.launch import phase
+from modelexport.errors import CheckpointError
+from modelexport.exporting.plan import ExportPlan, full_name
+from modelexport.inspection.verify.audit import Item, Piece, run_audit
+from modelexport.models.opening import open_model
+
+
+def audit(
+    plan: ExportPlan,
+    layout: Layout,
+    source: Checkpoint,
+    payload: Path,
+    records: Mapping[str, Any],
+    rank: int,
+    world: int,
+    *,
+    changed: Collection[str] = (),
+) -> list[dict[str, Any]]:
+    """Check this rank's share of the modules in ``payload``; returns a JSON-able entry for each.
+
+    Args:
+        records: step id -> the journal's record, with the pieces that were written.
+        changed: modules whose weights are not compared with the source's.
+
+    Raises:
+        CheckpointError: the files do not hold the planned tensors, or their bytes are not those written.
+    """
+    written = open_model(payload)
+    _same_structure(layout.infos, written)
+    pieces: dict[str, list[Piece]] = {}
+    for record in records.values():
+        for value in record["pieces"]:
+            piece = Piece.from_json(value)
+            pieces.setdefault(piece.name, []).append(piece)
+    items = share(plan_items(plan, written, changed), rank, world)
+    threads = torch.get_num_threads()
+    checks = run_audit(
+        items, written, source, pieces, threads=threads, progress=lambda name: phase(f"reading back {name}")
+    )
+    damaged = [text for check in checks for text in check.damaged]
+    if damaged:
+        raise CheckpointError(
+            f"{len(damaged)} piece(s) read back differ from what was written: {'; '.join(damaged[:3])}; "
+            f"the storage or the memory is at fault: remove {payload.parent} and run the same command again"
+        )
+    return [{"name": check.name, "sha256": check.sha256, "sqnr_db": _finite(check.sqnr_db)} for check in checks]
+
+
+def plan_items(plan: ExportPlan, written: Checkpoint, changed: Collection[str] = ()) -> Iterator[Item]:
+    """One item per module, in the plan's order; the slabs of a module are one item."""
+    modules: dict[str, Item] = {}
+    for step in plan.steps:
+        for task in step.tasks:
+            name = full_name(step.layer, task.path)
+            old = modules.get(name, Item(name, {}, None, None))
+            found = {out.name: written.infos[full_name(name, out.name)] for out in task.outputs}
+            compared = task.quantised and name not in changed
+            modules[name] = Item(
+                name,
+                {**old.tensors, **found},
+                task.info if compared else old.source,
+                task.number_format if compared else old.number_format,
+                plan.method,
+            )
+    yield from modules.values()
+
+
+def share(items: Iterable[Item], rank: int, world: int) -> list[Item]:
+    """This rank's items: the largest first, each to the rank with the least to do so far."""
+
+    def cost(item: Item) -> int:
+        # A byte that was written is hashed twice, which takes three times as long as to compare one of the source.
+        written = sum(info.nbytes for info in item.tensors.values())
+        return 3 * written + (item.source.nbytes if item.source else 0)
+
+    loads = [0] * world
+    mine = []
+    for item in sorted(items, key=lambda item: (-cost(item), item.name)):
+        chosen = loads.index(min(loads))
+        loads[chosen] += cost(item)
+        if chosen == rank:
+            mine.append(item)
+    return mine
+
+
+def _finite(value: float | None) -> float | None:
+    """None for "exact" and "not compared": JSON has no infinity. Two decimals are all that is meaningful."""
+    return None if value is None or math.isinf(value) else round(value, 2)
+
+
+def _same_structure(expected: Mapping[str, TensorInfo], written: Checkpoint) -> None:
+    for name, info in expected.items():
+        found = written.infos.get(name)
+        if found is None or (found.dtype, found.shape) != (info.dtype, info.shape):
+            state = "is missing" if found is None else f"is {found.dtype} {list(found.shape)}"
+            raise CheckpointError(f"read back: {name} {state}; {info.dtype} {list(info.shape)} was to be written")
+    extra = sorted(set(written.infos) - set(expected))
+    if extra:
+        raise CheckpointError(f"read back: {len(extra)} tensor(s) nobody planned, e.g. {extra[0]}")

@@ -1,0 +1,121 @@
+"""What autoquant needs before there is a plan: the errors of each format in each group of linears, and the choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from modelexport.checkpoints.safetensors.file import Checkpoint, Reader, torch_dtype
+from modelexport.errors import PlanError, UsageError
+from modelexport.exporting.calibrated.samples import Samples, forward_reader, tokens_of
+from modelexport.exporting.plan import full_name
+from modelexport.models.architecture import Dimensions, Family, family_of, read_dimensions
+from modelexport.quantization import formats, sensitivity
+from modelexport.quantization.calibration.layers import LayerRunner
+from modelexport.quantization.formats.base import NumberFormat
+
+__all__ = ["assigned"]
+
+Refusal = Callable[[NumberFormat, tuple[int, int]], str | None]
+
+
+def assigned(
+    checkpoint: Checkpoint,
+    samples: Samples,
+    *,
+    candidates: str,
+    bits: float,
+    group_size: int | None = None,
+    refusal: Refusal | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> sensitivity.Assigned:
+    """Choose a number format for every group of linears that engines fuse.
+
+    The source is run over some of the samples, on this process alone.
+
+    Args:
+        candidates: names as ``--quant`` has them, with group sizes or not, separated by commas.
+        bits: per weight of the decoder's linears, scales included.
+        group_size: of candidates that have groups and do not say so.
+        refusal: why the target cannot spell a linear of a shape; None where it can.
+        progress: told what is going on.
+
+    Raises:
+        UsageError: an unknown format among the candidates, one that the target cannot spell, or fewer than two.
+        PlanError: no choice is within the budget, or no candidate fits a linear.
+        CheckpointError: a weight, or a hidden state, is not finite.
+    """
+    config = checkpoint.config or {}
+    family = family_of(config)
+    dimensions = read_dimensions(config, family)
+    groups, shapes = _groups(family, dimensions)
+    missing = [name for name in shapes if f"{name}.weight" not in checkpoint.infos]
+    if missing:
+        raise PlanError(f"{checkpoint.directory}: {missing[0]}.weight is missing, so autoquant cannot weigh it")
+    chosen_from = _candidates(candidates, group_size)
+    for name, number_format in chosen_from.items() if refusal is not None else ():
+        assert refusal is not None
+        reasons = [refusal(number_format, shape) for shape in sorted(set(shapes.values()))]
+        if number_format.quantised and all(reasons):
+            raise UsageError(f"--candidates {candidates}: {name}: {reasons[0]}")
+    tokens = tokens_of(checkpoint, samples)
+    tokens = tokens[: max(1, sensitivity.TOKENS // tokens.shape[1])]
+    dtype = torch_dtype(checkpoint.infos[f"{next(iter(shapes))}.weight"].dtype)
+
+    def tell(done: int, all_: int) -> None:
+        if progress is not None:
+            progress(f"autoquant: layer {done} of {all_}")
+
+    reader = Reader(checkpoint)
+    try:
+        with LayerRunner(
+            config,
+            checkpoint.infos.keys(),
+            forward_reader(checkpoint, reader),
+            tokens,
+            alone=True,
+            derived=family.is_derived,
+        ) as runner:
+            return sensitivity.assign(
+                runner,
+                groups,
+                shapes,
+                chosen_from,
+                bits,
+                dtype,
+                method=samples.ranges,
+                progress=tell,
+            )
+    finally:
+        reader.close()
+
+
+def _candidates(text: str, group_size: int | None) -> dict[str, NumberFormat]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    found = {}
+    for spelled in names:
+        name, _, size = spelled.partition(":")
+        if size and size != "-1" and not size.isdecimal():
+            raise UsageError(f"--candidates {text}: '{size}' is no group size; e.g. {name}:64")
+        own = int(size) if size else group_size if formats.has_groups(name) else None
+        found[spelled if size or own is None else f"{name}:{own}"] = formats.get(name, group_size=own)
+    if len(found) < 2:
+        raise UsageError(f"--candidates {text}: at least two number formats are needed, e.g. int4,fp8,none")
+    return found
+
+
+def _groups(family: Family, dimensions: Dimensions) -> tuple[list[list[list[str]]], dict[str, tuple[int, int]]]:
+    """Each layer's groups of linears that engines fuse (all experts' together), and the linears' shapes."""
+    layers, shapes = [], {}
+    for i in range(dimensions.layers):
+        prefix = family.layer_prefix.format(i=i)
+        groups: dict[str, list[str]] = {}
+        for path, _, module in family.modules_of_layer(dimensions, i):
+            if module.kind == "linear" and not module.why:
+                name = full_name(prefix, path)
+                # Engines have one scheme for all that a layer's experts do.
+                together = "experts" if module.is_expert else module.fused_into or module.general_path
+                groups.setdefault(together, []).append(name)
+                rows, columns = dimensions.weight_shape(module)
+                shapes[name] = (rows, columns)
+        layers.append(list(groups.values()))
+    return layers, shapes

@@ -1,0 +1,199 @@
+"""A rank that quantises decoder layers one by one while samples run through them.
+
+For each layer, all ranks together: transformers' own module is filled with this rank's shard, samples run through it,
+and what its linears are given is looked at; algorithms fold scales from one module into the next; weights are re-cut
+from what the forward pass needs (heads, columns of o and down) to whole rows, rounded, put back, and the samples run
+through the layer once more: what comes out, made by quantised layers, is what the next layer is quantised for. Then the
+layer's tensors go the way of every export's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, cast
+
+from modelexport.checkpoints.safetensors.file import Reader
+from modelexport.checkpoints.staging import Staging
+from modelexport.distributed import ranks
+from modelexport.distributed.launch import current_phase, phase, report
+from modelexport.errors import CheckpointError
+from modelexport.exporting.calibrated.forward import forward_cut
+from modelexport.exporting.calibrated.layer import CalibratedLayer, Made
+from modelexport.exporting.calibrated.rotation import RotatedReader
+from modelexport.exporting.calibrated.samples import forward_reader, shared_tokens
+from modelexport.exporting.plan import Step
+from modelexport.exporting.rank import RankExport, RankJob, in_shared_memory
+from modelexport.exporting.slots import Quantised, Shards
+from modelexport.layers import LayerConfig
+from modelexport.quantization import algorithms
+from modelexport.quantization.algorithms.base import Folding, Ranks, Rounding
+from modelexport.quantization.algorithms.rtn import RoundToNearest
+from modelexport.quantization.calibration.layers import LayerRunner
+from modelexport.quantization.calibration.ranges import Ranges
+
+
+class CalibratedExport(RankExport):
+    """See the module."""
+
+    rotated: RotatedReader | None = None
+
+    def __init__(self, job: RankJob, staging: Staging) -> None:
+        super().__init__(job, staging)
+        self.open = ExitStack()
+        stages = [kind(job.options, Ranks()) for kind in algorithms.get(job.samples.algorithms)]
+        self.foldings = [stage for stage in stages if isinstance(stage, Folding)]
+        rounding = [stage for stage in stages if isinstance(stage, Rounding)]
+        self.rounding = rounding[0] if rounding else RoundToNearest(job.options, Ranks())
+        self.decoder = [step for step in job.plan.steps if step.index is not None]
+        self.beside = staging.beside
+
+    def __exit__(self, *exception: object) -> None:
+        self.open.close()
+        super().__exit__(*exception)
+
+    # ------------------------------------------------------------ begin
+
+    def open_reader(self) -> Reader:
+        """Reads the source; or the rotated model, as if it lay there."""
+        if "rotation" not in self.job.samples.algorithms:
+            return super().open_reader()
+        self.rotated = RotatedReader(self.job.source, self.job.options, quantised=self.job.plan.formats().keys())
+        return cast("Reader", self.rotated)
+
+    def begin(self) -> None:
+        """Samples and runner, at the first layer that is not done."""
+        job = self.job
+        phase("preparing the calibration samples")
+        tokens = shared_tokens(job.source, job.samples)
+        self.ranges = Ranges({}, {}, {}, (), *tokens.shape)
+        self.runner = LayerRunner(
+            job.source.config or {},
+            job.source.infos.keys(),
+            forward_reader(job.source, self.reader),
+            tokens,
+            cut=forward_cut(job.plan.family, job.plan.dimensions, self.rank, self.world),
+            progress=self._batch,
+            memory=job.samples.memory,
+            directory=self.beside.parent,
+            derived=job.plan.family.is_derived,
+        )
+        left = [step.index for step in self.decoder if step.id not in job.done]
+        self.first = left[0] if left else len(self.decoder)
+        if self.first and left and not self._restored(self.first):
+            # Without what went into that layer all are run again; those that are written stay as they are, and what
+            # is made of them would be the same.
+            self.first = 0
+            done = [step for step in self.steps if step.index is None]
+            self.steps = sorted([*done, *self.decoder], key=job.plan.steps.index)
+        if left:
+            phase("reading the embeddings of the calibration samples")
+            self.open.enter_context(self.runner)
+
+    def _restored(self, index: int) -> bool:
+        """Whether the samples go on from what an earlier run has kept of them: on all ranks, or on none."""
+        path = self._kept(index)
+        if not ranks.compute_and_broadcast(path.is_file):
+            return False
+        if self.runner.restore(path) is None:
+            raise CheckpointError(f"{path} is seen by rank 0, but not by this one: is the directory not shared?")
+        return True
+
+    @staticmethod
+    def _batch(done: int, batches: int) -> None:
+        """Says how far the samples are: also that this rank does not hang."""
+        phase(f"{current_phase().partition(' (batch')[0]} (batch {done} of {batches})")
+
+    def _kept(self, index: int) -> Path:
+        """Where what goes into a layer is kept, for a run that takes this one up."""
+        return self.beside / f"{index}.safetensors"
+
+    # ------------------------------------------------------------ layers
+
+    def read(self, step: Step) -> Shards:
+        """Of a decoder layer nothing: the runner reads what its forward pass needs."""
+        return super().read(step) if step.index is None else Shards({}, {}, self.sources.get())
+
+    def quantise(self, step: Step, shards: Shards) -> Quantised:
+        """See the base; a decoder layer is quantised with samples running through it."""
+        if step.index is None:
+            return super().quantise(step, shards)
+        made = self._calibrated(step)
+        layer = LayerConfig(step.layer, step.index)
+        for number, task in enumerate(step.tasks):
+            module = self.module_of(layer, task)
+            if task.cached is not None:
+                self.emit(module, task, self.cache_scale(step, task))
+            elif number in made.native:
+                native = made.native[number]
+                box = task.owned_box(self.rank)
+                assert box is not None
+                rows, columns = ((stop - start) for start, stop in box)
+                self.emit(module, task, self.encoded(task, native, (rows, columns)))
+            elif number in made.plain:
+                plain = made.plain[number]
+                if self.way.wants_shared(task):
+                    plain = in_shared_memory(plain)
+                self.emit(module, task, {task.outputs[0].name: plain})
+        return Quantised(layer, [(self.sources, shards.slot)], made.report.as_json())
+
+    def _calibrated(self, step: Step) -> Made:
+        """All of the layer's tensors that this rank emits; the samples are moved on to the next layer."""
+        index = step.index
+        assert index is not None
+        with self.runner.filled(index) as filled:
+            layer = CalibratedLayer(self.job, step, self.runner, filled, self.scales, self.rank)
+            for folding in self.foldings:
+                layer.fold(folding, clip=self.rounding.observer == "amax")
+            made = layer.round(self.rounding)
+            if index + 1 < len(self.decoder):
+                phase(f"{step.id}: samples through the quantised layer")
+                self.runner.advance(filled, made.activations)
+        self.ranges.keys.update(made.keys)
+        self.ranges.values.update(made.values)
+        if self.rank == 0:
+            report({"kind": "working", "text": f"{step.id} {self.rounding.name} error {made.report.mean:.2e}"})
+            self._keep(index + 1)
+        return made
+
+    def _keep(self, index: int) -> None:
+        """Keep what goes into a layer until the one before it, which is being written meanwhile, is done."""
+        if index >= len(self.decoder):
+            return
+        self.beside.mkdir(exist_ok=True)
+        self.runner.save(self._kept(index), index)
+        self._kept(index - 3).unlink(missing_ok=True)
+
+    def hand_over(self, step: Step, quantised: Quantised) -> None:
+        """See the base; what an earlier run has written stays."""
+        if step.id not in self.job.done:
+            super().hand_over(step, quantised)
+            return
+        for queue, slot in quantised.slots:
+            queue.put(slot)
+
+    # ------------------------------------------------------------ finish
+
+    def changed(self, records: Mapping[str, Any]) -> set[str]:
+        """See the base."""
+        linears = self.job.plan.formats()
+        found = {name for record in records.values() for name in record.get("note", {}).get("changed", ())}
+        for name in () if self.rotated is None else self.rotated.changes:
+            module = name.removesuffix(".weight")
+            found.add(module if module in linears else name)
+        return found
+
+    def calibration(self) -> dict[str, Any]:
+        """See the base; with what was found of every layer."""
+        notes = [self.way.records[step.id]["note"] for step in self.decoder]
+        joined = {key: {name: x for note in notes for name, x in note[key].items()} for key in ("before", "after")}
+        return {
+            "samples": self.ranges.samples,
+            "length": self.ranges.length,
+            "unseen_experts": [name for note in notes for name in note["unseen"]],
+            "notes": {name: text for note in notes for name, text in note["notes"].items()},
+            "rare_experts": {name: count for note in notes for name, count in note["rare"].items()},
+            "changed": sorted(self.changed(self.way.records)),
+            "output_error": joined,
+        }

@@ -1,0 +1,157 @@
+"""Getting what the ranks made into the checkpoint, in one of three ways, and keeping the books.
+
+- ``shm``: every rank's layer goes to the first rank through shared memory, which writes it all.
+- ``nfs``: the same, through files in a workspace.
+- ``direct``: each rank writes its own pieces; only descriptions go to the first rank. A weight that is cut along its
+  columns is the exception: its pieces would be thousands of short segments each, ten times slower to write than
+  whole rows. They meet at one rank, another one for each such weight, which writes them as rows: in shared memory,
+  or through the workspace where the ranks are on several machines.
+
+The bytes are the same in each case. Whatever way it went, a checksum of each piece, taken where the piece was in
+memory, goes into the journal, and the audit compares it with what lies in the file.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelexport.checkpoints.safetensors.file import Layout, Writer
+from modelexport.checkpoints.staging import Staging
+from modelexport.distributed import collectives, gather, ranks
+from modelexport.distributed.launch import phase, report
+from modelexport.exporting.plan import Step, TensorTask
+from modelexport.inspection.verify.audit import Piece
+from modelexport.layers import LayerConfig, TensorShard, describe, merge, split
+
+
+class HandOver:
+    """One rank's way into the checkpoint. Used by one thread at a time.
+
+    Attributes:
+        records: the journal's record of every finished step; complete on the first rank only.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        staging: Staging,
+        transport: str,
+        workspace: str | None,
+        records: dict[str, dict[str, Any]],
+    ) -> None:
+        self.world = collectives.get_world_size()
+        self.records = records
+        self._staging = staging
+        self._writer = Writer(layout, staging.directory)
+        self._writer.start_writeback()
+        self._direct = transport == "direct" or self.world == 1
+        self._workspace = workspace
+        self._shares_all = transport == "shm" and self.world > 1
+        self._turn = 0
+        self._ranks = list(range(self.world))
+        gather.connect(self._ranks, None, self._workspace)
+
+    def wants_shared(self, task: TensorTask) -> bool:
+        """Whether what is made of ``task`` should lie in shared memory, because another rank will write it."""
+        return self._shares_all or (self._meets(task) and self._workspace is None)
+
+    def _meets(self, task: TensorTask) -> bool:
+        return self._direct and self.world > 1 and task.cut.dim == 1
+
+    def gathered(self, payload: Any, first: int = 0) -> AbstractContextManager[list[Any]]:
+        """``payload`` of every rank, on rank ``first``."""
+        order = self._ranks[first:] + self._ranks[:first]
+        return gather.get_configs_parallel(payload, order, None, self._workspace)
+
+    def step(self, step: Step, layer: LayerConfig, note: dict[str, Any] | None = None) -> None:
+        """Bring one step's layer, as this rank emits it, into the checkpoint.
+
+        Args:
+            note: what the journal keeps of the step besides; the first rank's counts.
+
+        Raises:
+            CheckpointError: the disk is full or fails.
+            GatherError: another rank is gone.
+        """
+        if not self._direct:
+            with self.gathered(layer) as parts:
+                if parts:
+                    self._record(step, [describe(part) for part in parts], self._write(parts), note)
+            return
+        meeting = list(dict.fromkeys(task.path for task in step.tasks if self._meets(task)))
+        pieces = self._write([_without(layer, meeting)])
+        for path in meeting:
+            owner, self._turn = self._turn, (self._turn + 1) % self.world
+            with self.gathered(replace(layer, modules={path: layer.modules[path]}), owner) as parts:
+                pieces += self._write(parts)
+        payload = {"layer": describe(layer), "pieces": [piece.as_json() for piece in pieces]}
+        with self.gathered(payload) as parts:
+            if parts:
+                every = [Piece.from_json(piece) for part in parts for piece in part["pieces"]]
+                self._record(step, [part["layer"] for part in parts], every, note)
+
+    def _record(
+        self, step: Step, layers: Sequence[LayerConfig], pieces: Sequence[Piece], note: dict[str, Any] | None
+    ) -> None:
+        """First rank: the step is in the files."""
+        described, _ = split(merge(layers))
+        entry = {"layer": json.loads(described), "pieces": [piece.as_json() for piece in pieces]}
+        if note is not None:
+            entry["note"] = note
+        self.records[step.id] = entry
+        self._staging.record(step.id, entry)
+        report({"kind": "step", "step": step.id, "bytes": step.output_bytes})
+
+    def _write(self, parts: Sequence[LayerConfig]) -> list[Piece]:
+        """Write the parts' shards at their places.
+
+        They are not merged in memory first: the writer joins what lies side by side on its way into the file.
+        """
+        shards: dict[str, list[TensorShard]] = {}
+        for layer in parts:
+            for path, module in layer.modules.items():
+                for name, shard in module.tensors.items():
+                    shards.setdefault(layer.tensor_name(path, name), []).append(shard)
+        pieces = []
+        for name, found in shards.items():
+            placed = []
+            for shard in found:
+                assert shard.data is not None
+                placed.append((shard.data, shard.offset))
+                pieces.append(Piece(name, shard.offset, shard.shape, _crc32(shard.data)))
+            self._writer.write_pieces(name, placed)
+        return pieces
+
+    def flush(self) -> None:
+        """Wait until the disk has what the ranks wrote.
+
+        Raises:
+            CheckpointError: the disk refused it.
+        """
+        self._writer.sync()
+
+    def share_records(self) -> dict[str, dict[str, Any]]:
+        """Every rank gets the first rank's record of all steps."""
+        phase("waiting for the other ranks to finish writing", waiting=True)
+        return ranks.compute_and_broadcast(lambda: self.records)
+
+    def close(self) -> None:
+        """Close the weight files."""
+        self._writer.close()
+
+
+def _without(layer: LayerConfig, paths: Sequence[str]) -> LayerConfig:
+    return replace(layer, modules={path: m for path, m in layer.modules.items() if path not in paths})
+
+
+def _crc32(tensor: Tensor) -> int:
+    flat = tensor.contiguous().view(-1)
+    return zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0

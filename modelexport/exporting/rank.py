@@ -1,0 +1,375 @@
+"""What one tensor-parallel rank does: read its shards, quantise them, hand them over, check what was written.
+
+Three stages run side by side: while step i is quantised (main thread), step i+1 is read and step i-1 is
+written (one thread each). Slots bound the memory: two of them hold source shards, two hold results, each
+as large as the rank's largest step, and they are reused, since touching fresh pages costs more than the copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelexport.checkpoints.safetensors.file import Checkpoint, Layout, Reader, torch_dtype
+from modelexport.checkpoints.staging import Staging
+from modelexport.distributed import collectives, gather
+from modelexport.distributed.launch import phase, report
+from modelexport.distributed.transport import memory
+from modelexport.errors import CheckpointError
+from modelexport.exporting.audit import audit
+from modelexport.exporting.calibrated.samples import Samples, calibrate
+from modelexport.exporting.output import HandOver
+from modelexport.exporting.plan import ExportPlan, Step, TensorTask, full_name
+from modelexport.exporting.plan.steps import StoredLinear
+from modelexport.exporting.scales import ScaleAgreement, check_finite
+from modelexport.exporting.slots import Quantised, Shards, Slot, slots
+from modelexport.layers import LayerConfig, ModuleConfig, TensorShard
+from modelexport.quantization import decoding, formats, kernels
+from modelexport.quantization.algorithms.base import Options
+from modelexport.quantization.calibration.ranges import Ranges
+from modelexport.quantization.methods import Part, of_method
+
+FP8_MAX = 448.0  # the largest number of float8_e4m3fn
+SMALL_BYTES = 1 << 20  # tensors up to this size are copied rather than kept where they were read
+
+
+@dataclass(frozen=True)
+class RankJob:
+    """All that a rank is told.
+
+    Attributes:
+        done: journal of an earlier run of the same export: step id -> its record.
+        transport: ``shm``, ``nfs`` or ``direct``.
+        workspace: where ranks meet that do not meet in shared memory.
+        spread: the ranks are on several machines.
+        timeout: seconds that a gather waits for another rank.
+        samples: the text that calibration runs over, where the plan needs it.
+        options: the settings of the algorithms in ``samples``.
+    """
+
+    source: Checkpoint
+    plan: ExportPlan
+    layout: Layout
+    out: Path
+    transport: str
+    workspace: str | None
+    spread: bool
+    timeout: float
+    done: dict[str, dict[str, Any]]
+    samples: Samples
+    options: Options
+
+
+def run_rank(job: RankJob) -> None:
+    """Entry point of a rank process; rank 0 reports the result (see :meth:`RankExport.finish`)."""
+    kind = RankExport
+    if job.plan.calibrated:
+        from modelexport.exporting.calibrated.rank import CalibratedExport  # it brings much that others do not need
+
+        kind = CalibratedExport
+    with Staging.join(job.out) as staging, kind(job, staging) as export:
+        export.run()
+        export.finish()
+
+
+class RankExport:
+    """One rank's part of an export."""
+
+    def __init__(self, job: RankJob, staging: Staging) -> None:
+        self.job, self.staging = job, staging
+        self.rank, self.world = collectives.get_rank(), collectives.get_world_size()
+        self.method = of_method(job.plan.method)
+        self.ranges = Ranges({}, {}, {})
+        self.is_native = self.method.METHOD == "compressed-tensors"
+        self.plain = formats.get("none")
+        self.scales = ScaleAgreement(self.rank, self.world, self.plain)
+        self.reader = self.open_reader()
+        self.steps = [step for step in job.plan.steps if step.id not in job.done]
+        self.sources: Queue[Slot] = slots(2)
+        self.results: Queue[Slot] = slots(2)
+        kernels.set_threads(torch.get_num_threads())
+        gather.set_timeout(job.timeout)
+        self.way = HandOver(job.layout, staging, job.transport, job.workspace, dict(job.done))
+
+    def open_reader(self) -> Reader:
+        """What reads the source."""
+        return Reader(self.job.source)
+
+    def __enter__(self) -> RankExport:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        gather.set_timeout(None)
+        self.reader.close()
+        self.way.close()
+
+    def run(self) -> None:
+        """Read, quantise and hand over every step that is not done yet."""
+        self.begin()
+        reading, writing = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        try:
+            ahead: Future[Shards] | None = None
+            behind: Future[None] | None = None
+            for number, step in enumerate(self.steps):
+                phase(f"reading {step.id}")
+                shards = (ahead or reading.submit(self.read, step)).result()
+                if number + 1 < len(self.steps):
+                    ahead = reading.submit(self.read, self.steps[number + 1])
+                phase(f"quantising {step.id}")
+                quantised = self.quantise(step, shards)
+                if behind is not None:
+                    phase(f"handing over the step before {step.id}", waiting=True)
+                    behind.result()
+                behind = writing.submit(self.hand_over, step, quantised)
+            if behind is not None:
+                phase("waiting for the last step to be written", waiting=True)
+                behind.result()
+        finally:
+            # Not waited for: after an error the other stages may be blocked on peers that will not come.
+            reading.shutdown(wait=False, cancel_futures=True)
+            writing.shutdown(wait=False, cancel_futures=True)
+
+    def begin(self) -> None:
+        """What comes before the first step: static scales need to know what the activations reach."""
+        if self.job.plan.needs_ranges:
+            phase("calibrating: the magnitudes of activations")
+            self.ranges = calibrate(self.job.source, self.job.plan, self.reader, self.job.samples)
+
+    # ------------------------------------------------------------------ read
+
+    def read(self, step: Step) -> Shards:
+        """Read the shards of ``step`` that this rank owns, and nothing else."""
+        slot = self.sources.get()
+        boxes: dict[int, tuple[tuple[int, int], ...]] = {}
+        whole: dict[int, StoredLinear] = {}
+        for i, task in enumerate(step.tasks):
+            box = task.owned_box(self.rank)
+            if box is None or task.cached is not None:
+                continue
+            if task.stored is not None:
+                whole[i] = task.stored
+            else:
+                boxes[i] = box
+        dtypes = {i: torch_dtype(step.tasks[i].info.dtype) for i in boxes}
+        infos = [info for stored in whole.values() for info in stored.tensors.values()]
+        slot.reserve(
+            sum(_padded(_extent(boxes[i]), dtypes[i]) for i in boxes)
+            + sum(_padded(info.shape, torch_dtype(info.dtype)) for info in infos)
+        )
+        tensors = {}
+        for i, box in boxes.items():
+            task = step.tasks[i]
+            allocate = memory.shared_empty if self.way.wants_shared(task) and not task.quantised else slot.take
+            tensors[i] = self.reader.read(
+                task.info,
+                rows=box[0] if box else None,
+                cols=box[1] if len(box) > 1 else None,
+                out=allocate(_extent(box), dtypes[i]),
+            )
+        stored = {
+            i: {
+                suffix: self.reader.read(info, out=slot.take(info.shape, torch_dtype(info.dtype)))
+                for suffix, info in linear.tensors.items()
+            }
+            for i, linear in whole.items()
+        }
+        return Shards(tensors, stored, slot)
+
+    # -------------------------------------------------------------- quantise
+
+    def quantise(self, step: Step, shards: Shards) -> Quantised:
+        """Quantise what this rank holds of ``step`` into the layer config that it emits."""
+        amax = self.scales.agree(step, shards.tensors)
+        slot = self.results.get()
+        slot.reserve(sum(self._result_bytes(step.tasks[i], tensor) for i, tensor in shards.tensors.items()))
+        layer = LayerConfig(step.layer, step.index)
+        kept_source = False
+        for i, task in enumerate(step.tasks):
+            module = self.module_of(layer, task)
+            weight = shards.tensors.get(i)
+            if task.cached is not None:
+                tensors = self.cache_scale(step, task)
+            elif i in shards.stored:
+                tensors = self._recoded(task, shards.stored[i])
+                kept_source = True  # what a method spells alike is passed on where it was read
+            elif weight is None:
+                continue
+            elif task.quantised:
+                tensors = self._quantise_linear(step, task, weight, amax.get(i), slot)
+            else:
+                check_finite(self.plain, weight, task.info.name)
+                if self._is_copied(task, weight):
+                    weight = slot.take(tuple(weight.shape), weight.dtype).copy_(weight)
+                elif not self.way.wants_shared(task):
+                    kept_source = True
+                tensors = {task.outputs[0].name: weight}
+            self.emit(module, task, tensors)
+        slots = [(self.results, slot)]
+        if kept_source:
+            slots.append((self.sources, shards.slot))
+        else:
+            self.sources.put(shards.slot)
+        return Quantised(layer, slots)
+
+    def emit(self, module: ModuleConfig, task: TensorTask, tensors: Mapping[str, Tensor]) -> None:
+        """Put what this rank has of a task's outputs into the layer that it hands over."""
+        for out in task.outputs:
+            box = task.output_box(out, self.rank)
+            if box is not None:
+                offset = tuple(start for start, _ in box)
+                data = tensors[out.name].reshape(_extent(box))
+                module.tensors[out.name] = TensorShard(out.dtype, out.shape, offset, _extent(box), data)
+
+    def encoded(self, task: TensorTask, native: dict[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
+        """Native tensors of this rank's part of a weight, of that shape, as the target's method spells them."""
+        if self.is_native:
+            return native
+        box = task.owned_box(self.rank)
+        assert box is not None
+        assert task.number_format is not None
+        encoded = self.method.encode(task.number_format, native, Part(task.full_shape, (box[0][0], box[1][0]), shape))
+        return {name: in_shared_memory(t) for name, t in encoded.items()} if self.way.wants_shared(task) else encoded
+
+    def _quantise_linear(
+        self, step: Step, task: TensorTask, weight: Tensor, amax: Tensor | None, slot: Slot
+    ) -> dict[str, Tensor]:
+        number_format = task.number_format
+        assert number_format is not None
+        shared = self.way.wants_shared(task)
+        out = None
+        if self.is_native:
+            allocate = memory.shared_empty if shared else slot.take
+            specs = number_format.specs((weight.shape[0], weight.shape[1]), weight.dtype)
+            out = {spec.suffix: allocate(spec.shape, spec.dtype) for spec in specs}
+        inputs = None
+        if number_format.has_static_inputs:
+            inputs = self.ranges.inputs[full_name(step.layer, task.path)]
+        native = number_format.quantise(
+            weight, amax=amax, inputs=inputs, global_shape=task.full_shape, out=out, name=task.info.name
+        )
+        return self.encoded(task, native, (weight.shape[0], weight.shape[1]))
+
+    def _recoded(self, task: TensorTask, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What the source has quantised: spelt by the target's method, or as the weight that it stands for."""
+        linear = task.stored
+        assert linear is not None
+        try:
+            decoding.check_stored(stored, task.full_shape)
+            if task.number_format is None:
+                weight = decoding.dequantise(linear.method, linear.number_format, stored, task.full_shape)
+                found = {"weight": weight.to(torch_dtype(task.info.dtype))}
+                check_finite(self.plain, found["weight"], task.info.name)
+            else:
+                found = decoding.recode(linear.method, self.method, linear.number_format, stored, task.full_shape)
+                found = {out.name: decoding.as_dtype(found[out.name], torch_dtype(out.dtype)) for out in task.outputs}
+        except CheckpointError as error:  # of one among hundreds
+            raise type(error)(f"{task.info.name.removesuffix('.weight')}: {error}") from error
+        return {name: in_shared_memory(t) for name, t in found.items()} if self.way.wants_shared(task) else found
+
+    def cache_scale(self, step: Step, task: TensorTask) -> dict[str, Tensor]:
+        """The scale of a layer's cached keys or values: what they reach, over the largest number of FP8."""
+        assert step.index is not None
+        reached = (self.ranges.keys if task.cached == "k" else self.ranges.values)[step.index]
+        return {task.parameter: torch.tensor(reached / FP8_MAX if reached > 0 else 1.0, dtype=torch.float32)}
+
+    def _is_copied(self, task: TensorTask, weight: Tensor) -> bool:
+        """Whether a tensor that passes through leaves its slot: a norm must not hold up a whole layer's."""
+        return not self.way.wants_shared(task) and weight.nbytes <= SMALL_BYTES
+
+    def _result_bytes(self, task: TensorTask, weight: Tensor) -> int:
+        if not task.quantised:
+            return _padded(tuple(weight.shape), weight.dtype) if self._is_copied(task, weight) else 0
+        if self.way.wants_shared(task) or not self.is_native:
+            return 0
+        assert task.number_format is not None
+        specs = task.number_format.specs((weight.shape[0], weight.shape[1]), weight.dtype)
+        return sum(_padded(spec.shape, spec.dtype) for spec in specs)
+
+    def module_of(self, layer: LayerConfig, task: TensorTask) -> ModuleConfig:
+        """The module of a task in the layer that is handed over; made where it is not there yet."""
+        if task.path not in layer.modules:
+            layer.modules[task.path] = self._module(task)
+        return layer.modules[task.path]
+
+    def _module(self, task: TensorTask) -> ModuleConfig:
+        return ModuleConfig(
+            kind=task.module.kind,
+            role=task.module.role,
+            partition=task.module.partition,
+            global_shape=task.info.shape,
+            local_shape=task.held_shape(self.rank),
+            number_format=task.number_format.name if task.number_format is not None else "none",
+            group_size=task.number_format.group_size if task.number_format is not None else None,
+        )
+
+    def changed(self, records: Mapping[str, Any]) -> set[str]:
+        """Names of modules and tensors whose values are not the source's, rounded or not."""
+        return set()
+
+    def calibration(self) -> dict[str, Any] | None:
+        """What the record says of the text that the activations were seen with."""
+        if not self.job.plan.needs_ranges:
+            return None
+        ranges = self.ranges
+        return {"samples": ranges.samples, "length": ranges.length, "unseen_experts": list(ranges.unseen)}
+
+    # --------------------------------------------------- hand over and finish
+
+    def hand_over(self, step: Step, quantised: Quantised) -> None:
+        """Get the step into the checkpoint, and its slots back into use."""
+        try:
+            self.way.step(step, quantised.layer, quantised.note)
+        finally:  # also after an error, so that no stage waits for a slot for ever
+            for queue, slot in quantised.slots:
+                queue.put(slot)
+
+    def finish(self) -> None:
+        """Reopen the files, compare them with what was produced and with the source, and report."""
+        job = self.job
+        if job.spread:  # other machines see what has reached the disk, and not before
+            phase("flushing weight files to disk")
+            self.way.flush()
+        with ThreadPoolExecutor(1) as flushing:  # the disk works while the page cache is read back
+            flushed = flushing.submit(self.way.flush)
+            records = self.way.share_records()
+            phase("reading back what was written")
+            checks = audit(
+                job.plan,
+                job.layout,
+                job.source,
+                self.staging.directory,
+                records,
+                self.rank,
+                self.world,
+                changed=self.changed(records),
+            )
+            phase("flushing weight files to disk")
+            flushed.result()
+        with self.way.gathered({"checks": checks}) as parts:
+            if parts:
+                merged = [check for part in parts for check in part["checks"]]
+                layers = [records[step.id]["layer"] for step in job.plan.steps]
+                report({"kind": "result", "checks": merged, "layers": layers, "calibration": self.calibration()})
+
+
+def _extent(box: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in box)
+
+
+def _padded(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    nbytes = dtype.itemsize
+    for size in shape:
+        nbytes *= size
+    return -(-nbytes // 64) * 64
+
+
+def in_shared_memory(tensor: Tensor) -> Tensor:
+    """A copy that other ranks of the machine can be shown."""
+    return memory.shared_empty(tuple(tensor.shape), tensor.dtype).copy_(tensor)

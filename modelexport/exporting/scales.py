@@ -1,0 +1,109 @@
+"""What ranks must know of each other before they quantise: the largest magnitudes that a scale depends on.
+
+A maximum is exact in any order, and the squared errors of a search come whole rows at a time and are added in the order
+of the rows, so that the scales are those of the whole weight, whatever the cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from modelexport.distributed import collectives
+from modelexport.distributed.launch import phase
+from modelexport.exporting.plan.steps import Step, TensorTask
+from modelexport.quantization import kernels
+from modelexport.quantization.formats.base import NumberFormat
+
+
+class ScaleAgreement:
+    """One rank's part in finding the magnitudes of a step."""
+
+    def __init__(self, rank: int, world: int, plain: NumberFormat) -> None:
+        self.rank, self.world, self.plain = rank, world, plain
+
+    def agree(self, step: Step, shards: Mapping[int, Tensor], *, search: bool = True) -> dict[int, Tensor]:
+        """The ``amax`` to quantise each task with (task number -> float32), where its own shard does not tell.
+
+        All ranks take part, also those that hold nothing of the step. One reduction over the ranks for the whole step.
+
+        Args:
+            search: whether the formats' observers count; else it is the largest magnitude.
+        """
+        rows = [
+            i for i, task in enumerate(step.tasks) if self.world > 1 and task.cut.dim == 1 and _reach(task) == "row"
+        ]
+        groups: dict[str, list[int]] = {}
+        for i, task in enumerate(step.tasks):
+            if _reach(task) == "tensor":
+                groups.setdefault(task.shared_scale, []).append(i)
+        if not rows and not groups:
+            return {}
+        parts = [self._own(step.tasks[i], shards.get(i), step.tasks[i].info.shape[0]) for i in rows]
+        for members in groups.values():
+            own = [self._own(step.tasks[i], shards.get(i), 1) for i in members]
+            parts.append(torch.stack(own).amax(dim=0))
+        flat = torch.cat(parts)
+        self._reduce(flat, collectives.reduce_op.MAX, f"reducing maxima of {step.id}", step)
+        split = flat.split([part.numel() for part in parts])
+        found = dict(zip(rows, split, strict=False))
+        for members, amax in zip(groups.values(), split[len(rows) :], strict=True):
+            if search:
+                amax = self._searched(step, members, shards, amax)
+            found.update(dict.fromkeys(members, amax))
+        return found
+
+    def _own(self, task: TensorTask, weight: Tensor | None, size: int) -> Tensor:
+        if weight is None:
+            return torch.zeros(size)
+        assert task.number_format is not None
+        part = task.number_format.amax(weight)
+        if not bool(torch.isfinite(part).all()):  # before the reduction: the culprit is this rank
+            check_finite(self.plain, weight, task.info.name)
+        return part
+
+    def _searched(self, step: Step, members: Sequence[int], shards: Mapping[int, Tensor], amax: Tensor) -> Tensor:
+        """The magnitude whose scale has the least squared error over all these weights, where that is searched."""
+        number_format = step.tasks[members[0]].number_format
+        assert number_format is not None
+        if not number_format.searches_whole:
+            return amax
+        tables = []
+        for i in members:
+            task, weight = step.tasks[i], shards.get(i)
+            own = None if weight is None else number_format.search_errors(weight, amax)
+            tables.append((task, own))
+        tried = number_format.search_errors(torch.zeros(1, 1), amax).shape[1]
+        whole = torch.zeros(sum(task.info.shape[0] for task, _ in tables), tried, dtype=torch.float64)
+        at = 0
+        for task, own in tables:
+            if own is not None:
+                start = at + task.cut.owned[self.rank][0]
+                whole[start : start + own.shape[0]] = own
+            at += task.info.shape[0]
+        self._reduce(whole, collectives.reduce_op.SUM, f"adding the errors of {step.id}", step)
+        return number_format.search(amax, whole)
+
+    def _reduce(self, tensor: Tensor, op: collectives.reduce_op, what: str, step: Step) -> None:
+        if self.world > 1:
+            phase(what, waiting=True)
+            collectives.all_reduce(tensor, op=op)
+            phase(f"quantising {step.id}")
+
+
+def _reach(task: TensorTask) -> str:
+    return task.number_format.reach if task.quantised and task.number_format is not None else "block"
+
+
+def check_finite(plain: NumberFormat, tensor: Tensor, name: str) -> None:
+    """Refuse NaN and Inf.
+
+    Raises:
+        CheckpointError: there are any; says how many and where the first is.
+    """
+    if tensor.dtype in (torch.bfloat16, torch.float16, torch.float32):
+        matrix = tensor if tensor.dim() == 2 else tensor.reshape(1, -1)
+        if not bool(torch.isfinite(kernels.row_amax(matrix)).all()):
+            plain.quantise(matrix, name=name)  # counts them, says where the first is, and raises

@@ -1,0 +1,275 @@
+"""``modelexport eval``: perplexity of a checkpoint on a text, and what it computes beside its source.
+
+Of any format, quantised or not, and of any size: both run layer by layer, see
+:mod:`~modelexport.inspection.evaluate.streaming`. Which text, and how much of it, is settled here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from modelexport.assets import demo_model_path
+from modelexport.errors import CheckpointError, PlanError, UsageError
+from modelexport.inspection.evaluate.record import HELD_OUT, check_record_is_there, save_evaluation
+from modelexport.models.architecture import why_no_language_model
+from modelexport.models.opening import open_model
+from modelexport.quantization.calibration.text import DATASET, TokenDocuments, has_tokenizer
+from modelexport.quantization.methods import read_quantization_config
+from modelexport.system.small_files import read_small
+from modelexport.system.tables import table
+from modelexport.system.terminal import progress_bar, show
+
+if TYPE_CHECKING:
+    from modelexport.checkpoints.safetensors.file import Checkpoint
+    from modelexport.inspection.evaluate.losses import Comparison, Perplexity
+    from modelexport.inspection.evaluate.streaming import Progress
+
+__all__ = ["DEMO", "TextEvaluation", "evaluate_on_text", "print_evaluation"]
+
+DEMO = "demo"
+"""Names the embedded model, where there is no directory of that name."""
+WINDOWS, WINDOW = 64, 256
+_POOL = 16
+"""Windows are spread over the first tokens of a file, this many times what is needed: it may be a whole corpus."""
+
+DTypeName = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class TextEvaluation:
+    """A checkpoint on a text, and its source.
+
+    Attributes:
+        checkpoint, against: directories; ``against`` is None where there was no source to compare with.
+        text: which text it was, in words.
+        documents: how many documents of it were looked at; before each stands a beginning-of-text token, if the
+            tokenizer has one, so that a text in one piece gives another perplexity.
+        windows, window: how many windows of how many tokens.
+        windows_in_text: of how many they were chosen, evenly spread.
+        all_of_text: whether that is the whole text; False where it is longer, and only its beginning was looked at.
+        dtype: of the arithmetic.
+        model: the checkpoint's losses.
+        comparison: with the source; None without one.
+        kv_cache: whether engines round the checkpoint's KV cache, which was not simulated.
+        seconds: all that was run.
+    """
+
+    checkpoint: str
+    against: str | None
+    text: str
+    documents: int
+    windows: int
+    window: int
+    windows_in_text: int
+    all_of_text: bool
+    dtype: str
+    model: Perplexity
+    comparison: Comparison | None
+    kv_cache: bool
+    seconds: float
+
+    def as_json(self) -> dict[str, Any]:
+        """JSON-able form: a number that is none (a standard error of one window) is null."""
+        value = asdict(self)
+        for side in (value["model"], *((value["comparison"] or {}).get(key) for key in ("reference", "model"))):
+            if side is not None:
+                del side["window_losses"]
+        value["model"]["standard_error"] = self.model.standard_error
+        finite: dict[str, Any] = _finite(value)
+        return finite
+
+    def lines(self) -> Iterator[str]:
+        """What to print, a line each."""
+        chosen = f"{self.windows} of {'' if self.all_of_text else 'the first '}{self.windows_in_text:,}"
+        if self.windows == self.windows_in_text:
+            chosen = f"{'all' if self.all_of_text else 'the first'} {self.windows}"
+        chosen += f" windows of {self.window} tokens"
+        documents = "1 document" if self.documents == 1 else f"{self.documents:,} documents, each begun anew"
+        yield f"{self.text} ({documents}): {chosen}, {self.dtype}"
+        rows = [] if self.comparison is None else [_row(str(self.against), self.comparison.reference)]
+        yield from table(("", "perplexity", "loss, nats a token"), [*rows, _row(self.checkpoint, self.model)])
+        if self.comparison is not None:
+            c = self.comparison
+            yield (
+                f"loss {c.loss_difference:+.4f} +- {_error(c.loss_standard_error)}, "
+                f"mean KL {c.mean_kl:.4f} +- {_error(c.kl_standard_error)} nats a token"
+            )
+        if self.kv_cache:
+            yield "the KV cache was not rounded, as engines will round this checkpoint's"
+        tokens = self.windows * self.window * (1 if self.comparison is None else 2)
+        yield f"{self.seconds:.1f} s, {tokens / self.seconds:,.0f} tokens/s"
+
+
+def evaluate_on_text(
+    checkpoint: str | os.PathLike[str],
+    against: str | os.PathLike[str] | None = None,
+    text: str | os.PathLike[str] | None = None,
+    *,
+    windows: int | None = None,
+    window: int = WINDOW,
+    config: str | os.PathLike[str] | None = None,
+    dtype: DTypeName = "float32",
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> TextEvaluation:
+    """Run a checkpoint over a text, and the one that it was made from; one decoder layer at a time is in memory.
+
+    Args:
+        checkpoint: directory of a checkpoint of any format, quantised or not; or ``"demo"``.
+        against: the same of its source; None: only the checkpoint's perplexity.
+        text: a text in UTF-8, or ``.jsonl`` with ``"text"`` or ``"input_ids"`` on each line; None: the text of the
+            package that the demo model has not seen. Tokenised by the source's tokenizer, or the checkpoint's.
+        windows: how many, spread evenly over the text. None: all of the package's text for the demo model (and what
+            was made of it), 64 otherwise.
+        window: tokens of each.
+        config: the model's config.json, where the checkpoint has none of its own.
+        dtype: of weights and arithmetic.
+        threads, progress: see :func:`~modelexport.inspection.evaluate.compare_checkpoints`.
+
+    Raises:
+        UsageError: no such text, no tokenizer, or fewer tokens than one window has.
+        CheckpointError: a checkpoint that is damaged, cannot be decoded, or is no model; vocabularies that differ.
+        PlanError: transformers has no such model.
+    """
+    for name, value in (("windows", windows), ("window", window)):
+        if value is not None and value < 1:
+            raise UsageError(f"--{name} {value}: at least 1 is needed")
+    opened = _open(checkpoint, config)
+    source = None if against is None else _open(against, None)
+    documents = _documents(opened, source, text)
+    documents.check()
+    import torch
+
+    from modelexport.inspection.evaluate import compare_checkpoints, perplexity_of_checkpoint
+    from modelexport.inspection.evaluate.losses import cut_windows
+
+    if windows is None and not (text is None and _is_demos(documents.directory)):
+        windows = WINDOWS
+    most = sys.maxsize if windows is None or text is None else _POOL * windows * window + 1
+    found = documents.first(most if most == sys.maxsize else most + 1)
+    ids = found[:most]
+    if len(ids) <= window:
+        raise UsageError(
+            f"{documents.label} has {len(ids):,} tokens; a window of {window} and what follows it need {window + 1:,}: "
+            "give a longer text with --text, or a shorter --window"
+        )
+    cut = cut_windows(torch.tensor(ids, dtype=torch.int64), window, windows)
+    began = time.perf_counter()
+    options: dict[str, Any] = {"dtype": getattr(torch, dtype), "threads": threads, "progress": progress}
+    comparison = None if source is None else compare_checkpoints(source, opened, cut, **options)
+    model = perplexity_of_checkpoint(opened, cut, **options) if comparison is None else comparison.model
+    quantization = read_quantization_config(opened.config)
+    return TextEvaluation(
+        checkpoint=os.fspath(checkpoint),
+        against=None if against is None else os.fspath(against),
+        text=documents.label,
+        documents=documents.documents,
+        windows=cut.inputs.shape[0],
+        window=window,
+        windows_in_text=cut.in_text,
+        all_of_text=len(found) == len(ids),
+        dtype=dtype,
+        model=model,
+        comparison=comparison,
+        kv_cache=quantization is not None and quantization.kv_cache_scheme is not None,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def print_evaluation(
+    checkpoint: Path,
+    against: Path | None = None,
+    text: Path | None = None,
+    *,
+    windows: int | None = None,
+    window: int = WINDOW,
+    config: Path | None = None,
+    dtype: DTypeName = "float32",
+    save: bool = False,
+    as_json: bool = False,
+) -> int:
+    """Print what :func:`evaluate_on_text` finds, and with ``save`` keep it in the checkpoint; returns 0."""
+    if save:
+        check_record_is_there(checkpoint)
+    with _bar(quiet=as_json) as progress:
+        result = evaluate_on_text(
+            checkpoint, against, text, windows=windows, window=window, config=config, dtype=dtype, progress=progress
+        )
+    if save:
+        name = HELD_OUT if text is None else str(text) if str(text).startswith(DATASET) else text.name  # without a path
+        save_evaluation(checkpoint, {**result.as_json(), "text": name})
+    show(
+        json.dumps(result.as_json(), indent=1) if as_json else "\n".join(result.lines()),
+        stands=f"the figures are in {checkpoint}" if save else "",
+    )
+    return 0
+
+
+@contextmanager
+def _bar(*, quiet: bool) -> Iterator[Progress]:
+    """A bar of layers, silent where nobody watches."""
+    with progress_bar(quiet=quiet, unit="layer", desc="evaluating") as bar:
+
+        def progress(done: int, layers: int) -> None:
+            bar.total = layers
+            bar.update(done - bar.n)
+
+        yield progress
+
+
+def _open(path: str | os.PathLike[str], config: str | os.PathLike[str] | None) -> Checkpoint:
+    directory = Path(path)
+    if os.fspath(path) == DEMO and not directory.exists():
+        directory = demo_model_path()
+    if not directory.is_dir():
+        found = "a file" if directory.exists() else "no such directory"
+        raise UsageError(f"{directory}: {found}; give the directory of a checkpoint, or '{DEMO}'")
+    opened = open_model(directory, config)
+    if opened.config is None:
+        raise CheckpointError(f"{directory} has no config.json, so that it is no model: give --config PATH")
+    refusal = why_no_language_model(opened.config)
+    if refusal:
+        raise PlanError(
+            f"{directory} cannot be evaluated: {refusal}: eval runs language models only; modelexport verify "
+            f"{directory} --against SOURCE compares weights"
+        )
+    return opened
+
+
+def _documents(
+    checkpoint: Checkpoint, source: Checkpoint | None, text: str | os.PathLike[str] | None
+) -> TokenDocuments:
+    """The text, tokenised as the source does, or the checkpoint where only that one can."""
+    candidates = [opened.directory for opened in (source, checkpoint) if opened is not None]
+    known = filter(has_tokenizer, candidates)
+    vocabulary = (checkpoint.config or {})["vocab_size"]
+    return TokenDocuments(text, next(known, candidates[0]), vocabulary, split="heldout", flag="--text")
+
+
+def _is_demos(directory: Path) -> bool:
+    """Whether a tokenizer is the demo model's: the model then is the demo model, or was made of it."""
+    own, other = demo_model_path() / "tokenizer.json", directory / "tokenizer.json"
+    return other.is_file() and other.stat().st_size == own.stat().st_size and read_small(other) == read_small(own)
+
+
+def _row(name: str, losses: Perplexity) -> tuple[str, str, str]:
+    return name, f"{losses.perplexity:.2f}", f"{losses.loss:.4f} +- {_error(losses.standard_error)}"
+
+
+def _error(value: float) -> str:
+    return "?" if math.isnan(value) else f"{value:.4f}"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

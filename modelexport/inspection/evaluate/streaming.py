@@ -1,0 +1,288 @@
+"""Run windows of a text through a checkpoint of which one decoder layer at a time is in memory.
+
+transformers' own modules compute, see :mod:`~modelexport.quantization.calibration.layers`; a quantised linear is
+decoded when its layer's turn comes, and its inputs are rounded as engines round them by watching ``F.linear``, so that
+experts which transformers stacks into one parameter are seen like any other linear. The head is read and multiplied in
+chunks of the vocabulary, all windows with each, and losses and divergences are added up from chunk to chunk: no logits
+of a whole window are ever in memory, nor is the head. An engine's rounding of its KV cache is not simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from modelexport.distributed.environment import cores
+from modelexport.errors import CheckpointError, PlanError
+from modelexport.inspection.evaluate.models import PlainTensors
+from modelexport.models.architecture import declared_family
+from modelexport.quantization.calibration.cut import Share
+from modelexport.quantization.calibration.layers import DYNAMIC, LayerRunner
+from modelexport.quantization.calibration.model import body, running
+
+__all__ = ["Measured", "Outputs", "measure", "through_layers"]
+
+Progress = Callable[[int, int], None]
+
+_CHUNK_LOGITS = 1 << 20
+"""Logits of one batch of windows at a time, of each model: 4 MB in float32."""
+_CHUNK_WEIGHTS = 1 << 23
+"""Elements of the head that are in memory at a time, 32 MB in float32."""
+
+
+class Outputs:
+    """What a checkpoint's last layer makes of the windows, and the head that is to come: logits of a chunk at a time.
+
+    Attributes:
+        hidden: each batch's final hidden states, ``[windows, length, hidden]`` in ``dtype``.
+        vocabulary: rows of the head.
+    """
+
+    def __init__(self, tensors: PlainTensors, runner: LayerRunner, hidden: list[Tensor], dtype: torch.dtype) -> None:
+        model, memory = runner.model, _tied_to(runner.model) or f"{runner.head_name}.weight"
+        weight = runner.on_disk.get(memory, memory)
+        head = weight.removesuffix(".weight")
+        self.hidden, self.dtype, self._derived = hidden, dtype, runner.derived
+        self._tensors, self._model = tensors, model
+        wanted = tuple(model.get_output_embeddings().weight.shape)
+        where = tensors.checkpoint.directory
+        if weight not in tensors.names:
+            raise CheckpointError(f"{where}: {weight} is missing")
+        if tensors.shape(weight) != wanted:
+            raise CheckpointError(f"{where}: {weight} is {list(tensors.shape(weight))}, config.json makes it {wanted}")
+        self.vocabulary = wanted[0]
+        self._head, self._weight = head, weight
+        self._bias = _bias_of(runner, tensors)
+        tensors.check_all_read(but=(weight, *((self._bias,) if self._bias is not None else ())))
+        # A quantised head is decoded once; one that is stored as it is, is read in chunks.
+        self._decoded = tensors.read(self._weight) if tensors.is_decoded(self._weight) else None
+        for inner in (body(model), model.get_decoder()):  # whichever of them the model's forward pass calls
+            if inner is not model:
+                inner.forward = lambda *_, inputs_embeds, **__: _Hidden(inputs_embeds)
+        output = model.get_output_embeddings()  # whose dtype models ask for, and round what it is given to
+        output.weight = torch.nn.Parameter(torch.empty(wanted, dtype=dtype, device="meta"), requires_grad=False)
+
+    def select(self, start: int, stop: int) -> None:
+        """Read rows ``[start, stop)`` of the head: :meth:`logits` are of these from now on."""
+        share = Share(0, ((start, stop),))
+        weight = self._tensors.read(self._weight, share) if self._decoded is None else self._decoded[start:stop]
+        weight = weight.to(self.dtype)
+        bias = None if self._bias is None else self._tensors.read(self._bias, share).to(self.dtype)
+        rounded = self._tensors.activations.get(self._head)
+
+        def head(hidden: Tensor) -> Tensor:
+            return functional.linear(hidden if rounded is None else rounded(hidden), weight, bias)
+
+        self._model.get_output_embeddings().forward = head
+
+    def logits(self, batch: int) -> Tensor:
+        """Of a batch's tokens, float32 ``[tokens, rows selected]``; thread-safe.
+
+        By the model's own forward pass around its layers and its head, which may scale or cap them.
+        """
+        what = "what comes behind its layers does not run by itself"
+        with (
+            _in_words(self._tensors),
+            running(self._model, derived=self._derived, what=what),
+            torch.inference_mode(),
+        ):
+            out: Tensor = self._model(inputs_embeds=self.hidden[batch], use_cache=False).logits
+        return out.flatten(0, -2).float()
+
+
+def _bias_of(runner: LayerRunner, tensors: PlainTensors) -> str | None:
+    """What the checkpoint calls the head's bias; None where the model has none.
+
+    Raises:
+        CheckpointError: the model has one, the checkpoint has not.
+    """
+    if runner.model.get_output_embeddings().bias is None:
+        return None
+    memory = f"{runner.head_name}.bias"
+    tied = getattr(runner.model, "all_tied_weights_keys", None) or {}
+    for name in (memory, tied.get(memory), *(key for key, other in tied.items() if other == memory)):
+        if name is not None and (found := runner.on_disk.get(name, name)) in tensors.names:
+            return found
+    raise CheckpointError(f"{tensors.checkpoint.directory}: {memory} is missing")
+
+
+def _tied_to(model: Any) -> str | None:
+    """The embedding's weight, where that is the head too."""
+    if not getattr(model.config, "tie_word_embeddings", False):
+        return None
+    return next(f"{name}.weight" for name, module in model.named_modules() if module is model.get_input_embeddings())
+
+
+class _Hidden:
+    """What a model without its head returns, as far as heads look at it."""
+
+    def __init__(self, last_hidden_state: Tensor) -> None:
+        self.last_hidden_state = last_hidden_state
+
+    def __getattr__(self, name: str) -> None:
+        """Nothing else was kept."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+
+def through_layers(
+    tensors: PlainTensors,
+    windows: Tensor,
+    *,
+    dtype: torch.dtype = torch.float32,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Outputs:
+    """Run windows through all layers of a checkpoint, one in memory at a time.
+
+    Args:
+        tensors: the checkpoint's.
+        windows: token ids, int64 ``[windows, length]``.
+        dtype: of weights and arithmetic.
+        threads: batches of windows in flight at once; by default one for each core that this process may use.
+        progress: called with (layers done, layers in all).
+
+    Raises:
+        PlanError: transformers has no such model.
+        CheckpointError: a tensor is missing, left over, of another shape, or cannot be decoded.
+    """
+    config = tensors.checkpoint.config
+    where = tensors.checkpoint.directory
+    if config is None:
+        raise CheckpointError(f"{where} has no config.json, so that it is no model: give --config PATH")
+    derived = declared_family(config.get("model_type")) is None
+    with (
+        _in_words(tensors),
+        LayerRunner(
+            config, set(tensors.names), tensors.read, windows, threads=threads, dtype=dtype, derived=derived
+        ) as runner,
+    ):
+        if runner.head_name is None:
+            raise PlanError(f"transformers' {type(runner.model).__name__} has no output embedding")
+        for index in range(len(runner.layers)):
+            with runner.filled(index) as layer:
+                runner.advance(layer, tensors.activations)
+                del layer  # holds its weights, which would stay while the next one is filled
+            if progress is not None:
+                progress(index + 1, len(runner.layers))
+        with running(runner.model, derived=derived):
+            hidden = [x.to(dtype) for x in runner.outputs()]
+        return Outputs(tensors, runner, hidden, dtype)
+
+
+@contextmanager
+def _in_words(tensors: PlainTensors) -> Iterator[None]:
+    """What cannot be run, without the advice that is for calibration."""
+    try:
+        yield
+    except PlanError as error:
+        where, text = f"{tensors.checkpoint.directory} cannot be evaluated: ", str(error)
+        if text.startswith(where):
+            raise
+        raise PlanError(where + text.removesuffix(DYNAMIC).rstrip(" :;")) from error
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Means over each window's tokens, float64 ``[windows]``, in nats.
+
+    Attributes:
+        losses: of each model, in the order given.
+        divergences: KL(first || second); None for one model.
+    """
+
+    losses: tuple[Tensor, ...]
+    divergences: Tensor | None
+
+
+def measure(models: Sequence[Outputs], targets: Tensor, *, threads: int | None = None) -> Measured:
+    """The losses of one model, or of two with their divergence, chunk of the vocabulary by chunk.
+
+    Args:
+        models: one, or the reference and another; of the same windows and vocabulary.
+        targets: int64 ``[windows, length]``, what each token is followed by.
+    """
+    first = models[0]
+    parts = targets.split([len(hidden) for hidden in first.hidden])
+    sums = [_Sums(len(models), part.flatten()) for part in parts]
+    most = max(part.numel() for part in parts)
+    step = max(1, min(_CHUNK_LOGITS // most, _CHUNK_WEIGHTS // first.hidden[0].shape[-1]))
+    with _workers(min(len(parts), threads or cores())) as pool:
+        for start in range(0, first.vocabulary, step):
+            for model in models:
+                model.select(start, min(first.vocabulary, start + step))
+
+            def one(batch: int, start: int = start) -> None:
+                sums[batch].add(start, [model.logits(batch) for model in models])
+
+            list(pool.map(one, range(len(parts))))
+    shape = (targets.shape[0], targets.shape[1])
+    losses = tuple(
+        torch.cat([batch.loss(number) for batch in sums]).view(shape).mean(-1) for number in range(len(models))
+    )
+    divergences = torch.cat([batch.divergence() for batch in sums]).view(shape).mean(-1) if len(models) > 1 else None
+    return Measured(losses, divergences)
+
+
+class _Sums:
+    """Of a batch's tokens: what their losses and divergences are made of, as far as the vocabulary has been seen.
+
+    Exponentials are taken relative to the largest logit so far, and what was added up before is rescaled as that grows.
+    """
+
+    def __init__(self, models: int, targets: Tensor) -> None:
+        self.targets = targets
+        tokens = len(targets)
+        self.largest = [torch.full((tokens,), -torch.inf) for _ in range(models)]
+        self.exponentials = [torch.zeros(tokens, dtype=torch.float64) for _ in range(models)]
+        self.chosen = [torch.zeros(tokens, dtype=torch.float64) for _ in range(models)]
+        self.differences = torch.zeros(tokens, dtype=torch.float64)  # of the logits, weighted by the first's exp()
+
+    def add(self, start: int, logits: Sequence[Tensor]) -> None:
+        """Logits ``[tokens, rows]`` of each model, for the rows of the vocabulary from ``start``."""
+        rows = logits[0].shape[-1]
+        inside = (self.targets >= start) & (self.targets < start + rows)
+        column = (self.targets - start).clamp(0, rows - 1)[:, None]
+        for number, values in enumerate(logits):
+            largest = torch.maximum(self.largest[number], values.amax(-1))
+            shrunk = (self.largest[number] - largest).double().exp()
+            weights = (values - largest[:, None]).exp_()
+            self.exponentials[number] = self.exponentials[number] * shrunk + weights.sum(-1)
+            self.chosen[number] += torch.where(inside, values.gather(-1, column)[:, 0], 0.0)
+            if number == 0 and len(logits) > 1:
+                self.differences = self.differences * shrunk + weights.mul_(values - logits[1]).sum(-1)
+            self.largest[number] = largest
+
+    def _normaliser(self, number: int) -> Tensor:
+        return self.largest[number] + self.exponentials[number].log()
+
+    def loss(self, number: int) -> Tensor:
+        """Negative log-likelihood of each target, float64 ``[tokens]``."""
+        return self._normaliser(number) - self.chosen[number]
+
+    def divergence(self) -> Tensor:
+        """KL(first || second) of each token, float64 ``[tokens]``."""
+        expected = self.differences / self.exponentials[0]
+        return expected + (self._normaliser(1) - self._normaliser(0))
+
+
+@contextmanager
+def _workers(count: int) -> Iterator[Executor]:
+    """Threads whose operations take one core each."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(count) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,389 @@
+"""``modelexport verify``: is a checkpoint whole, is it what was exported, and how far is it from its source?
+
+structure    every module has exactly the tensors that config.json promises
+values       no NaN or Inf, scales positive; in a sharded checkpoint, replicas equal
+record       every tensor's SHA-256, and everything else that modelexport.json holds (our own checkpoints)
+source       dequantised error per linear, the rest equal to the byte (``--against``); without a record, linears that
+             were rounded to nearest are rounded again and compared to the bit
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from modelexport.checkpoints.formats.hf import RECORD
+from modelexport.checkpoints.replicas import odd_replicas
+from modelexport.checkpoints.safetensors.file import Checkpoint
+from modelexport.errors import CheckpointError, PlanError, UsageError
+from modelexport.inspection.record.reading import read_record
+from modelexport.inspection.verify.comparison import Comparison, compare_headers, plan_items
+from modelexport.inspection.verify.record import check_record
+from modelexport.inspection.verify.structure import check_structure, family_promises
+from modelexport.models.modules import Architecture, StoredModule, read_architecture, read_modules
+from modelexport.models.opening import open_model
+from modelexport.quantization.methods import Promise, QuantizationConfig, methods, read_quantization_config
+from modelexport.system.tables import table
+from modelexport.system.terminal import columns, show
+
+if TYPE_CHECKING:
+    from modelexport.inspection.verify.audit import Item, ModuleCheck
+
+FAR_DB = 6.0
+"""A linear that is this much worse than rounding its source to nearest was made from something else."""
+NOTICEABLE_DB = 1.0
+RECORD_TOLERANCE_DB = 0.02
+_LISTED = 20
+
+
+@dataclass(frozen=True)
+class ModuleError:
+    """How far one linear is from its source.
+
+    Attributes:
+        sqnr_db: signal to quantisation noise; None where nothing was lost.
+        nearest_db: what rounding the source to nearest gives in the same format.
+        recorded_db: what modelexport.json says, or None.
+    """
+
+    name: str
+    path: str
+    number_format: str
+    sqnr_db: float | None
+    nearest_db: float | None
+    recorded_db: float | None
+
+
+@dataclass
+class Verification:
+    """What was looked at and what was found.
+
+    Attributes:
+        problems: what is wrong, one line each; empty: the checkpoint is good.
+        notes: what was not compared, or is unusual, and why.
+        unchecked: bytes that may be others than were written: there is nothing to tell; empty: every byte is known.
+        requantised: linears found equal, to the bit, to what rounding the source to nearest gives; without a record.
+        hashes: tensors whose SHA-256 was compared with the record; 0 where there is none.
+        identical: tensors found equal to the source's to the byte.
+        modules: the linears' errors, the worst first (with ``against``).
+    """
+
+    checkpoint: str
+    against: str | None = None
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
+    tensors: int = 0
+    nbytes: int = 0
+    hashes: int = 0
+    identical: int = 0
+    requantised: int = 0
+    modules: list[ModuleError] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+    def as_json(self) -> dict[str, Any]:
+        """JSON-able form, for ``--json``."""
+        return {"ok": self.ok, **asdict(self)}
+
+
+def verify_checkpoint(
+    directory: Path | str,
+    against: Path | str | None = None,
+    config: Path | str | None = None,
+    *,
+    threads: int | None = None,
+) -> Verification:
+    """Check a checkpoint; see the module's docstring.
+
+    Args:
+        against: the unquantised checkpoint that it was made from.
+        config: the model's config.json, where the checkpoint has none of its own.
+        threads: that read and compare side by side; None: one for every core this process may use.
+
+    Returns:
+        What was found; a damaged checkpoint is a result, not an exception.
+
+    Raises:
+        UsageError: ``directory`` is no directory.
+        CheckpointError: ``against`` cannot be read, is quantised itself, or holds NaN or Inf.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        found = "a file" if directory.exists() else "no such directory"
+        raise UsageError(f"{directory}: {found}; give the directory of a checkpoint")
+    result = Verification(str(directory), None if against is None else str(against))
+    source = None if against is None else _open_source(Path(against))
+    try:
+        checkpoint = open_model(directory, config)
+        quantization = read_quantization_config(checkpoint.config)
+    except (CheckpointError, PlanError) as error:
+        result.problems.append(str(error))
+        return result
+    result.tensors = len(checkpoint.infos)
+    result.nbytes = sum(info.nbytes for info in checkpoint.infos.values())
+    architecture = read_architecture(checkpoint.config)
+    modules = read_modules(checkpoint, architecture, quantization)
+    result.problems += check_structure(checkpoint, architecture, quantization, modules)
+    if architecture.family is None:
+        result.notes.append(f"whether modules are missing was not checked: {architecture.reason}")
+    if quantization is not None and quantization.method not in methods():
+        result.notes.append(f"which tensors quant_method '{quantization.method}' promises is not known here")
+    record = None
+    try:
+        record = read_record(directory)
+        if record is None:
+            result.notes.append(f"there is no {RECORD}: no hashes to compare with")
+    except CheckpointError as error:
+        result.problems.append(str(error))
+    if record is not None:
+        result.problems += check_record(record, checkpoint, modules, quantization)
+    comparison = compare_headers(checkpoint, modules, architecture, record, source)
+    result.problems += comparison.problems
+    try:
+        _check_values(result, checkpoint, modules, architecture, comparison, source, record, quantization, threads)
+    except (CheckpointError, PlanError) as error:  # a file that ends early, numbers that nothing here can say
+        result.problems.append(str(error))
+    result.notes += comparison.notes
+    return result
+
+
+def print_verification(directory: Path, against: Path | None, config: Path | None = None, *, as_json: bool) -> int:
+    """Print what was found; returns the exit status: 0 good, 1 something is wrong."""
+    result = verify_checkpoint(directory, against, config)
+    if as_json:
+        show(json.dumps(result.as_json(), indent=1))
+    else:
+        show("\n".join(_report(result)))
+    return 0 if result.ok else 1
+
+
+def _open_source(directory: Path) -> Checkpoint:
+    source = open_model(directory)
+    if (source.config or {}).get("quantization_config"):
+        raise CheckpointError(f"{directory} is quantised itself; --against needs the checkpoint that was quantised")
+    return source
+
+
+def _check_values(
+    result: Verification,
+    checkpoint: Checkpoint,
+    modules: Sequence[StoredModule],
+    architecture: Architecture,
+    comparison: Comparison,
+    source: Checkpoint | None,
+    record: Mapping[str, Any] | None,
+    quantization: QuantizationConfig | None,
+    threads: int | None,
+) -> None:
+    """Read every byte once: hashes, values, and the error against the source."""
+    import torch
+
+    from modelexport.inspection.verify.audit import run_audit
+
+    threads = threads or len(os.sched_getaffinity(0))
+    by_name = {module.name: module for module in modules}
+    result.problems += _weight_shapes(checkpoint, modules, architecture)
+    result.problems += (f"{name}: {text}" for name, text in odd_replicas(checkpoint))
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # the modules are spread over threads; each need not be once more
+    try:
+        items = plan_items(modules, comparison, quantization, architecture.fused)
+        checks = run_audit(items, checkpoint, source, {}, threads=threads, thorough=True)
+    finally:
+        torch.set_num_threads(before)
+    recorded = {} if record is None else record["sqnr_db"]
+    hashes = {} if record is None else record["sha256"]
+    for check in checks:
+        result.problems += check.faults
+        for name, digest in check.sha256.items():
+            if name in hashes:
+                result.hashes += 1
+                if digest != hashes[name]:
+                    result.problems.append(
+                        f"{name}: its bytes are not those that were exported "
+                        f"(SHA-256 {digest[:12]}..., {RECORD} has {str(hashes[name])[:12]}...)"
+                    )
+        if check.identical is not None:
+            result.identical += check.identical
+            if not check.identical:
+                result.problems.append(f"{check.name}: not equal to the source's, though it was passed through")
+        if check.sqnr_db is not None:
+            module = by_name[check.name]
+            result.modules.append(
+                ModuleError(
+                    check.name,
+                    module.path,
+                    module.stored.number_format,
+                    _finite(check.sqnr_db),
+                    _finite(check.nearest_db),
+                    recorded.get(check.name),
+                )
+            )
+    if record is None:
+        _judge_bytes(result, items, checks)
+    result.modules.sort(key=lambda m: (math.inf if m.sqnr_db is None else m.sqnr_db, m.name))
+    _judge_errors(result, compensated=_compensated(record))
+
+
+def _judge_bytes(result: Verification, items: Sequence[Item], checks: Sequence[ModuleCheck]) -> None:
+    """Without a record: which bytes the source tells, and whether they are that."""
+    from modelexport.inspection.verify import requantised
+
+    if result.against is None:
+        result.unchecked.append(
+            f"the bytes of {result.tensors} tensors: there is no {RECORD} with their SHA-256, and no source to compare "
+            "with (--against DIR)"
+        )
+        return
+    problems, unchecked, right = requantised.judge(items, checks)
+    result.problems += problems
+    result.unchecked += unchecked + requantised.unchecked_tensors(checks, right, in_doubt=bool(unchecked))
+    result.requantised = sum(not check.unlike for check in checks if check.unlike is not None)
+
+
+def _compensated(record: Mapping[str, Any] | None) -> bool:
+    """Whether weights were rounded for the least error of outputs rather than of their own."""
+    algorithm = (record or {}).get("recipe", {}).get("algorithm")
+    return isinstance(algorithm, str) and "gptq" in map(str.strip, algorithm.split("+"))
+
+
+def _judge_errors(result: Verification, *, compensated: bool = False) -> None:
+    """Turn the linears' errors into problems: far from the source, or not what was recorded.
+
+    Args:
+        compensated: they may be further from the source than rounding to nearest, if the record says as far.
+    """
+    if compensated:
+        further = [m for m in result.modules if m.recorded_db is not None and _deficit(m) > NOTICEABLE_DB]
+        if further:
+            result.notes.append(
+                f"{len(further)} linears are up to {max(map(_deficit, further)):.1f} dB further from {result.against} "
+                f"than rounding to nearest: gptq makes their outputs' error small, not their own"
+            )
+    judged = [m for m in result.modules if not (compensated and m.recorded_db is not None)]
+    far = [m for m in judged if m.sqnr_db is not None and _deficit(m) > FAR_DB]
+    if len(far) > 1 and 2 * len(far) > len(result.modules):
+        result.problems.append(
+            f"{len(far)} of {len(result.modules)} linears are far from {result.against} (e.g. {far[0].name}: SQNR "
+            f"{far[0].sqnr_db:.2f} dB, rounding to nearest gives {_db(far[0].nearest_db)}): is it another model?"
+        )
+        return
+    for module in result.modules:
+        if module in far:
+            result.problems.append(
+                f"{module.name}: SQNR {_db(module.sqnr_db)} against {result.against}, rounding to nearest gives "
+                f"{_db(module.nearest_db)}: its scales or values are not its own"
+            )
+        elif module in judged and _deficit(module) > NOTICEABLE_DB:
+            result.notes.append(
+                f"{module.name}: SQNR {_db(module.sqnr_db)}, rounding to nearest gives {_db(module.nearest_db)}"
+            )
+        recorded = module.recorded_db
+        if recorded is not None and abs((module.sqnr_db or math.inf) - recorded) > RECORD_TOLERANCE_DB:
+            result.problems.append(
+                f"{module.name}: SQNR {_db(module.sqnr_db)} against {result.against}, {RECORD} has {_db(recorded)}"
+            )
+
+
+def _deficit(module: ModuleError) -> float:
+    """How many dB worse than rounding to nearest."""
+    if module.sqnr_db is None:
+        return -math.inf
+    return (math.inf if module.nearest_db is None else module.nearest_db) - module.sqnr_db
+
+
+def _weight_shapes(
+    checkpoint: Checkpoint, modules: Sequence[StoredModule], architecture: Architecture
+) -> Iterator[str]:
+    """``weight_shape`` of packed weights is data, not header: engines unpack by it."""
+    from modelexport.checkpoints.safetensors.file import Reader
+
+    known: dict[str, dict[str, Promise]] = {}
+    family, dims = architecture.family, architecture.dimensions
+    if family is not None and dims is not None and dims.most_blocks <= len(checkpoint.infos):
+        known = family_promises(family, dims)
+    with Reader(checkpoint) as reader:
+        for module in modules:
+            info, packed = module.tensors.get("weight_shape"), module.tensors.get("weight_packed")
+            if info is None or packed is None or module.stored.shape is None or info.shape != (2,):
+                continue
+            rows, cols = (int(n) for n in reader.read(info))
+            wanted = known.get(module.name, {}).get("weight")
+            if wanted is not None and (rows, cols) not in wanted.shapes:
+                made = list(wanted.shapes[0])
+                yield f"{info.name} says [{rows}, {cols}], config.json makes it {made}: engines unpack by it"
+                continue
+            at_most = module.stored.shape[1]
+            per_word = at_most // max(1, packed.shape[1])
+            if rows != module.stored.shape[0] or not at_most - per_word < cols <= at_most:
+                yield (
+                    f"{info.name} says [{rows}, {cols}], {packed.name} holds {list(module.stored.shape)}: "
+                    "engines cannot unpack it"
+                )
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value is None or (math.isinf(value) and value > 0) else max(-999.0, round(value, 4))
+
+
+def _db(value: float | None) -> str:
+    return "exact" if value is None else f"{value:.2f} dB"
+
+
+def _report(result: Verification) -> Iterator[str]:
+    if result.modules:
+        yield from _error_table(result.modules)
+        yield ""
+    for note in result.notes[:_LISTED]:
+        yield f"note: {note}"
+    if len(result.notes) > _LISTED:
+        yield f"note: and {len(result.notes) - _LISTED} more (--json lists all)"
+    if result.problems:
+        count = len(result.problems)
+        yield f"{result.checkpoint}: {count} problem{'s' if count > 1 else ''}"
+        yield from (f"- {problem}" for problem in result.problems[:_LISTED])
+        if count > _LISTED:
+            yield f"- and {count - _LISTED} more (--json lists all)"
+        return
+    verdict = "not all checked" if result.unchecked else "good"
+    yield from (f"not checked: {line}" for line in result.unchecked)
+    hashes = f"; SHA-256 of {result.hashes} as exported" if result.hashes else ""
+    same = f"; {result.identical} equal to the source's to the byte" if result.against is not None else ""
+    again = f"; {result.requantised} as rounding the source gives, to the bit" if result.requantised else ""
+    yield (
+        f"{result.checkpoint}: {verdict}: {result.tensors} tensors, {result.nbytes:,} bytes, as config.json promises; "
+        f"no NaN or Inf{hashes}{same}{again}"
+    )
+
+
+def _error_table(modules: Sequence[ModuleError]) -> Iterator[str]:
+    """One row per type of linear: the worst and the mean of its SQNR, and which layer is the worst."""
+    groups: dict[tuple[str, str], list[ModuleError]] = {}
+    for module in modules:
+        groups.setdefault((module.path, module.number_format), []).append(module)
+    rows = []
+    for (path, number_format), group in groups.items():
+        values = [m.sqnr_db for m in group if m.sqnr_db is not None]
+        nearest = [m.nearest_db for m in group if m.nearest_db is not None]
+        rows.append(
+            (
+                path,
+                str(len(group)),
+                number_format,
+                _db(min(values, default=None)),
+                _db(math.fsum(values) / len(values) if values else None),
+                _db(min(nearest, default=None)),
+                group[0].name,
+            )
+        )
+    header = ("module", "count", "format", "worst SQNR", "mean SQNR", "to nearest", "worst module")
+    yield from table(header, rows, width=columns(), optional=("worst module", "mean SQNR", "count", "to nearest"))

@@ -1,0 +1,222 @@
+"""A checkpoint beside the source it was made from: which tensor belongs to which, told from headers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from modelexport.checkpoints.formats.hf import RECORD
+from modelexport.checkpoints.safetensors.file import Checkpoint, TensorInfo
+from modelexport.errors import CheckpointError, shown
+from modelexport.models.architecture import ties_embeddings
+from modelexport.models.families.drafts import draft_counts, without_counts
+from modelexport.models.modules import Architecture, StoredModule
+from modelexport.models.rules import KV_SCALES
+from modelexport.quantization.methods import (
+    FLOATS,
+    QuantizationConfig,
+    Scheme,
+    extras,
+    promised,
+    read_quantization_config,
+)
+
+if TYPE_CHECKING:
+    from modelexport.inspection.verify.audit import Item
+    from modelexport.quantization.formats.base import NumberFormat
+
+_NOT_THE_MODEL = {"quantization_config", "transformers_version", "_name_or_path", "torch_dtype", "dtype"}
+_AT_MOST = 5
+
+
+@dataclass
+class Comparison:
+    """What can be compared with what.
+
+    Attributes:
+        sources: full name of a tensor here, or the name of a quantised module -> the tensor of the source.
+        problems: what the source has otherwise; notes: what cannot be compared, and why.
+    """
+
+    sources: dict[str, TensorInfo] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def compare_headers(
+    checkpoint: Checkpoint,
+    modules: Sequence[StoredModule],
+    architecture: Architecture,
+    record: Mapping[str, Any] | None,
+    source: Checkpoint | None,
+) -> Comparison:
+    """Pair the tensors of a checkpoint with those of its source; empty where there is none."""
+    result = Comparison()
+    if source is None:
+        return result
+    changed = _changed(record, result)
+    head = _untied_head(checkpoint, modules, architecture, source)
+    differences = list(_config_differences(checkpoint.config or {}, source.config or {}, untied=head is not None))
+    result.problems += _clipped(differences, "keys differ")
+    left = dict(source.infos)
+    quantization = read_quantization_config(checkpoint.config)
+    cached = quantization is not None and quantization.kv_cache_scheme is not None
+    unequal, other_values = [], 0
+    for module in modules:
+        untied = None if head is None or module.kind != "head" else head
+        if module.stored.quantised:
+            weight = left.pop(f"{module.name}.weight", untied)
+            names = {suffix: info for suffix, info in module.tensors.items() if suffix == "bias"}
+            if weight is None:
+                unequal.append(f"{module.name}.weight is not in {source.directory}")
+            elif module.stored.shape is not None and weight.shape != module.stored.shape:
+                unequal.append(f"{module.name} is {list(module.stored.shape)}, the source's {list(weight.shape)}")
+            elif changed & {module.name, f"{module.name}.weight"}:
+                other_values += 1
+            elif weight.dtype not in FLOATS:
+                result.notes.append(f"{weight.name} of the source is {weight.dtype}: not compared")
+            else:
+                result.sources[module.name] = weight
+        else:
+            names = dict(module.tensors)
+        for suffix, info in names.items():
+            if suffix in KV_SCALES and cached:
+                continue
+            is_changed = bool(changed & {module.name, info.name})
+            other = left.pop(info.name, untied if suffix == "weight" else None)
+            if other is None and not is_changed:
+                unequal.append(f"{info.name} is not in {source.directory}")
+            elif other is not None and (info.dtype, info.shape) != (other.dtype, other.shape):
+                unequal.append(
+                    f"{info.name} is {info.dtype} {list(info.shape)}, the source's {other.dtype} {list(other.shape)}"
+                )
+            elif is_changed:
+                other_values += 1
+            elif other is not None:
+                result.sources[info.name] = other
+    if other_values:
+        algorithm = (record or {}).get("recipe", {}).get("algorithm")
+        result.notes.append(
+            f"{other_values} tensors hold other values than the source's, since {shown(algorithm)} scaled or rotated "
+            f"them so that the model computes the same: not compared here; modelexport eval {checkpoint.directory} "
+            f"--against {source.directory} compares what the two compute"
+        )
+    dropped = set((record or {}).get("left_out") or {})
+    family, dims = architecture.family, architecture.dimensions
+    if dims is not None:  # the source's draft layers may be there no longer
+        dims = replace(dims, prediction_layers=max(draft_counts(source.config or {}).values(), default=0))
+    tied = ties_embeddings(checkpoint.config)
+    for name in left:
+        if name in dropped or (tied and name == "lm_head.weight"):
+            continue
+        if family is not None and dims is not None and family.left_out(name, dims) is not None:
+            continue
+        unequal.append(f"{name} of {source.directory} is not in the checkpoint")
+    result.problems += _clipped(unequal, "tensors differ: is it another model?")
+    return result
+
+
+def _changed(record: Mapping[str, Any] | None, result: Comparison) -> frozenset[str]:
+    """Tensors, or modules, whose values an export made others of, as its record says."""
+    names = (record or {}).get("changed", [])
+    if isinstance(names, list) and all(isinstance(name, str) for name in names):
+        return frozenset(names)
+    result.problems.append(f"{RECORD}: 'changed' is not a list of names: {shown(names)}")
+    return frozenset()
+
+
+def _untied_head(
+    checkpoint: Checkpoint, modules: Sequence[StoredModule], architecture: Architecture, source: Checkpoint
+) -> TensorInfo | None:
+    """The source's embedding, where that is its head too, but the checkpoint has a head of its own."""
+    if ties_embeddings(checkpoint.config) or not ties_embeddings(source.config):
+        return None
+    if not any(module.kind == "head" for module in modules):
+        return None
+    before = () if architecture.family is None else architecture.family.before
+    names = [f"{module.path}.weight" for module in before if module.kind == "embedding"]
+    return next((source.infos[name] for name in (*names, "model.embed_tokens.weight") if name in source.infos), None)
+
+
+def plan_items(
+    modules: Sequence[StoredModule],
+    comparison: Comparison,
+    quantization: QuantizationConfig | None,
+    fused: Mapping[str, str],
+) -> list[Item]:
+    """What to read together: a quantised linear with its source, and every other tensor by itself.
+
+    What cannot be decoded is noted in ``comparison``.
+
+    Args:
+        fused: path of a module within its layer -> what engines fuse it into.
+    """
+    from modelexport.inspection.verify.audit import Item
+
+    items = []
+    for module in modules:
+        rest = dict(module.tensors)
+        weight = comparison.sources.get(module.name)
+        decoder = None if weight is None else _decoder(module, weight, quantization)
+        if weight is not None and decoder is not None:
+            scheme, number_format = decoder
+            shared = f"{module.stack}.{module.index}.{fused.get(module.path, module.path)}"
+            item = Item(module.name, {}, weight, number_format, scheme.method, scheme, shared)
+            items.append(replace(item, tensors={suffix: rest.pop(suffix) for suffix in item.axes}))
+        elif weight is not None:
+            comparison.notes.append(
+                f"{module.name}: {_stored_text(module)} cannot be decoded here, its error was not measured"
+            )
+        for suffix, info in rest.items():
+            items.append(Item(info.name, {suffix: info}, comparison.sources.get(info.name), None))
+    return sorted(items, key=lambda item: -sum(info.nbytes for info in item.tensors.values()))
+
+
+def _decoder(
+    module: StoredModule, weight: TensorInfo, quantization: QuantizationConfig | None
+) -> tuple[Scheme, NumberFormat] | None:
+    """How config.json spells a module's tensors, and the number format that reads them; None where it is not so."""
+    from modelexport.quantization import formats
+
+    scheme = None if quantization is None else quantization.scheme_of(module.name)
+    if scheme is None or len(weight.shape) != 2:
+        return None
+    try:
+        promises = promised(scheme, (weight.shape[0], weight.shape[1]))
+        number_format = formats.of_scheme(scheme)
+    except CheckpointError:  # what is wrong with it is said elsewhere; here it only cannot be decoded
+        return None
+    for suffix, promise in promises.items():
+        info = module.tensors.get(suffix)
+        if info is None or info.dtype not in promise.dtypes or info.shape not in promise.shapes:
+            return None
+    if any(suffix in module.tensors for suffix in extras(scheme, (weight.shape[0], weight.shape[1]))):
+        return None  # its inputs are multiplied by them: the weight is not the source's
+    return scheme, number_format
+
+
+def _stored_text(module: StoredModule) -> str:
+    scales = module.tensors.get(module.stored.scale)
+    beside = f" with scales {scales.dtype} {list(scales.shape)}" if scales is not None else ""
+    return f"{module.stored.number_format}{beside}"
+
+
+def _config_differences(config: Mapping[str, Any], source: Mapping[str, Any], *, untied: bool) -> Iterator[str]:
+    missing = object()
+    if not draft_counts(config):  # exports do without draft layers
+        source = without_counts(source)
+    for key in dict.fromkeys((*source, *config)):
+        if key in _NOT_THE_MODEL or (untied and key == "tie_word_embeddings"):
+            continue
+        here, there = config.get(key, missing), source.get(key, missing)
+        if here != there:
+            texts = ["absent" if value is missing else repr(value) for value in (here, there)]
+            yield f"config.json: {key} is {texts[0]}, the source's is {texts[1]}"
+
+
+def _clipped(texts: list[str], what: str) -> list[str]:
+    """A few of many, and their number: of another model nearly everything differs."""
+    if len(texts) <= _AT_MOST:
+        return texts
+    return [*texts[: _AT_MOST - 1], f"and {len(texts) - _AT_MOST + 1} more {what}"]

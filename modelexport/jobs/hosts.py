@@ -1,0 +1,161 @@
+"""An export, or a resharding, whose ranks torchrun, accelerate, srun or mpirun started, on one machine or on several.
+
+Every process runs the whole of :func:`~modelexport.exporting.export`. They find the source and plan each by
+themselves, compare what they found, and from then on each is one rank; global rank 0 opens and publishes the target.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from modelexport.checkpoints.safetensors.file import Checkpoint
+from modelexport.distributed import launch, ranks
+from modelexport.distributed.environment import share_cores
+from modelexport.distributed.launch import MultiprocessConfig
+from modelexport.errors import CheckpointError, UsageError
+from modelexport.recipe import ExportRecipe
+from modelexport.resharding.recipe import ReshardRecipe
+from modelexport.settings import Settings
+
+T = TypeVar("T")
+
+_NOT_COHERENT = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs")
+
+
+def external_config(recipe: ExportRecipe) -> MultiprocessConfig | None:
+    """This process's place among the ranks that another launcher started; None where none did.
+
+    Raises:
+        UsageError: it started another number of ranks than ``--tp`` says, or ranks on several machines that
+            nothing connects; a workspace is given that nobody needs.
+    """
+    found = launch.external_config(MultiprocessConfig(backend="gloo", timeout=recipe.timeout))
+    if recipe.workspace is not None and recipe.transport == "direct" and not (found and is_spread(found)):
+        raise UsageError(
+            "--workspace is of use to --gather direct only for ranks on several machines, and these are on one: drop it"
+        )
+    if found is None:
+        return None
+    if found.world_size != recipe.tp:
+        raise UsageError(f"the launcher started {found.world_size} ranks, and --tp is {recipe.tp}: make both the same")
+    found.model_parallelism = recipe.tp
+    if is_spread(found):
+        if recipe.workspace is None:
+            raise UsageError(
+                f"{found.local_world_size} of {found.world_size} ranks are on this machine, and shared memory does not "
+                "reach the others: add --workspace DIR, a directory that all machines see"
+            )
+        if recipe.transport == "direct":
+            _check_coherent(recipe.out, "--gather nfs")
+    return found
+
+
+def reshard_config(recipe: ReshardRecipe) -> MultiprocessConfig | None:
+    """The same for a resharding, which any number of ranks can do.
+
+    Raises:
+        UsageError: another number of ranks was started than ``--ranks`` says, or ranks on several machines would
+            write into files that only one may.
+    """
+    found = launch.external_config(MultiprocessConfig(backend="gloo", timeout=recipe.timeout))
+    if found is None:
+        return None
+    if recipe.ranks not in (None, found.world_size):
+        raise UsageError(
+            f"the launcher started {found.world_size} ranks, and --ranks is {recipe.ranks}: leave it out, or make both "
+            "the same"
+        )
+    if is_spread(found) and recipe.exchange == "direct":
+        _check_coherent(recipe.out, "--exchange p2p")
+    return found
+
+
+def is_spread(config: MultiprocessConfig) -> bool:
+    """Whether the ranks are on several machines."""
+    return bool(config.local_world_size < config.world_size)
+
+
+def _check_coherent(out: str | None, instead: str) -> None:
+    """Refuse ``direct`` onto file systems that lose one of two clients' writes to the same page."""
+    kind = None if out is None else filesystem_type(Path(out).resolve().parent)
+    if kind in _NOT_COHERENT:
+        raise UsageError(
+            f"--out {out} is on {kind}, where the writes of two machines into one file may undo each "
+            f"other: use {instead}"
+        )
+
+
+def filesystem_type(path: Path) -> str | None:
+    """``"ext4"``, ``"nfs4"``, ...: of the file system that holds ``path`` or its nearest parent that is there."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    device = os.stat(path).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as table:
+            for line in table:
+                before, _, after = line.partition(" - ")
+                if before.split()[2] == wanted:
+                    return after.split()[0]
+    except FileNotFoundError:  # not Linux
+        pass
+    return None
+
+
+def agree(checkpoint: Checkpoint, recipe: Settings) -> None:
+    """Let all ranks compare what they are about to read, and what they were told.
+
+    Raises:
+        RankFailedError: on every rank, where two of them see different sources or were given different settings.
+    """
+    ranks.reduce_and_broadcast(lambda: _sight(checkpoint, recipe), _compare)
+
+
+def _sight(checkpoint: Checkpoint, recipe: Settings) -> dict[str, str]:
+    """What must be equal on every rank, and where this one is."""
+    digest = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode())
+    for name, info in sorted(checkpoint.infos.items()):
+        digest.update(f"{name} {info.dtype} {info.shape} {info.path.name} {info.offset}\n".encode())
+    for name, places in sorted(checkpoint.placements.items()):
+        lies = [(place.box, place.path.name, place.offset, place.strides) for place in places]
+        digest.update(f"{name} {lies}\n".encode())
+    settings = {key: value for key, value in vars(recipe).items() if key not in ("quiet", "json")}
+    return {
+        "host": socket.gethostname(),
+        "source": f"{checkpoint.directory} ({digest.hexdigest()[:12]})",
+        "digest": digest.hexdigest(),
+        "recipe": str(sorted((key, str(value)) for key, value in settings.items())),
+    }
+
+
+def _compare(sights: list[dict[str, str]]) -> None:
+    first = sights[0]
+    for rank, other in enumerate(sights):
+        if other["digest"] != first["digest"]:
+            raise CheckpointError(
+                f"rank {rank} on {other['host']} sees another model in {other['source']} than rank 0 on "
+                f"{first['host']} in {first['source']}: give a directory with the same files on every machine"
+            )
+        if other["recipe"] != first["recipe"]:
+            raise UsageError(
+                f"rank {rank} on {other['host']} was started with other settings than rank 0 on {first['host']}: "
+                "run the same command on every machine"
+            )
+
+
+def run_as_rank(config: MultiprocessConfig, work: Callable[[], T]) -> T:
+    """The result of ``work()``, run in the group as the rank that ``config`` names."""
+    results: list[T] = []
+
+    def export() -> None:
+        results.append(work())
+
+    share_cores(config.local_world_size)  # srun and mpirun leave every rank all of them
+    launch.init_and_run(export, config)
+    return results[0]

@@ -1,0 +1,137 @@
+"""Pushing a checkpoint to the Hugging Face hub, once its directory stands.
+
+One commit holds everything, so that a repository has the whole checkpoint or what it had before; weights of an earlier
+push that are no longer part of it go in the same commit. What was sent of large files is not sent again, so that a push
+that failed is repeated by the same command. huggingface_hub is imported only when something is pushed.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from modelexport import __version__
+from modelexport.errors import HubError, UsageError, error_text, shown
+from modelexport.models.opening import open_model
+from modelexport.recipe import check_repo_id
+
+__all__ = ["check_login", "push"]
+
+_STALE = (
+    *("*.safetensors", "*.safetensors.index.json", "*.gguf", "*.distcp", ".metadata", "common.pt", "metadata.json"),
+    *("*.bin", "*.bin.index.json", "*.pt", "*.pth"),
+)
+"""Files that are weights, or say where weights are: those that are not pushed now are deleted from the repository."""
+_IS_CHECKPOINT = ("config.json", "modelexport.json", ".metadata")
+
+
+def check_login(repo_id: str) -> None:
+    """Ask the hub who we are, before hours are spent on what is then to be pushed.
+
+    Raises:
+        UsageError: the id cannot be one.
+        HubError: nobody is logged in, the token is not accepted, or the hub cannot be reached.
+    """
+    check_repo_id(repo_id)
+    with _explained(f"--push-to-hub {repo_id}"):
+        _api().whoami()
+
+
+def push(directory: Path, repo_id: str, *, private: bool = False, quiet: bool = False) -> str:
+    """Upload a checkpoint's directory; makes the repository where it is not there yet.
+
+    Args:
+        private: whether the repository is to be private; one that is there and public is refused.
+
+    Returns:
+        Its address.
+
+    Raises:
+        UsageError: no checkpoint, or the id cannot be one.
+        CheckpointError: a file of it is missing or cut short.
+        HubError: the hub refuses it or cannot be reached; the directory is as it was, and the message says which
+            command tries again.
+    """
+    check_repo_id(repo_id)
+    if not any((directory / name).is_file() for name in _IS_CHECKPOINT):
+        raise UsageError(f"{directory}: no checkpoint is there (a directory with {', '.join(_IS_CHECKPOINT[:2])})")
+    open_model(directory)  # headers alone: an interrupted copy is not to take the place of a whole one
+    again = f"modelexport push {shlex.quote(str(directory))} {repo_id}{' --private' if private else ''}"
+    with _progress(quiet=quiet), _explained(f"{directory} is complete, but was not pushed to {repo_id}", again):
+        api = _api()
+        url = api.create_repo(repo_id, private=True if private else None, exist_ok=True)
+        if private and not api.repo_info(repo_id).private:
+            raise HubError(
+                f"{repo_id} is there already, and is public: nothing was pushed; make it private in its settings, or "
+                "give another id, or leave out --private"
+            )
+        api.upload_folder(
+            repo_id=repo_id,
+            folder_path=str(directory),
+            commit_message=f"Checkpoint written by modelexport {__version__}",
+            delete_patterns=list(_STALE),
+        )
+    return str(url)
+
+
+def _api() -> Any:
+    from huggingface_hub import HfApi, get_token
+
+    if get_token() is None:
+        raise HubError("nobody is logged in to the hub here: type hf auth login, or set HF_TOKEN to a write token")
+    return HfApi(library_name="modelexport", library_version=__version__)
+
+
+@contextmanager
+def _explained(what: str, again: str | None = None) -> Iterator[None]:
+    """Errors of the hub's client as one sentence: what is not done, why, and what to type."""
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    then = "" if again is None else f"; to try again: {again}"
+    transport_error = HfHubHTTPError.__mro__[1]  # of the HTTP library that this version of the hub's client uses
+    try:
+        yield
+    except HubError as error:
+        raise HubError(f"{what}: {error}{then}") from error
+    except HFValidationError as error:
+        raise UsageError(f"{what}: {error_text(error)}") from error
+    except HfHubHTTPError as error:
+        raise HubError(f"{what}: {_refusal(error)}{then}") from error
+    except ValueError as error:  # a card that the hub does not take, asked before the commit
+        raise HubError(f"{what}: {error_text(error)}{then}") from error
+    except (transport_error, OSError, RuntimeError) as error:  # RuntimeError: of its transfer library, written in Rust
+        raise HubError(
+            f"{what}: the hub cannot be reached, or the transfer broke off ({error_text(error)}){then}"
+        ) from error
+
+
+def _refusal(error: Any) -> str:
+    status = error.response.status_code if error.response is not None else None
+    if status == 401:
+        return "the hub does not accept the token: type hf auth login"
+    if status == 403:
+        return (
+            "the token has no right to write there: check the organisation's name, and that the token is one to write"
+        )
+    if status == 404:
+        return "the hub knows no such organisation or repository, or does not show it to this token"
+    detail = getattr(error, "server_message", None) or "no reason given"
+    return f"the hub refused it (HTTP {status}: {shown(detail)})"
+
+
+@contextmanager
+def _progress(*, quiet: bool) -> Iterator[None]:
+    """Without the client's bars, where nobody wants them."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if not quiet or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()

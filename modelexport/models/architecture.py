@@ -1,0 +1,98 @@
+"""Model families, one declarative file each, registered by being there."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from modelexport.errors import CheckpointError, ModelExportError, PlanError, nearest, quoted, shown
+from modelexport.models.families._dimensions import read_dimensions
+from modelexport.models.families.base import Dimensions, Family, Module, Scaling
+
+__all__ = [
+    "Dimensions",
+    "Family",
+    "Module",
+    "Scaling",
+    "declared_family",
+    "family_of",
+    "known_model_types",
+    "read_dimensions",
+    "ties_embeddings",
+    "why_no_language_model",
+]
+
+
+@cache
+def _families() -> dict[str, Family]:
+    """``model_type`` -> family, for every file of this package that declares a ``FAMILY``."""
+    found: dict[str, Family] = {}
+    for module in pkgutil.iter_modules(__path__):
+        family = getattr(importlib.import_module(f"{__name__}.{module.name}"), "FAMILY", None)
+        if family is not None:
+            for model_type in (family.name, *family.aliases, *family.variants):
+                found[model_type] = family.of_type(model_type)
+    return found
+
+
+def known_model_types() -> list[str]:
+    """Values of config.json's ``model_type`` that can be exported, sorted."""
+    return sorted(_families())
+
+
+def declared_family(model_type: object) -> Family | None:
+    """The family of a file of this package that knows the type, if any."""
+    return _families().get(model_type) if isinstance(model_type, str) else None
+
+
+def family_of(config: dict[str, Any]) -> Family:
+    """The family of the model that ``config`` (a config.json's content) describes: declared, or else derived.
+
+    Raises:
+        CheckpointError: config.json has no ``model_type``, or transformers refuses it.
+        PlanError: neither a family file nor transformers knows the type; the message says which is near.
+    """
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise CheckpointError("config.json has no model_type; is this a language model's checkpoint?")
+    family = declared_family(model_type)
+    if family is not None:
+        return family
+    from modelexport.models.derived import causal_types, derive, is_known
+
+    if not is_known(model_type):
+        known = {*known_model_types(), *causal_types()}
+        raise PlanError(
+            f"unknown architecture '{shown(model_type)}'{nearest(model_type, known, listing='modelexport models')}"
+        )
+    return derive(config)
+
+
+def why_no_language_model(config: Mapping[str, Any]) -> str:
+    """Why a config.json does not describe a language model that transformers runs by itself; ``""`` where it may."""
+    part = ", as where a language model is a part of another one"
+    size = config.get("vocab_size")
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        return f"config.json has no vocab_size that is a number of tokens{part}"
+    kind = config.get("model_type")
+    if declared_family(kind) is not None:
+        return ""
+    from modelexport.models.derived import causal_types
+
+    if kind in causal_types():
+        return ""
+    return f"transformers has no causal language model of its model_type {quoted(kind)}{part}"
+
+
+def ties_embeddings(config: Mapping[str, Any] | None) -> bool:
+    """Whether the head is the embedding: as config.json says, or as models of its type have it where it does not."""
+    said = (config or {}).get("tie_word_embeddings")
+    if said is not None or config is None:
+        return bool(said)
+    try:
+        return read_dimensions(config, family_of(dict(config))).tied_embeddings
+    except ModelExportError:  # whoever needs the family says what is wrong with it
+        return False

@@ -1,0 +1,97 @@
+"""The checkpoint formats there are: every module of :mod:`modelexport.checkpoints` that says its ``NAME``.
+
+``hf`` itself, a directory of safetensors files with whole tensors, is what :mod:`modelexport.checkpoints` reads and
+writes without a format module; sharded, it is one like the others.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from modelexport import checkpoints
+from modelexport.checkpoints.safetensors.file import Checkpoint, Layout
+from modelexport.errors import UsageError, nearest
+from modelexport.quantization.methods import Method, methods, of_format, of_method
+from modelexport.sharding.rules import TensorRule
+from modelexport.sharding.shard_plan import ShardPlan
+
+Rules = Callable[..., list[TensorRule]]
+
+_NAME = re.compile(r'^NAME = "([\w-]+)"$', re.MULTILINE)
+
+
+class CheckpointFormat(Protocol):
+    """What a format module offers."""
+
+    NAME: str
+    SIDE_FILES: tuple[str, ...]
+    """Files that belong to the format and not to the model: they do not come along into another format."""
+
+    def lay_out(self, plan: ShardPlan, config: dict[str, Any], *, max_shard_bytes: int) -> Layout:
+        """Which files there will be, and where everything goes.
+
+        A module with ``READS_SOURCE`` true also takes ``source``, the directory of the model's tokenizer.
+        """
+
+    def side_files(self, plan: ShardPlan, config: dict[str, Any], layout: Layout) -> Mapping[str, bytes]:
+        """The files beside the weights that belong to the format: name -> content."""
+
+    def recognises(self, directory: Path) -> bool:
+        """Whether the directory holds a checkpoint of this format."""
+
+    def open(self, directory: Path, config: dict[str, Any] | None, rules: Rules) -> Checkpoint:
+        """Read and check everything but the weights."""
+
+
+@cache
+def containers() -> dict[str, str]:
+    """The containers' names, in order, and their modules: found in the sources, so that ``--help`` imports none."""
+    found = {}
+    for module in pkgutil.iter_modules(checkpoints.__path__, f"{checkpoints.__name__}."):
+        spec = find_spec(module.name)
+        assert spec is not None
+        assert spec.loader is not None
+        name = _NAME.search(spec.loader.get_source(module.name))  # type: ignore[attr-defined] # of files, and of zips
+        if name is not None:
+            found[name[1]] = module.name
+    return dict(sorted(found.items()))
+
+
+@cache
+def formats() -> dict[str, CheckpointFormat]:
+    """Format modules by name, in the order of their names."""
+    return {name: cast(CheckpointFormat, importlib.import_module(module)) for name, module in containers().items()}
+
+
+def names() -> list[str]:
+    """The names that ``--format`` takes: containers, and quantisation methods in Hugging Face's."""
+    own = {method.FORMAT for method in methods().values() if method.FORMAT is not None}
+    return sorted({*containers(), *own})
+
+
+def get(name: str) -> CheckpointFormat:
+    """The container of that name's files.
+
+    Raises:
+        UsageError: there is none; the message has the nearest.
+    """
+    if name not in names():
+        raise UsageError(f"--format {name}: unknown{nearest(name, names())}")
+    return formats()[name if name in containers() else "hf"]
+
+
+def method_of(name: str) -> Method:
+    """The quantisation method that a ``--format`` spells quantised linears by.
+
+    Raises:
+        UsageError: there is no such format; the message has the nearest.
+    """
+    own = getattr(get(name), "QUANT_METHOD", None)
+    return of_format(name) or of_method(own or "compressed-tensors")

@@ -1,0 +1,73 @@
+"""A family made from what transformers knows of a model type: its modules, its names on disk, its tensor-parallel plan.
+
+For every causal language model that has no file of its own here. The plan (``base_model_tp_plan``) says which linears
+are cut along their output features and which along their inputs. What it leaves open is added: heads stay whole, key
+and value heads are shared where there are more ranks than heads, parts of a linear that is fused on disk are cut one
+by one, the vocabulary is cut for the embedding and the head. A type without a plan is exported all the same; only a
+target of several tensor-parallel ranks then has its layers whole on each.
+
+Only the linears of the language model's decoder layers are quantised. All else stays as it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from modelexport.models.derived.modules import Derivation
+from modelexport.models.derived.skeleton import read_skeleton
+from modelexport.models.families.base import Family
+from modelexport.models.families.drafts import draft_counts
+
+__all__ = ["causal_types", "derive", "is_known", "model_types"]
+
+PLANNED = "tensor-parallel plan"
+WHOLE = "no plan: replicated"
+
+
+def derive(config: Mapping[str, Any]) -> Family:
+    """The family of the one model that a config.json describes, its dimensions with it.
+
+    Raises:
+        CheckpointError: transformers does not accept config.json.
+        PlanError: transformers has no causal language model of that type.
+    """
+    return _derived(json.dumps(config, sort_keys=True, default=str))
+
+
+@lru_cache(maxsize=8)
+def _derived(config: str) -> Family:
+    content = json.loads(config)
+    family = Derivation(read_skeleton(content)).family()
+    assert family.dimensions is not None
+    drafts = max(draft_counts(content).values(), default=0)
+    return replace(family, dimensions=replace(family.dimensions, prediction_layers=drafts))
+
+
+def causal_types() -> list[str]:
+    """Every causal model type of the installed transformers: names alone, which cost next to nothing."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def is_known(model_type: str) -> bool:
+    """Whether transformers has any model of that type."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return model_type in CONFIG_MAPPING_NAMES
+
+
+def model_types() -> dict[str, str]:
+    """Every causal model type of the installed transformers -> how it is cut (:data:`PLANNED` or :data:`WHOLE`)."""
+    from transformers import CONFIG_MAPPING
+
+    found = {}
+    for kind in causal_types():
+        own = CONFIG_MAPPING[kind]
+        parts = [own, *(getattr(own, "sub_configs", None) or {}).values()]
+        found[kind] = PLANNED if any(getattr(part, "base_model_tp_plan", None) for part in parts) else WHOLE
+    return found

@@ -1,0 +1,348 @@
+"""What a model family declares, as data: its modules, how each is cut, and where its numbers stand in config.json.
+
+A family file holds one :class:`Family` and no code. Names are those on disk in a Hugging Face checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from modelexport.models.families.drafts import PREFIX
+
+Partition = Literal["column", "row", "replicated"]
+Kind = Literal["linear", "norm", "embedding", "head", "router", "vector", "other"]
+
+MOST_DIGITS = 9
+_NOT_WRITTEN = "nothing here can write these yet, and the model itself does not use them"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Module:
+    """One module of a model, or, with ``{e}`` in its path, one of every expert of a layer.
+
+    Attributes:
+        path: its name, relative to the layer's prefix for modules of a decoder layer; ``{e}`` is an expert's number.
+        kind: what it is. Only a ``linear`` is quantised: a ``router`` decides between experts on small differences. A
+            ``vector`` is a parameter of one dim that stands beside a module's weight, or alone, and is no bias. What
+            is ``other`` stays as it is: a convolution, a stack of experts, a part of a model that is no language model.
+        role: what it does, e.g. ``"attention.q"``; modules that an engine fuses share ``fused_into``.
+        partition: ``column`` cuts the output features (dim 0), ``row`` the input features (dim 1).
+        axis: the model axis that the features of that dimension run along: ``heads``, ``kv_heads``, ``head`` (one of
+            them), ``intermediate``, ``vocab``, ``experts`` or one of the family's own (:class:`Axis`); None for the
+            hidden one, and for a fused module. A module along an axis of size 0 is not there.
+        across: the same for the dimension of a weight that is not cut.
+        parts: of a module that is fused on disk: (role, axis) of each that it consists of, in order along dim 0.
+        fused_into: the fused module of an engine that this one becomes a part of, if any.
+        bias: whether it has one: True, False, or the key of config.json that says so; None where nothing does.
+        parameter: the name of its tensor, where it is not ``weight`` (of a ``vector``).
+        layers: which layers have it: by their numbers, or in families whose first layers are ``dense`` and whose
+            others are not.
+        unless: an axis: models along which anything runs do not have the module.
+        shape: of its tensor, where no axes make it: of each dim, a number or the name of a model axis.
+        why: why it stays as it is, of a linear that is never quantised, or of a stack of them.
+        dim: the dimension that ``axis`` runs along and that is cut, where ``partition`` does not say: of a stack.
+        stacked: whether dim 0 counts a layer's experts.
+        either_way: whether checkpoints of the model have it with its last two dims in either order.
+        in_memory: what transformers calls the module, where that is not its name on disk: in full, with ``{i}`` for
+            the layer's number and ``{e}`` for the expert's.
+    """
+
+    path: str
+    kind: Kind
+    role: str
+    partition: Partition = "replicated"
+    axis: str | None = None
+    parts: tuple[tuple[str, str], ...] = ()
+    fused_into: str | None = None
+    bias: str | bool | None = None
+    across: str | None = None
+    parameter: str = "weight"
+    layers: Literal["all", "dense", "sparse"] | frozenset[int] = "all"
+    unless: str | None = None
+    shape: tuple[int | str, ...] | None = None
+    why: str = ""
+    dim: int | None = None
+    stacked: bool = False
+    either_way: bool = False
+    in_memory: str = ""
+
+    @property
+    def cut_dim(self) -> int | None:
+        """The dimension of its weight that tensor parallelism cuts; None: every rank has it whole."""
+        if self.partition == "replicated":
+            return None
+        return self.dim if self.dim is not None else {"column": 0, "row": 1}[self.partition]
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether a layer has one such module for each expert."""
+        return "{e}" in self.path
+
+    @property
+    def general_path(self) -> str:
+        """Its path with ``*`` for an expert's number."""
+        return self.path.replace("{e}", "*")
+
+    @property
+    def axes(self) -> tuple[tuple[str, str], ...]:
+        """(role, axis) of each part along the dimension that may be cut; one where nothing is fused, perhaps none."""
+        return self.parts or (((self.role, self.axis),) if self.axis is not None else ())
+
+    def has_bias(self, config: Mapping[str, Any]) -> bool:
+        """Whether config.json announces a bias."""
+        return bool(config.get(self.bias)) if isinstance(self.bias, str) else bool(self.bias)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """A model axis that not every family has, by the keys of config.json that say its size.
+
+    Attributes:
+        features: keys that are added up: the features of a head, or of whatever ``times`` counts; none: one.
+        times: the key of how many of these there are; None for one.
+        heads: whether ``times`` counts attention heads, which no cut may separate.
+        optional: whether models may lack it: where a key is missing, null or 0.
+        of, each: in place of keys, another axis (``hidden`` too) and how many features there are for each of its own,
+            side by side: of each head its query, key and value.
+    """
+
+    features: tuple[str, ...] = ()
+    times: str | None = None
+    heads: bool = False
+    optional: bool = False
+    of: str = ""
+    each: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """A module whose outputs may be divided by a number each, where those that read them are multiplied by it.
+
+    The function of the model stays the same: that is what activations' outliers are moved into weights by.
+
+    Attributes:
+        source: role of a norm, or of a linear (or of a part of one that is fused on disk) that nothing but products
+            lies between and its readers.
+        into: roles of all that read it, routers too; those that a layer has not are skipped. Where both are experts',
+            each expert's source goes into its own.
+    """
+
+    source: str
+    into: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A model family: every model whose ``model_type`` is ``name`` or one of ``aliases``.
+
+    Attributes:
+        variants: model types that lack some of the modules -> the architecture's name and the roles of these.
+        layer_prefix: name of decoder layer ``i``, with ``{i}``.
+        before, layer, after: modules ahead of the decoder layers, in each of them, and behind them; written
+            in this order.
+        ignored_tensors: suffixes of tensors that carry no weights (buffers that old checkpoints saved).
+        ignored_patterns: patterns that are searched for in the names of further ones -> why they are left out.
+        axes: its own, beside those that every family has.
+        dense_layers: the key of config.json that counts the first layers, which have no experts; None: all have.
+        scalings: what scales into what, in a decoder layer, in the order in which it is done. Linears come first: their
+            rows, which read a norm, are then no larger than others merely because what reads them is small.
+        dimensions: of a family that is derived from one model: that model's.
+        notes: what a user should know of how its models are exported, a line each.
+        defaults: what holds where config.json says nothing, by its keys. Files of models that transformers saved, or
+            their makers wrote, leave out what their class has anyway.
+        keys: what config.json calls a key that has another name in most of them: ``{"hidden_size": "n_embd"}``.
+        mlp_ratio: where nothing says ``intermediate_size``: so many times the hidden size; 0: it must be said.
+        norm_offset: what is added to a norm's weight before anything is multiplied by it.
+        old_prefix: what the names of its tensors begin with, but in old checkpoints did not.
+        linears: of a derived family: every Linear in memory, ``{i}`` for a layer's number, and that which its weight
+            is saved under, with the layers that have it.
+        norms_centre: whether norms take the mean away first, as LayerNorm does.
+    """
+
+    name: str
+    architecture: str
+    aliases: tuple[str, ...] = ()
+    variants: Mapping[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
+    layer_prefix: str = "model.layers.{i}"
+    before: tuple[Module, ...]
+    layer: tuple[Module, ...]
+    after: tuple[Module, ...]
+    ignored_tensors: tuple[str, ...] = field(default=())
+    ignored_patterns: Mapping[str, str] = field(default_factory=dict)
+    axes: Mapping[str, Axis] = field(default_factory=dict)
+    dense_layers: str | None = None
+    scalings: tuple[Scaling, ...] = ()
+    dimensions: Dimensions | None = None
+    notes: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
+    mlp_ratio: int = 0
+    norm_offset: float = 0.0
+    norms_centre: bool = False
+    old_prefix: str = ""
+    linears: tuple[tuple[str, str, frozenset[int]], ...] = ()
+
+    def of_type(self, model_type: str) -> Family:
+        """The family as the models of one of its types have it."""
+        if model_type not in self.variants:
+            return self
+        architecture, lacking = self.variants[model_type]
+        layer = tuple(module for module in self.layer if module.role not in lacking)
+        return replace(self, name=model_type, architecture=architecture, variants={}, layer=layer)
+
+    def complete(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """``config`` with what its models leave unsaid, and by the keys that most others have."""
+        said = {key: value for key, value in config.items() if value is not None}
+        own = {key: said[name] for key, name in self.keys.items() if name in said}
+        return {**config, **{key: value for key, value in self.defaults.items() if key not in said}, **own}
+
+    @property
+    def is_derived(self) -> bool:
+        """Whether it was made from transformers for one model, and nobody has looked at the type."""
+        return self.dimensions is not None
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether its layers have experts."""
+        return any(module.is_expert for module in self.layer)
+
+    @property
+    def attention(self) -> str:
+        """The path of what caches keys and values in a layer; "" where nothing is known to."""
+        linears = (module for module in self.layer if module.kind == "linear" and module.role.startswith("attention."))
+        return next((module.path.rpartition(".")[0] for module in linears), "")
+
+    def modules_of_layer(self, dimensions: Dimensions, layer: int) -> Iterator[tuple[str, int | None, Module]]:
+        """(path, expert, module) of every module of a layer: experts one by one, where the first of theirs stands."""
+        modules = [module for module in self.layer if dimensions.has(module, layer)]
+        experts = [module for module in modules if module.is_expert]
+        for module in modules:
+            if not module.is_expert:
+                yield module.path, None, module
+            elif module is experts[0]:
+                for e in range(dimensions.experts):
+                    yield from ((each.path.format(e=e), e, each) for each in experts)
+
+    def left_out(self, tensor: str, dimensions: Dimensions) -> str | None:
+        """Why a tensor of a checkpoint is no part of the model, or None where it may be one."""
+        if tensor.endswith(self.ignored_tensors or ("\0",)):
+            return "a buffer that every engine computes itself"
+        draft = self.draft_reason(tensor, dimensions)
+        if draft is not None:
+            return draft
+        for pattern, why in self.ignored_patterns.items():
+            if re.search(pattern, tensor):
+                return why
+        return None
+
+    def draft_reason(self, tensor: str, dimensions: Dimensions) -> str | None:
+        """Why a tensor is a draft layer's, or None where it is not: see :mod:`modelexport.models.families.drafts`."""
+        prefix = self.layer_prefix.partition("{i}")[0]
+        number = tensor.removeprefix(prefix).partition(".")[0]
+        if tensor.startswith(prefix) and number.isdecimal() and len(number) <= MOST_DIGITS:
+            behind = 0 <= int(number) - dimensions.layers < dimensions.prediction_layers
+            return f"of a draft layer behind the model's {dimensions.layers}: {_NOT_WRITTEN}" if behind else None
+        if _is_mtp(tensor) and not any(_is_mtp(module.path) for module in (*self.before, *self.layer, *self.after)):
+            return f"of a draft layer: {_NOT_WRITTEN}"
+        return None
+
+
+def _is_mtp(name: str) -> bool:
+    """Whether a part of a name says multi-token prediction."""
+    return any(part.startswith(PREFIX) for part in name.split("."))
+
+
+@dataclass(frozen=True)
+class AxisSize:
+    """Features along a model axis, those of them that no cut may separate, and attention heads (0: it has none).
+
+    ``shared``: of keys and values, whose heads ranks share where there are fewer of them than ranks.
+    """
+
+    size: int
+    unit: int = 1
+    heads: int = 0
+    shared: bool = False
+
+    def times(self, each: int) -> AxisSize:
+        """With ``each`` features in place of one."""
+        return AxisSize(self.size * each, self.unit * each, self.heads, self.shared)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dimensions:
+    """The numbers of one model that its cuts depend on, read from its config.json."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    tied_embeddings: bool
+    experts: int = 0
+    dense_layers: int = 0
+    prediction_layers: int = 0
+    own_axes: tuple[tuple[str, AxisSize], ...] = ()
+
+    @property
+    def most_blocks(self) -> int:
+        """Layers, or experts of all layers where these are more: what a loop over the model runs over."""
+        return max(self.layers, self.experts * (self.layers - self.dense_layers))
+
+    def axis(self, name: str) -> AxisSize:
+        """The numbers of a model axis."""
+        standard = {
+            "heads": AxisSize(self.heads * self.head_dim, self.head_dim, self.heads),
+            "kv_heads": AxisSize(self.kv_heads * self.head_dim, self.head_dim, self.kv_heads, shared=True),
+            "intermediate": AxisSize(self.intermediate),
+            "vocab": AxisSize(self.vocab),
+            "experts": AxisSize(self.experts),
+            "hidden": AxisSize(self.hidden),
+            "head": AxisSize(self.head_dim),
+        }
+        return (standard | dict(self.own_axes))[name]
+
+    def axis_size(self, axis: str) -> int:
+        """Features along a model axis, e.g. ``heads * head_dim``."""
+        return self.axis(axis).size
+
+    def axis_unit(self, axis: str) -> int:
+        """Features that no cut along this axis may separate (a head)."""
+        return self.axis(axis).unit
+
+    def axis_heads(self, axis: str) -> int:
+        """Attention heads along this axis, 0 where there are none."""
+        return self.axis(axis).heads
+
+    def has(self, module: Module, layer: int) -> bool:
+        """Whether a decoder layer has a module of its family's."""
+        if isinstance(module.layers, frozenset):
+            if layer not in module.layers:
+                return False
+        elif module.layers != "all" and (module.layers == "dense") != (layer < self.dense_layers):
+            return False
+        if module.unless is not None and self.axis_size(module.unless):
+            return False
+        axes = [axis for _, axis in module.axes] + ([module.across] if module.across is not None else [])
+        return all(self.axis_size(axis) for axis in axes)
+
+    def stored_shapes(self, module: Module) -> tuple[tuple[int, ...], ...]:
+        """The shapes that a module's weight may have in a checkpoint; the first is :meth:`weight_shape`."""
+        shape = self.weight_shape(module)
+        swapped = (*shape[:-2], shape[-1], shape[-2]) if module.either_way else shape
+        return (shape,) if swapped == shape else (shape, swapped)
+
+    def weight_shape(self, module: Module) -> tuple[int, ...]:
+        """The shape of a module's weight, ``[out_features, in_features]``; of a norm or vector ``[features]``."""
+        if module.shape is not None:
+            return tuple(size if isinstance(size, int) else self.axis_size(size) for size in module.shape)
+        along = sum(self.axis_size(axis) for _, axis in module.axes) if module.axes else self.hidden
+        if module.kind in ("norm", "vector"):
+            return (along,)
+        across = self.hidden if module.across is None else self.axis_size(module.across)
+        return (across, along) if module.partition == "row" else (along, across)

@@ -1,0 +1,36 @@
+"""What a rank holds under a plan, as tensors in ranks are described: for resharding without a checkpoint on disk.
+
+::
+
+    held = planned_shards(before, rank)            # each given its ``data``
+    wanted = planned_shards(after, rank)
+    tensors = modelexport.sharding.reshard.reshard(held, wanted)
+"""
+
+from __future__ import annotations
+
+from modelexport.checkpoints.safetensors.file import torch_dtype
+from modelexport.sharding.boxes import extent, offset
+from modelexport.sharding.shard_plan import ShardPlan
+from modelexport.sharding.tensor import ShardedTensor
+
+
+def planned_shards(plan: ShardPlan, rank: int) -> list[ShardedTensor]:
+    """Every rectangle that ``rank`` holds, in the plan's order, without data; none for ranks that the plan has not.
+
+    A fused tensor has one for each of its parts. The first rank that holds a rectangle has the main replica.
+    """
+    if rank >= plan.parallelism.size:
+        return []
+    return [
+        ShardedTensor(
+            key=name,
+            dtype=torch_dtype(plan.rules[name].dtype),
+            local_shape=extent(box),
+            global_shape=plan.rules[name].shape,
+            global_offset=offset(box),
+            replica_id=plan.owners(name, rank, number).index(rank),
+        )
+        for name in plan.names(rank)
+        for number, (_, box) in enumerate(plan.held(name, rank))
+    ]

@@ -1,0 +1,103 @@
+"""A decoder layer with this rank's part of its weights, as whoever calibrates sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from modelexport.quantization.calibration.cut import WHOLE, ForwardCut, Share, general
+from modelexport.quantization.calibration.model import Source, is_stacked, misshapen
+from modelexport.quantization.calibration.watch import Part
+
+__all__ = ["FilledLayer", "MadeOf", "Read", "fill"]
+
+Read = Callable[[str, Share], Tensor]
+MadeOf = Mapping[str, Sequence[Source]]
+"""A layer's tensor -> those of the checkpoint that it is made of."""
+
+
+class FilledLayer:
+    """A decoder layer with its weights.
+
+    Attributes:
+        index: which one.
+        tensors: name in the checkpoint -> this rank's part of it: memory of the layer itself, to be written to. float32
+            (the runner's ``dtype``); experts one by one, even where transformers stacks them.
+        products: address of a weight -> the linears that it is.
+        linears: modules whose products are watched, by their names in the checkpoint, in the model's order.
+        routers: those of them that choose experts and are not quantised.
+    """
+
+    def __init__(self, index: int, prefix: str, made_of: MadeOf, tensors: dict[str, Tensor], cut: ForwardCut) -> None:
+        self.index, self.tensors = index, tensors
+        self.products: dict[int, list[Part]] = {}
+        self._prefix, self._made_of, self._cut = prefix, made_of, cut
+
+    def find_products(self, module: nn.Module) -> None:
+        """Find the linears of transformers' module, which has its weights."""
+        plain = {f"{name}.weight" for name, each in module.named_modules() if isinstance(each, nn.Linear)}
+        routers = set()
+        for key, parameter in module.named_parameters():
+            stacked = is_stacked(key) and self._made_of[key][0].expert is not None
+            if not stacked and (parameter.dim() != 2 or not key.endswith(".weight")):
+                continue
+            for source in self._made_of[key]:
+                weight = parameter if source.expert is None else parameter[source.expert]
+                rows = weight.shape[0] // source.parts
+                name = source.name.removesuffix(".weight")
+                path = general(name.removeprefix(self._prefix))
+                part = Part(name, path, (source.part * rows, (source.part + 1) * rows), self._cut.share(path))
+                self.products.setdefault(weight.data_ptr(), []).append(part)
+                if not is_stacked(key) and key not in plain:
+                    routers.add(part.name)
+        self.routers = frozenset(routers)
+        self.linears = tuple(part.name for parts in self.products.values() for part in parts)
+
+    def share(self, name: str) -> Share:
+        """What this rank holds of a linear."""
+        return self._cut.share(name.removeprefix(self._prefix))
+
+
+def fill(
+    empty: nn.Module,
+    index: int,
+    prefix: str,
+    made_of: MadeOf,
+    read: Read,
+    *,
+    cut: ForwardCut,
+    dtype: torch.dtype,
+    device: torch.device,
+    stacked_as_stored: bool,
+) -> tuple[dict[str, Tensor], FilledLayer]:
+    """Read a layer's tensors into new memory: what to load into transformers' module, and the layer as others see it.
+
+    Raises:
+        CheckpointError: a tensor has another shape than the module's.
+    """
+    state, tensors = {}, {}
+    for key, shape in empty.state_dict().items():
+        out: Tensor | None = None
+        for source in made_of[key]:
+            value = read(source.name, _share_of(source.name.removeprefix(prefix), cut))
+            wanted = source.view(shape).shape
+            if value.shape != wanted:
+                raise misshapen(source.name, value.shape, wanted)
+            if out is None:
+                stacked = stacked_as_stored and source.expert is not None
+                as_is = stacked or not value.is_floating_point()
+                out = torch.empty(shape.shape, dtype=value.dtype if as_is else dtype, device=device)
+            source.view(out).copy_(value)
+            tensors[source.name] = source.view(out)
+        assert out is not None, "made of nothing"
+        state[key] = out
+    return state, FilledLayer(index, prefix, made_of, tensors, cut)
+
+
+def _share_of(path: str, cut: ForwardCut) -> Share:
+    """Of a tensor: biases go with their linear's output features."""
+    module, _, parameter = path.rpartition(".")
+    share = cut.share(module)
+    return share if parameter == "weight" or share.dim == 0 else WHOLE

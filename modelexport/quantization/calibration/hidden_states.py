@@ -1,0 +1,207 @@
+"""Batches of hidden states between two layers: in memory, or above a budget in a file without a name.
+
+A file of them, for a run that is to be resumed, is a safetensors file: one tensor for each batch, in order, named by
+its number, and the SHA-256 of all their bytes as the last one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelexport.errors import CheckpointError
+from modelexport.system.small_files import open_regular
+
+__all__ = ["HiddenStates"]
+
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+_FORMAT = "modelexport hidden states 1"
+_CHECKSUM = "sha256"
+
+
+class HiddenStates(Sequence[Tensor]):
+    """A list of tensors of known shapes. Different places may be read and written by several threads at once.
+
+    Args:
+        shapes: of each batch.
+        dtype: of all.
+        device: that they are given on.
+        memory: bytes of them to keep in memory, the first batches; None for all. The rest goes through the file.
+        directory: where the file is; None for the system's for temporary files. It has no name there, and ends with
+            this process.
+
+    Raises:
+        OSError: there is no room for the file.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[tuple[int, ...]],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        memory: int | None = None,
+        directory: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self._shapes, self._dtype, self._device = list(shapes), dtype, device
+        sizes = [torch.Size(shape).numel() * dtype.itemsize for shape in self._shapes]
+        self._kept: dict[int, Tensor] = {}
+        self._places: dict[int, int] = {}
+        kept = on_disk = 0
+        for number, size in enumerate(sizes):
+            kept += size
+            if memory is not None and kept > memory:
+                self._places[number] = on_disk
+                on_disk += size
+        self._file = tempfile.TemporaryFile(dir=directory) if on_disk else None  # noqa: SIM115 - open as long as this
+        if self._file is not None:
+            os.posix_fallocate(self._file.fileno(), 0, on_disk)  # no room shows now, not after hours
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+    def __getitem__(self, number: Any) -> Any:
+        """Batch ``number``; new memory where it came from the file."""
+        number = range(len(self))[number]  # IndexError ends loops
+        if number not in self._places:
+            return self._kept[number]
+        assert self._file is not None
+        out = torch.empty(self._shapes[number], dtype=self._dtype)
+        _read(self._file.fileno(), _bytes_of(out), self._places[number])
+        return out.to(self._device)
+
+    def __setitem__(self, number: int, value: Tensor) -> None:
+        """Replaces a batch; the tensor itself is kept where it stays in memory."""
+        assert tuple(value.shape) == tuple(self._shapes[number])
+        assert value.dtype == self._dtype
+        if number not in self._places:
+            self._kept[number] = value
+            return
+        assert self._file is not None
+        _write(self._file.fileno(), _bytes_of(value), self._places[number])
+
+    def close(self) -> None:
+        """Let go of memory and file."""
+        self._kept.clear()
+        if self._file is not None:
+            self._file.close()
+
+    def save(self, path: str | os.PathLike[str], index: int) -> None:
+        """Write all batches and a number; ``path`` has either its old content or the new one at any time.
+
+        One process at a time.
+
+        Raises:
+            OSError: there is no room, or no such directory.
+        """
+        path = Path(path)
+        header = self._header(index)
+        temporary = path.with_name(f".{path.name}.part")  # one name: what a killed run left is written over
+        try:
+            with open(temporary, "wb") as file:
+                file.write(header)
+                digest = hashlib.sha256()
+                for number in range(len(self)):
+                    data = _bytes_of(self[number])
+                    digest.update(data)
+                    file.write(data)
+                file.write(digest.digest())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def restore(self, path: str | os.PathLike[str]) -> int | None:
+        """Take all batches from a file; the number that they were saved with, or None where there is no such file.
+
+        Raises:
+            CheckpointError: the file holds something else, or is damaged. Batches may have been replaced.
+        """
+        path = Path(path)
+        if not path.exists():
+            return None
+        with open_regular(path) as file:
+            expected = len(self._header(0))
+            found = file.read(expected)
+            index = _index_in(found)
+            if index is None or found != self._header(index):
+                raise CheckpointError(
+                    f"{path} does not hold the hidden states of {len(self)} batches of {self._shapes[0]}: it is of "
+                    "another run, or cut short; remove it and start again"
+                )
+            digest = hashlib.sha256()
+            for number in range(len(self)):
+                batch = torch.empty(self._shapes[number], dtype=self._dtype)
+                view = _bytes_of(batch)
+                if file.readinto(view) != view.nbytes:
+                    raise _damaged(path)
+                digest.update(view)
+                self[number] = batch.to(self._device)
+            if file.read() != digest.digest():
+                raise _damaged(path)
+        return index
+
+    def _header(self, index: int) -> bytes:
+        """Of a safetensors file; as long for any index."""
+        entries: dict[str, Any] = {"__metadata__": {"format": _FORMAT, "index": f"{index:08d}"}}
+        place = 0
+        for number, shape in enumerate(self._shapes):
+            size = torch.Size(shape).numel() * self._dtype.itemsize
+            entries[str(number)] = {
+                "dtype": _DTYPES[self._dtype],
+                "shape": list(shape),
+                "data_offsets": [place, place + size],
+            }
+            place += size
+        entries[_CHECKSUM] = {"dtype": "U8", "shape": [32], "data_offsets": [place, place + 32]}
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+
+def _index_in(header: bytes) -> int | None:
+    try:
+        return int(json.loads(header[8:])["__metadata__"]["index"])
+    except (ValueError, KeyError, TypeError):
+        return None  # the caller says so
+
+
+def _damaged(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is damaged: its hidden states do not have the checksum that it holds; remove it and start again"
+    )
+
+
+def _bytes_of(value: Tensor) -> memoryview:
+    """The bytes of a tensor; of one on the CPU in one piece, its own memory."""
+    flat = value.detach().cpu().contiguous().view(-1)
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type] # before Python 3.12 the stubs say so
+
+
+def _chunks(view: memoryview, place: int) -> Iterator[tuple[memoryview, int]]:
+    step = 1 << 28  # one call moves at most 2 GiB
+    for start in range(0, view.nbytes, step):
+        yield view[start : start + step], place + start
+
+
+def _read(fd: int, view: memoryview, place: int) -> None:
+    for chunk, at in _chunks(view, place):
+        done = os.preadv(fd, [chunk], at)
+        if done != chunk.nbytes:
+            raise OSError(f"a file of hidden states gave {done} bytes where {chunk.nbytes} were written")
+
+
+def _write(fd: int, view: memoryview, place: int) -> None:
+    for chunk, at in _chunks(view, place):
+        done = os.pwrite(fd, chunk, at)
+        if done != chunk.nbytes:
+            raise OSError(f"a file of hidden states took {done} of {chunk.nbytes} bytes")

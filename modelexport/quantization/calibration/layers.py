@@ -1,0 +1,364 @@
+"""A model of which one decoder layer at a time is in memory, and batches of samples that go through it.
+
+transformers' own modules compute: the model is built without storage from config.json, with this rank's heads and
+widths, and each layer is filled from the checkpoint when its turn comes and emptied after::
+
+    with LayerRunner(config, names, read, tokens, cut=cut) as runner:
+        for index in range(len(runner.layers)):
+            with runner.filled(index) as layer:
+                observed = runner.observe(layer, frozenset({"hessian"}))
+                ...                     # write new values into layer.tensors
+                runner.advance(layer)   # they make the next layer's inputs
+
+Samples go through a layer in batches of a fixed size. Alone, a rank runs several at once, each on one thread, and then
+adds their statistics in order; several ranks run one batch after the other, each its part. So results depend on nothing
+but weights and tokens (and on what the processor's matrix product does): see
+:mod:`~modelexport.quantization.calibration.cut`. float32 is the default; where a processor multiplies bfloat16 itself,
+that is several times faster and takes half the memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelexport.distributed import collectives
+from modelexport.distributed.environment import cores
+from modelexport.errors import PlanError
+from modelexport.quantization.calibration.around import Surroundings
+from modelexport.quantization.calibration.cut import ForwardCut, Share
+from modelexport.quantization.calibration.filled import FilledLayer, Read, fill
+from modelexport.quantization.calibration.hidden_states import HiddenStates
+from modelexport.quantization.calibration.model import (
+    DYNAMIC,
+    Source,
+    build,
+    choosing_all,
+    decoder_layers,
+    in_memory,
+    narrow,
+    running,
+    sources,
+    unknown,
+)
+from modelexport.quantization.calibration.statistics import Collector, InputStatistics
+from modelexport.quantization.calibration.sums import Together
+from modelexport.quantization.calibration.watch import Activation, Seen, Watch
+
+__all__ = ["DYNAMIC", "FilledLayer", "LayerRunner", "Observed", "Read"]
+
+_BATCH_TOKENS = 512  # enough for a matrix product to run at full speed on a thread, few enough to occupy many threads
+
+
+@dataclass
+class Observed:
+    """What a layer's linears and its attention were given.
+
+    Attributes:
+        inputs: linear -> statistics of its whole input, the same object for linears that were given the same tensor;
+            those to which no token came are missing.
+        tokens: linear -> how many tokens came.
+        keys, values: of what goes into the KV cache: keys after the rotary embedding, values as projected. With latent
+            attention both are the same, of the latent and of the rotary part, which share one cache. None without
+            attention, or where only other statistics than ``amax`` and ``histogram`` were asked for.
+    """
+
+    inputs: dict[str, InputStatistics] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=dict)
+    keys: InputStatistics | None = None
+    values: InputStatistics | None = None
+
+
+class LayerRunner:
+    """The samples on their way through a model: :meth:`filled` a layer, :meth:`advance` through it, and so on.
+
+    A context manager, in which torch uses one thread for each operation. All ranks of the job use theirs together.
+
+    Args:
+        config: config.json of an unquantised model.
+        names: every tensor of the checkpoint.
+        read: this rank's part of one of them (the spans of the share, joined along its dim), in any floating-point
+            dtype. Biases are asked for with dim 0 where their linear is column-parallel, and else whole; of the
+            embedding only the tokens' rows.
+        tokens: int64 ``[samples, length]``.
+        cut: this rank's part of the layers.
+        threads: batches, or panels of a Hessian, at once; by default what cores there are for each rank.
+        dtype: of the arithmetic.
+        device: where layers and hidden states are.
+        memory: bytes of hidden states to keep in memory; None for all. The rest goes through a file.
+        directory: of that file.
+        stacked_as_stored: experts that transformers stacks keep the dtype in which they are read.
+        alone: whether other ranks, if there are any, have no part in it.
+        derived: whether nobody has looked at how the model's layers run by themselves, see ``running``.
+        progress: called with (batches done, batches in all) on the way through a layer.
+
+    Raises:
+        PlanError: transformers has no such model, or not with these tensors.
+
+    Attributes:
+        layers: transformers' decoder layers, without storage except within :meth:`filled`.
+        hidden: each batch's input of the next layer, ``[samples, length, hidden]`` in ``dtype``; the same on all ranks.
+        head_name: the output embedding's module; None where there is none.
+        on_disk: transformers' name of a tensor -> the checkpoint's, where that is another.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        names: Collection[str],
+        read: Read,
+        tokens: Tensor,
+        *,
+        cut: ForwardCut | None = None,
+        threads: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        memory: int | None = None,
+        directory: str | os.PathLike[str] | None = None,
+        stacked_as_stored: bool = False,
+        alone: bool = False,
+        derived: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.names, self.read, self.dtype, self.device = names, read, dtype, torch.device(device)
+        self.cut, self.stacked_as_stored, self.derived = cut or ForwardCut(), stacked_as_stored, derived
+        self.model = build(config, self.cut.config)
+        modules = {module: name for name, module in self.model.named_modules()}
+        stack = decoder_layers(self.model)
+        if stack is None:
+            kind = type(self.model).__name__
+            raise PlanError(f"calibration finds no decoder layers in transformers' {kind}: {DYNAMIC}")
+        self.layers: list[Any] = list(stack)
+        for layer in self.layers:
+            narrow(layer, self.cut)
+        self.prefix = modules[stack]
+        self.head_name = modules.get(self.model.get_output_embeddings())
+        latent = bool(config.get("kv_lora_rank"))
+        self.rotary = config.get("qk_rope_head_dim") if latent else None
+        self.kv_heads = None if latent else getattr(self.model.config, "num_key_value_heads", None)
+        self.batches = tokens.split(max(1, _BATCH_TOKENS // tokens.shape[1]))
+        self._by_itself, self._progress = alone, progress or (lambda done, all_: None)
+        world = 1 if alone else collectives.get_world_size()
+        self.threads = threads or max(1, cores() // world)
+        shapes = [(*batch.shape, self.model.config.hidden_size) for batch in self.batches]
+        self.hidden = HiddenStates(shapes, dtype, self.device, memory=memory, directory=directory)
+        inside = [name for name in (self.prefix, self.head_name) if name is not None]
+        self.on_disk = in_memory(self.model, names)
+        self._around = Surroundings(
+            self.model, self.layers, inside, {*names, *self.on_disk}, self._read_renamed, dtype, self.device
+        )
+        self._restored = False
+
+    def _read_renamed(self, name: str, share: Share) -> Tensor:
+        return self.read(self.on_disk.get(name, name), share)
+
+    def __enter__(self) -> LayerRunner:
+        self._threads_before = torch.get_num_threads()
+        torch.set_num_threads(1)  # of one operation, in this thread and in those of the pool, which begin after it
+        self._pool = ThreadPoolExecutor(self.threads)
+        self._together: Together | None = None
+        try:
+            self._together = Together(self.cut, alone=self._by_itself)
+            with running(self.model, derived=self.derived):
+                if self._restored:
+                    self._around.learn_calls(self.batches)
+                else:
+                    for number, hidden in enumerate(self._around.first_inputs(self.batches)):
+                        self.hidden[number] = hidden
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(self._threads_before)
+        if self._together is not None:
+            self._together.close()
+        self.hidden.close()
+
+    def save(self, path: str | os.PathLike[str], index: int) -> None:
+        """Write the hidden states, which are the inputs of layer ``index``: see :class:`HiddenStates`.
+
+        They are the same on all ranks: one of them may write for all who see the file.
+        """
+        self.hidden.save(path, index)
+
+    def restore(self, path: str | os.PathLike[str]) -> int | None:
+        """Before the runner is entered: begin with what :meth:`save` wrote; the layer that comes next.
+
+        None where there is no such file.
+
+        Raises:
+            CheckpointError: it is damaged, or of other samples.
+        """
+        index = self.hidden.restore(path)
+        self._restored = index is not None
+        return index
+
+    @contextmanager
+    def filled(self, index: int) -> Iterator[FilledLayer]:
+        """Layer ``index`` with its weights.
+
+        Raises:
+            PlanError: the checkpoint lacks some of them.
+            CheckpointError: some have another shape than config.json says.
+        """
+        module, prefix = self.layers[index], f"{self.prefix}.{index}."
+        empty = module.state_dict()
+        made_of = sources(empty, prefix, self.names)
+        for key in empty:
+            if key not in made_of and (name := self.on_disk.get(prefix + key)) is not None:
+                made_of[key] = (Source(name),)
+        missing = [key for key in empty if key not in made_of]
+        if missing:
+            raise unknown(self.model, prefix + missing[0])
+        state, layer = fill(
+            module,
+            index,
+            prefix,
+            made_of,
+            self.read,
+            cut=self.cut,
+            dtype=self.dtype,
+            device=self.device,
+            stacked_as_stored=self.stacked_as_stored,
+        )
+        module.load_state_dict(state, assign=True)
+        layer.find_products(module)
+        try:
+            yield layer
+        finally:
+            module.load_state_dict(empty, assign=True)
+
+    def observe(
+        self, layer: FilledLayer, wants: Collection[str], *, all_experts: bool = False, advance: bool = False
+    ) -> Observed:
+        """Run all samples through a layer to see what its linears get.
+
+        Args:
+            layer: a filled one.
+            wants: which of the attributes of :class:`InputStatistics`.
+            all_experts: every expert sees every token, whichever the router chose for it.
+            advance: the outputs become ``hidden``, as :meth:`advance` has it; otherwise that stays what it is.
+
+        Raises:
+            PlanError: ``all_experts``, but this model's routers cannot be told to choose all.
+        """
+        assert not (all_experts and advance), "outputs of all experts are not the model's"
+        wants = frozenset(wants)
+        together = self._together
+        assert together is not None, "the runner is not entered"
+        collectors: dict[str, Collector] = {}  # by the first of the linears that share it
+        owners: dict[str, str] = {}
+        caches: dict[str, Collector] = {}
+        cache_wants = wants & {"amax", "histogram"}
+
+        def collect(found: dict[str, Collector], name: str, x: Tensor, wanted: frozenset[str]) -> None:
+            if name not in found:
+                found[name] = Collector(x.shape[1], wanted, together.rank, together.world, self._pool)
+            found[name].add(x.float())
+
+        with choosing_all(self.layers[layer.index]) if all_experts else nullcontext():
+            for seen in self._seen(layer, keep=advance):
+                for x, names in seen.inputs:
+                    collect(collectors, names[0], x, wants)
+                    for name in names:
+                        assert owners.setdefault(name, names[0]) == names[0], "inputs are shared by other linears now"
+                if seen.keys is not None and seen.values is not None and cache_wants:
+                    collect(caches, "keys", seen.keys, cache_wants)
+                    if seen.values is not seen.keys:
+                        collect(caches, "values", seen.values, cache_wants)
+        done = {name: collector.finish() for name, collector in collectors.items()}
+        cached = {name: collector.finish() for name, collector in caches.items()}
+        observed = Observed(
+            {name: done[owners[name]] for name in layer.linears if name in owners},
+            {name: done[owners[name]].tokens if name in owners else 0 for name in layer.linears},
+            cached.get("keys"),
+            cached.get("values", cached.get("keys")),
+        )
+        if all_experts:
+            self._check_all_seen(layer, observed)
+        return observed
+
+    def advance(self, layer: FilledLayer, activations: Mapping[str, Activation] | None = None) -> None:
+        """Run all samples through a layer; its outputs become ``hidden``.
+
+        Args:
+            layer: a filled one, with whatever its tensors hold now.
+            activations: linear -> a function of its whole input ``[tokens, in_features]``, whose result (new memory) it
+                is given instead.
+        """
+
+        def one(number: int) -> None:
+            self.hidden[number] = self._run(layer, number, None, activations)
+
+        numbers = range(len(self.batches))
+        for done, _ in enumerate(self._pool.map(one, numbers) if self._alone else map(one, numbers), 1):
+            self._progress(done, len(numbers))
+
+    def outputs(self) -> Iterator[Tensor]:
+        """What the output embedding is given, batch by batch, after the last layer has run."""
+        return self._around.outputs(self.batches, self.hidden)
+
+    def head_input(self) -> float:
+        """The largest magnitude in :meth:`outputs`; NaN if there is one."""
+        return torch.stack([out.abs().amax() for out in self.outputs()]).amax().item()
+
+    @property
+    def _alone(self) -> bool:
+        return self._together is not None and self._together.world == 1
+
+    def _seen(self, layer: FilledLayer, *, keep: bool) -> Iterator[Seen]:
+        """What each batch gives the layer, in order. Alone, ``threads`` batches run at once; the pool is then idle."""
+
+        def one(number: int) -> Seen:
+            seen = Seen()
+            out = self._run(layer, number, seen)
+            if keep:
+                self.hidden[number] = out
+            return seen
+
+        at_once = self.threads if self._alone else 1
+        for start in range(0, len(self.batches), at_once):
+            wave = range(start, min(start + at_once, len(self.batches)))
+            found = list(self._pool.map(one, wave)) if self._alone else [one(number) for number in wave]
+            found.reverse()
+            while found:
+                yield found.pop()  # not kept any longer
+            self._progress(wave.stop, len(self.batches))
+
+    def _run(
+        self, layer: FilledLayer, number: int, seen: Seen | None, activations: Mapping[str, Activation] | None = None
+    ) -> Tensor:
+        hidden = self.hidden[number]
+        args, kwargs = self._around.calls[tuple(hidden.shape)][layer.index]
+        assert self._together is not None
+        watch = Watch(
+            layer.products,
+            self._together,
+            activations=activations,
+            seen=seen,
+            kv_heads=self.kv_heads,
+            rotary=self.rotary,
+        )
+        with running(self.model, derived=self.derived), torch.inference_mode(), watch:
+            out = self.layers[layer.index](hidden, *args, **kwargs)
+        self._around.returns = len(out) if isinstance(out, (tuple, list)) else 0
+        return out[0] if self._around.returns else out
+
+    def _check_all_seen(self, layer: FilledLayer, observed: Observed) -> None:
+        total = sum(batch.numel() for batch in self.batches)
+        for name in layer.linears:
+            if ".experts." in name and observed.tokens[name] != total:
+                raise PlanError(
+                    "calibration cannot show every token to every expert of transformers' "
+                    f"{type(self.model).__name__}: {name} got {observed.tokens[name]} of {total}; leave that option out"
+                )

@@ -1,0 +1,267 @@
+"""transformers' model without storage, and which of a checkpoint's tensors each of a layer's is made of."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from modelexport.errors import CheckpointError, ModelExportError, PlanError, error_text, quoted, shown
+from modelexport.quantization.calibration.attention import watched_attention
+from modelexport.quantization.calibration.cut import ForwardCut
+
+__all__ = [
+    "DYNAMIC",
+    "OF_MODELS",
+    "Source",
+    "body",
+    "build",
+    "choosing_all",
+    "decoder_layers",
+    "in_memory",
+    "is_stacked",
+    "misshapen",
+    "narrow",
+    "running",
+    "sources",
+    "unknown",
+]
+
+DYNAMIC = "choose what needs no calibration (such as --quant fp8 or int8 with --algorithm rtn), and no --kv-cache"
+"""What else to do where a model cannot be calibrated."""
+OF_MODELS = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What transformers' modules raise that are run in a way they are not made for."""
+
+_EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.(\w+)\.weight")
+_STACKED = re.compile(r"(.+)\.experts\.(gate_up_proj|down_proj)")
+_PARTS = {"gate_up_proj": (("gate_proj", "w1"), ("up_proj", "w3")), "down_proj": (("down_proj", "w2"),)}
+"""transformers' stacked parameter -> the linears that an expert has on disk in its stead, by any of their names."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One tensor of the checkpoint within one of the model's.
+
+    Attributes:
+        name: in the checkpoint.
+        expert: of a stacked tensor; None where it is the whole.
+        part, parts: which of how many equal ones it is along the rows of the expert.
+    """
+
+    name: str
+    expert: int | None = None
+    part: int = 0
+    parts: int = 1
+
+    def view(self, of: Tensor) -> Tensor:
+        """Its place in the model's tensor."""
+        if self.expert is None:
+            return of
+        rows = of.shape[1] // self.parts
+        return of[self.expert, self.part * rows : (self.part + 1) * rows]
+
+
+def build(config: Mapping[str, Any], local: Mapping[str, int]) -> Any:
+    """transformers' model without storage. By its class for the ``model_type``: no code but its own can come in.
+
+    Args:
+        config: config.json.
+        local: keys whose values are others in the modules that this rank builds. They are set after transformers has
+            checked the whole model's: half of the heads need not fit the hidden size.
+
+    Raises:
+        PlanError: transformers has no such model.
+    """
+    from accelerate import init_empty_weights
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    kind = config.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        raise PlanError(f"calibration runs transformers' models, which know no model_type {quoted(kind)}: {DYNAMIC}")
+    plain = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
+    try:
+        parsed = CONFIG_MAPPING[kind].from_dict(_special(plain))
+    except Exception as error:  # transformers checks a config in many ways
+        what = f"{type(error).__name__}: {error_text(error)}"
+        raise CheckpointError(f"config.json: transformers refuses it: {what}") from error
+    parsed._experts_implementation = "eager"  # which calls F.linear, expert by expert
+    for key, value in local.items():
+        setattr(parsed, key, value)
+
+    def made(attention: str) -> Any:
+        with init_empty_weights(include_buffers=False):
+            return AutoModelForCausalLM.from_config(parsed, attn_implementation=attention).eval()
+
+    attention = _attention(parsed)
+    try:
+        try:
+            return made(attention)
+        except KeyError as error:  # old models look theirs up in tables of their own
+            if error.args != (attention,):
+                raise
+            return made("eager")
+    except ValueError as error:
+        raise PlanError(
+            f"calibration cannot build transformers' model for {quoted(kind)}: {error_text(error)}; {DYNAMIC}"
+        ) from error
+
+
+def _special(value: Any) -> Any:
+    """With infinity and NaN, which JSON has no numbers for, in place of what transformers writes for them."""
+    if isinstance(value, Mapping):
+        if set(value) == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _special(each) for key, each in value.items()}
+    return [_special(each) for each in value] if isinstance(value, list) else value
+
+
+@contextmanager
+def running(model: Any, *, derived: bool, what: str = "its decoder layers do not run one at a time") -> Iterator[None]:
+    """Within it, modules of a model run by themselves.
+
+    Args:
+        what: could not be done.
+        derived: whether nobody has looked at how these do: what they raise is then said in a sentence, and else is an
+            error of ours.
+
+    Raises:
+        PlanError: that sentence.
+    """
+    try:
+        yield
+    except OF_MODELS as error:
+        if not derived or isinstance(error, ModelExportError):
+            raise
+        raise PlanError(
+            f"of a {shown(model.config.model_type)} model in transformers, {what} ("
+            f"{type(error).__name__}: {error_text(error)}): {DYNAMIC}"
+        ) from error
+
+
+def body(model: Any) -> Any:
+    """The model without its head."""
+    found = [each for each in (model.base_model, model.get_decoder()) if each is not model]
+    tokens = model.get_input_embeddings()
+    return next(iter([*found, *(child for child in model.children() if tokens in child.modules())]), model)
+
+
+def _attention(parsed: Any) -> str:
+    """Which of transformers' attention functions: torch's own, where that does all that the model does.
+
+    It knows neither soft caps on scores nor sinks; the model's own function, head by head, does.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    known = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(parsed), None)
+    fused = getattr(known, "_supports_sdpa", True) and not getattr(parsed, "attn_logit_softcapping", None)
+    return "sdpa" if fused else watched_attention()
+
+
+def decoder_layers(model: Any) -> nn.ModuleList | None:
+    """The stack of decoder layers, by whatever name; None where there is none."""
+    base, count = model.base_model, getattr(model.config, "num_hidden_layers", None)
+    named = getattr(base, "layers", None)
+    if isinstance(named, nn.ModuleList):
+        return named
+    stacks = (each for each in base.modules() if isinstance(each, nn.ModuleList))
+    return next((each for each in stacks if len(each) == count), None)
+
+
+def narrow(layer: nn.Module, cut: ForwardCut) -> None:
+    """Give a layer without storage parameters as narrow as a rank holds them, where its config has not done so."""
+    for key, parameter in list(layer.named_parameters()):
+        path, _, name = key.rpartition(".")
+        share = cut.share(path)
+        if share.dim is None or share.dim >= parameter.dim() or (name != "weight" and share.dim != 0):
+            continue
+        shape = list(parameter.shape)
+        shape[share.dim] = sum(stop - start for start, stop in share.spans)
+        if shape != list(parameter.shape):
+            less = nn.Parameter(torch.empty(shape, device="meta", dtype=parameter.dtype), requires_grad=False)
+            setattr(layer.get_submodule(path), name, less)
+
+
+def in_memory(model: Any, names: Collection[str]) -> dict[str, str]:
+    """transformers' name of a tensor -> its name in the checkpoint, of those that it renames as it loads them."""
+    held = model.state_dict().keys()
+    strange = [name for name in names if name not in held]
+    if not strange:
+        return {}
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightRenaming, rename_source_key
+    except ImportError:  # before version 5 nothing was renamed
+        return {}
+    renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
+    renamed = ((rename_source_key(name, renamings, [])[0], name) for name in strange)
+    return {new: name for new, name in renamed if new in held and new not in names}
+
+
+def sources(empty: Mapping[str, Tensor], prefix: str, names: Collection[str]) -> dict[str, tuple[Source, ...]]:
+    """Of which of the checkpoint's tensors each of a layer's is made; what cannot be found is left out.
+
+    transformers may stack a layer's experts and rename what they are in: "block_sparse_moe" on disk is its "mlp".
+    """
+    own = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+    found: dict[str, tuple[Source, ...]] = {key: (Source(prefix + key),) for key in empty if key in own}
+    experts: dict[str, dict[tuple[int, str], str]] = {}
+    for name in own:
+        if match := _EXPERT.fullmatch(name):
+            experts.setdefault(match[1], {})[int(match[2]), match[3]] = prefix + name
+    if len(experts) != 1:
+        return found
+    ((theirs, linears),) = experts.items()
+    for key in empty:
+        match = _STACKED.fullmatch(key)
+        if key in found or match is None:
+            continue
+        parts = _PARTS[match[2]]
+        stacked = [
+            Source(linears[expert, name], expert, number, len(parts))
+            for expert in range(empty[key].shape[0])
+            for number, known in enumerate(parts)
+            for name in known
+            if (expert, name) in linears
+        ]
+        if len(stacked) == empty[key].shape[0] * len(parts):
+            found[key] = tuple(stacked)
+        for other in empty:
+            renamed = theirs + other.removeprefix(match[1])
+            if other not in found and other.startswith(f"{match[1]}.") and renamed in own:
+                found[other] = (Source(prefix + renamed),)
+    return found
+
+
+@contextmanager
+def choosing_all(layer: nn.Module) -> Iterator[None]:
+    """With a layer's routers choosing all experts, as far as transformers' modules have a number for that."""
+    routers: list[Any] = [each for each in layer.modules() if hasattr(each, "top_k") and hasattr(each, "num_experts")]
+    before = [each.top_k for each in routers]
+    for each in routers:
+        each.top_k = each.num_experts
+    try:
+        yield
+    finally:
+        for each, number in zip(routers, before, strict=True):
+            each.top_k = number
+
+
+def is_stacked(key: str) -> bool:
+    """Whether a layer's parameter holds the weights of all its experts."""
+    return _STACKED.fullmatch(key) is not None
+
+
+def unknown(model: nn.Module, name: str) -> PlanError:
+    """The model has a tensor that the checkpoint has not."""
+    kind = type(model).__name__
+    return PlanError(f"calibration: transformers' {kind} has {name}, which the checkpoint has not: {DYNAMIC}")
+
+
+def misshapen(name: str, shape: Any, wanted: Any) -> CheckpointError:
+    """A tensor of the checkpoint has another shape than the model's."""
+    return CheckpointError(f"{name} is {list(shape)}, but config.json's model has {list(wanted)} there")

@@ -1,0 +1,187 @@
+"""Runs a model over calibration text and tells how large the magnitudes are that pass through it.
+
+They decide bytes of the checkpoint (static scales of activations and of the KV cache), so they depend on nothing but
+the weights and the tokens: see :mod:`~modelexport.quantization.calibration.layers`, which has one decoder layer in
+memory at a time.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelexport.errors import ValuesError
+from modelexport.quantization.calibration import static_ranges
+from modelexport.quantization.calibration.cut import ForwardCut, Share
+from modelexport.quantization.calibration.layers import DYNAMIC, LayerRunner, Observed
+from modelexport.quantization.calibration.statistics import InputStatistics
+from modelexport.quantization.calibration.text import LENGTH, SAMPLES, token_batches_from
+from modelexport.quantization.formats.base import NumberFormat
+
+__all__ = ["LENGTH", "SAMPLES", "Ranges", "observe", "token_batches_from"]
+
+_ONE_OF_EXPERTS = re.compile(r"(.+\.experts\.)\d+(\..+)")
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """What passed through a model: magnitudes that scales are to reach, finite and not negative.
+
+    Attributes:
+        inputs: linear, by its module's name in the checkpoint -> of its inputs. All experts of a layer have the same.
+        keys, values: layer -> of what goes into its KV cache: keys after the rotary embedding, values as projected.
+            With latent attention (DeepSeek) both are of the latent and of the rotary part, which share one cache.
+        unseen: linears of experts that no token was routed to; their ``inputs`` are those of their siblings.
+        samples, length: how much text it was.
+    """
+
+    inputs: dict[str, float]
+    keys: dict[int, float]
+    values: dict[int, float]
+    unseen: tuple[str, ...] = ()
+    samples: int = 0
+    length: int = 0
+
+
+def observe(
+    config: Mapping[str, Any],
+    names: Collection[str],
+    read: Callable[[str, Share], Tensor],
+    tokens: Tensor,
+    *,
+    cut: ForwardCut | None = None,
+    threads: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    method: str = "max",
+    formats: Mapping[str, NumberFormat | None] | None = None,
+    all_experts: bool = False,
+    memory: int | None = None,
+    derived: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Ranges:
+    """What static scales should reach of every linear's inputs, and of every layer's keys and values.
+
+    All ranks of the job call it together, each with its own ``read`` and ``cut``; all get the same.
+
+    Args:
+        config: config.json of an unquantised model.
+        names: every tensor of the checkpoint.
+        read: this rank's part of one of them, in any floating-point dtype: see :class:`LayerRunner`.
+        tokens: int64 ``[samples, length]``, see :func:`token_batches_from`.
+        cut: this rank's part of the layers.
+        threads: batches in flight at once; by default one for each core that this process may use. The result does
+            not depend on it.
+        dtype: of the arithmetic.
+        method: how that is chosen, see :mod:`~modelexport.quantization.calibration.static_ranges`. Only where a scale is stored:
+            the inputs of other linears, and of the output embedding, have their largest magnitude.
+        formats: linear -> what its weight is written in.
+        all_experts: every expert sees every token, whichever the router chose for it.
+        memory: bytes of hidden states to keep in memory; None for all.
+        derived: see :class:`LayerRunner`.
+        progress: called with (layers done, layers in all).
+
+    Raises:
+        PlanError: transformers has no such model, or not with these tensors; its routers cannot choose all experts.
+        CheckpointError: a linear, or an attention, is given NaN or Inf.
+    """
+    ranges = Ranges({}, {}, {}, (), tokens.shape[0], tokens.shape[1])
+    unseen: list[str] = []
+    chosen = {name: each for name, each in (formats or {}).items() if each is not None and each.has_static_inputs}
+    with LayerRunner(
+        config,
+        names,
+        read,
+        tokens,
+        cut=cut,
+        threads=threads,
+        dtype=dtype,
+        memory=memory,
+        stacked_as_stored=True,
+        derived=derived,
+    ) as runner:
+        for index in range(len(runner.layers)):
+            with runner.filled(index) as layer:
+                observed = runner.observe(
+                    layer, static_ranges.wants(method), all_experts=all_experts, advance=not all_experts
+                )
+                if all_experts:
+                    runner.advance(layer)
+            linears = [name for name in layer.linears if name not in layer.routers]
+            del layer  # or it would keep its weights while the next one is filled
+            inputs = _of_all_experts(observed.inputs, linears, unseen)
+            _check_all_finite(index, inputs, observed)
+            ranges.inputs.update(_reaches(inputs, method, chosen))
+            if observed.keys is not None and observed.values is not None:
+                ranges.keys[index] = static_ranges.choose(observed.keys, method)
+                ranges.values[index] = static_ranges.choose(observed.values, method)
+            if progress is not None:
+                progress(index + 1, len(runner.layers))
+        if runner.head_name is not None:
+            ranges.inputs[runner.head_name] = runner.head_input()
+            _check_finite(ranges.inputs[runner.head_name], f"the inputs of {runner.head_name}")
+    return replace(ranges, unseen=tuple(unseen))
+
+
+def _reaches(
+    inputs: Mapping[str, InputStatistics], method: str, chosen: Mapping[str, NumberFormat]
+) -> dict[str, float]:
+    """What each linear's static scale covers; the largest magnitude where it has none."""
+    known: dict[tuple[int, NumberFormat], float] = {}
+    reaches = {}
+    for name, found in inputs.items():
+        if name not in chosen:
+            reaches[name] = _largest(found)
+            continue
+        key = (id(found), chosen[name])  # linears that are given the same share their statistics
+        if key not in known:
+            known[key] = static_ranges.choose(found, method, chosen[name])
+        reaches[name] = known[key]
+    return reaches
+
+
+def _of_all_experts(
+    inputs: Mapping[str, InputStatistics], linears: Sequence[str], unseen: list[str]
+) -> dict[str, InputStatistics]:
+    """``inputs`` of the linears, with those of all of a layer's experts together for each of these."""
+    found = {name: inputs[name] for name in linears if name in inputs}
+    experts: dict[tuple[str, str], list[str]] = {}
+    for name in linears:
+        if match := _ONE_OF_EXPERTS.fullmatch(name):
+            experts.setdefault((match[1], match[2]), []).append(name)
+    for siblings in experts.values():
+        seen = [inputs[name] for name in siblings if name in inputs]
+        unseen += [name for name in siblings if name not in inputs]
+        if seen:
+            found.update(dict.fromkeys(siblings, static_ranges.together(seen)))
+    return found
+
+
+def _check_all_finite(index: int, inputs: Mapping[str, InputStatistics], observed: Observed) -> None:
+    seen = [(f"the inputs of {name}", found) for name, found in inputs.items()]
+    if observed.keys is not None and observed.values is not None:
+        # In the order of their computation, so that the first that is not finite is the nearest to the cause.
+        seen[1:1] = [
+            (f"the keys of layer {index}", observed.keys),
+            (f"the values of layer {index}", observed.values),
+        ]
+    for what, found in seen:
+        _check_finite(_largest(found), what)
+
+
+def _largest(statistics: InputStatistics) -> float:
+    assert statistics.amax is not None
+    return statistics.amax.amax().item()
+
+
+def _check_finite(value: float, what: str) -> None:
+    if not math.isfinite(value):
+        raise ValuesError(
+            f"{what} are not finite on the calibration text: there is NaN or Inf in a weight before it, or it "
+            f"overflows. Check the model, or {DYNAMIC}"
+        )

@@ -1,0 +1,314 @@
+"""The tokens that a model is calibrated on: windows of a text, the same ones whenever they are asked for again."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from functools import partial
+from io import TextIOWrapper
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from modelexport.assets import Split, demo_documents
+from modelexport.errors import CheckpointError, UsageError, error_text, quoted
+from modelexport.system.json_values import JsonValues
+from modelexport.system.small_files import LARGEST_JSON, check_regular, has_file, open_regular, read_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "DATASET",
+    "LENGTH",
+    "SAMPLES",
+    "TOKENIZER_FILES",
+    "TokenDocuments",
+    "file_of",
+    "has_tokenizer",
+    "load_tokenizer",
+    "token_batches_from",
+]
+
+SAMPLES, LENGTH = 64, 256
+
+_POOL = 8
+"""Windows are drawn from the first tokens of a text, this many times what is needed: a text may be a whole corpus."""
+_TOKENIZER_CLASS = re.compile("Tokenizer|Backend")
+_BLOCK = 1 << 18  # characters of a plain text that are tokenised at a time
+_LONGEST_LINE = 1 << 22
+_LONGEST_OBJECT = 1 << 28
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
+DATASET = "hf:"
+"""What the name of a data set begins with: ``hf:NAME``, ``hf:NAME:SPLIT`` or ``hf:NAME:CONFIGURATION:SPLIT``."""
+
+
+def file_of(text: str | os.PathLike[str] | None, flag: str = "--calib") -> Path | None:
+    """The file that a text is in; None for a data set and for the text of the package.
+
+    Raises:
+        UsageError: there is no such file, or nothing in it; or it is a data set, and the package that reads these is
+            not installed.
+    """
+    if text is None:
+        return None
+    if str(text).startswith(DATASET):
+        _dataset(str(text), flag)
+        if "datasets" not in sys.modules and importlib.util.find_spec("datasets") is None:
+            raise UsageError(f"{flag} {text}: the package that reads data sets is missing: pip install datasets")
+        return None
+    path = Path(os.path.expanduser(text))
+    what = "no such file"
+    if os.path.lexists(path):
+        check_regular(path, label=f"{flag} {path}", error=UsageError)
+        what = "is empty" if path.stat().st_size == 0 else ""
+    if what:
+        raise UsageError(
+            f'{flag} {path}: {what}; give a text, a .jsonl file with "text" or "input_ids", or a data set of the '
+            f"hub as {DATASET}NAME:SPLIT"
+        )
+    return path
+
+
+def _dataset(text: str, flag: str) -> tuple[str, str | None, str]:
+    """Name, configuration and split of a data set."""
+    name, *further = text.removeprefix(DATASET).split(":")
+    if not name or len(further) > 2 or not all(further):
+        spelled = ", or ".join(DATASET + form for form in ("NAME", "NAME:SPLIT", "NAME:CONFIGURATION:SPLIT"))
+        raise UsageError(f"{flag} {text}: a data set is {spelled}")
+    return name, further[0] if len(further) == 2 else None, further[-1] if further else "train"
+
+
+def token_batches_from(
+    text: str | os.PathLike[str] | None,
+    tokenizer: str | os.PathLike[str],
+    *,
+    vocabulary: int,
+    samples: int = SAMPLES,
+    length: int = LENGTH,
+    seed: int = 0,
+) -> Tensor:
+    """Windows of a text that do not overlap, drawn by a seed: int64 ``[samples, length]``.
+
+    Args:
+        text: a plain text in UTF-8; a ``.jsonl`` file with an object a line that has ``"text"`` or ``"input_ids"``;
+            a data set with such rows (see :data:`DATASET`), of which no more is fetched than is needed; None: the
+            text that comes with the package.
+        tokenizer: directory that holds the model's tokenizer; not opened where every line gives ``input_ids``. Before
+            each document stands its beginning-of-text token, or its end-of-text token, if it has one.
+        vocabulary: rows of the model's embedding. Tokens of a text beyond it (tokenizers may know more than the model)
+            are folded into it; ``input_ids`` beyond it are refused.
+        samples, length: how many windows, of how many tokens.
+        seed: which windows; the same whenever text, tokenizer and numbers are.
+
+    Raises:
+        UsageError: no such file or data set, a line that is not as above, no tokenizer, or fewer tokens than asked
+            for.
+        CheckpointError: a tokenizer that cannot be loaded.
+    """
+    import torch
+
+    for name, value in (("samples", samples), ("length", length)):
+        if value < 1:
+            raise UsageError(f"--calib-{name} {value}: at least 1 is needed")
+    needed = samples * length
+    documents = TokenDocuments(text, Path(tokenizer), vocabulary)
+    ids = documents.first(_POOL * needed)
+    if len(ids) < needed:
+        raise UsageError(
+            f"{documents.label} has {len(ids):,} tokens, but {samples} samples of {length} are {needed:,}: give a "
+            f"longer text with --calib, or ask for fewer samples (--calib-samples {len(ids) // length})"
+            if len(ids) >= length
+            else f"{documents.label} has {len(ids):,} tokens, but a single sample of {length} needs as many: give a "
+            f"longer text with --calib, or shorter samples with --calib-length"
+        )
+    windows = torch.tensor(ids[: len(ids) // length * length], dtype=torch.int64).view(-1, length)
+    chosen = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))[:samples]
+    return windows[chosen.sort().values]
+
+
+class TokenDocuments:
+    """The token ids of one document, or of one block of a long one, after the other.
+
+    Arguments as for :func:`token_batches_from`; ``split`` is which text of the package, ``flag`` names ``text`` to
+    people.
+
+    Attributes:
+        label: what the text is, for people.
+        documents: how many have been begun so far.
+    """
+
+    def __init__(
+        self,
+        text: str | os.PathLike[str] | None,
+        directory: Path,
+        vocabulary: int,
+        *,
+        split: Split = "calibration",
+        flag: str = "--calib",
+    ) -> None:
+        self.path = file_of(text, flag)
+        self.dataset = str(text) if text is not None and self.path is None else None
+        kind = {"calibration": "calibration", "heldout": "held-out"}[split]
+        self.label = f"the {kind} text of the package" if text is None else f"{flag} {self.path or text}"
+        self.split, self.flag = split, flag
+        self.directory = directory
+        self.vocabulary = vocabulary
+        self.documents = 0
+        self._tokenizer: Any = None
+
+    def check(self) -> None:
+        """Refuse, before anything heavy is imported, a text that is plainly to be tokenised where nothing can do so.
+
+        Raises:
+            UsageError: there is no tokenizer.
+        """
+        is_plain = self.dataset is None and (self.path is None or self.path.suffix != ".jsonl")
+        if is_plain and not has_tokenizer(self.directory):
+            raise self._no_tokenizer()
+
+    def _no_tokenizer(self) -> UsageError:
+        return UsageError(
+            f"{self.directory} has no tokenizer, which is needed to read {self.label}: copy the model's tokenizer "
+            f'files there, or give {self.flag} FILE.jsonl with a list of "input_ids" on each line'
+        )
+
+    def first(self, tokens: int) -> list[int]:
+        """The documents in a row, until there are so many tokens, or some more."""
+        ids: list[int] = []
+        for document in self:
+            ids += document
+            if len(ids) >= tokens:
+                break
+        return ids
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Tokenised as they are asked for."""
+        if self.dataset is not None:
+            for number, row in enumerate(self._rows(self.dataset), 1):
+                yield self._row(row, f"{self.label}, row {number}")
+            return
+        if self.path is None:
+            for document in demo_documents(self.split):
+                yield self._tokenise(document)
+            return
+        try:
+            with TextIOWrapper(open_regular(self.path, label=self.label, error=UsageError), encoding="utf-8") as file:
+                yield from self._objects(file) if self.path.suffix == ".jsonl" else self._blocks(file)
+        except UnicodeDecodeError as error:
+            raise UsageError(f"{self.label} is not UTF-8 text: {error}") from error
+        except OSError as error:
+            raise UsageError(f"{self.label} cannot be read: {error.strerror or error}") from error
+
+    def _blocks(self, file: TextIO) -> Iterator[list[int]]:
+        first = True
+        while block := _whole_lines(file):
+            yield self._tokenise(block, begins=first)
+            first = False
+
+    def _objects(self, file: TextIO) -> Iterator[list[int]]:
+        number = 0
+        while line := file.readline(_LONGEST_OBJECT):
+            number += 1
+            where = f"{self.label}, line {number}"
+            if len(line) == _LONGEST_OBJECT:
+                raise UsageError(f"{where} has {_LONGEST_OBJECT:,} characters or more: one document a line is needed")
+            if line.strip():
+                yield self._line(line, where)
+
+    def _line(self, line: str, where: str) -> list[int]:
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{where} is not JSON: {error}") from error
+        return self._row(value, where)
+
+    def _rows(self, dataset: str) -> Iterator[Any]:
+        """Rows as they are asked for: a data set may be larger than the disk."""
+        name, configuration, split = _dataset(dataset, self.flag)
+        datasets: Any = importlib.import_module("datasets")
+        if hasattr(datasets, "config"):  # older versions run what a data set brings along, or ask whether to
+            datasets.config.HF_DATASETS_TRUST_REMOTE_CODE = False
+        try:
+            yield from datasets.load_dataset(name, configuration, split=split, streaming=True)
+        except Exception as error:  # of any kind: the hub's, the network's, a parser's
+            raise UsageError(f"{self.label}: cannot be read: {type(error).__name__}: {error_text(error)}") from error
+
+    def _row(self, value: Any, where: str) -> list[int]:
+        if isinstance(value, dict) and isinstance(value.get("text"), str):
+            if re.search("[\ud800-\udfff]", value["text"]):  # as JSON may have it
+                raise UsageError(f"{where}: its text has half a surrogate pair, which stands for no character")
+            return self._tokenise(value["text"])
+        ids = value.get("input_ids") if isinstance(value, dict) else None
+        if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+            raise UsageError(f'{where} has neither "text" (a string) nor "input_ids" (a list of integers)')
+        wrong = [token for token in ids if not 0 <= token < self.vocabulary]
+        if wrong:
+            raise UsageError(f"{where}: token {wrong[0]} is not in the model's vocabulary of {self.vocabulary}")
+        self.documents += 1
+        return ids
+
+    def _tokenise(self, text: str, *, begins: bool = True) -> list[int]:
+        self.documents += begins
+        if self._tokenizer is None:
+            self._tokenizer = self._load()
+        start = self._tokenizer.bos_token_id
+        if start is None:
+            start = self._tokenizer.eos_token_id
+        ids = [] if start is None or not begins else [start]
+        # verbose=False: that the text exceeds the model's context is why it is cut into windows.
+        ids += self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        return [token % self.vocabulary for token in ids]
+
+    def _load(self) -> Any:
+        if not has_tokenizer(self.directory):
+            raise self._no_tokenizer()
+        return load_tokenizer(self.directory)
+
+
+def _whole_lines(file: TextIO) -> str:
+    """The next lines of a text, ``_BLOCK`` characters and the rest of a line, so that no word is cut in two.
+
+    Of a line that is longer than ``_LONGEST_LINE`` a part: some texts are a single line.
+    """
+    lines: list[str] = []
+    length = 0
+    while length <= _BLOCK and (line := file.readline(_LONGEST_LINE)):
+        lines.append(line)
+        length += len(line)
+    return "".join(lines)
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether one of the files that a tokenizer is kept in is there."""
+    return any(has_file(directory, name) for name in TOKENIZER_FILES)
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """A model's tokenizer, as transformers loads it; no code of the model's is run.
+
+    Raises:
+        CheckpointError: a file of it is missing, damaged, no regular file, or larger than any tokenizer is.
+    """
+    from transformers import AutoTokenizer
+
+    for name in TOKENIZER_FILES:
+        if has_file(directory, name):
+            check_regular(directory / name, largest=LARGEST_JSON)
+    for name in filter(partial(has_file, directory), ("tokenizer_config.json", "config.json")):
+        said = JsonValues(read_json(directory / name, largest=LARGEST_JSON), str(directory / name))
+        kind = said.text("tokenizer_class", "Tokenizer")
+        if not _TOKENIZER_CLASS.search(kind):  # of a model's class transformers would load the model
+            raise CheckpointError(f"{said.where}: tokenizer_class {quoted(kind)} is no tokenizer's")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        # Some damage shows only in use: a limit of lengths that is no number, a text that is no token.
+        tokenizer.encode("some text", add_special_tokens=False, verbose=False)
+        return tokenizer
+    except Exception as error:  # of any kind: what a damaged file leads to is not foreseen there
+        what = f"{type(error).__name__}: {error_text(error)}"
+        raise CheckpointError(f"{directory}: its tokenizer cannot be loaded ({what})") from error

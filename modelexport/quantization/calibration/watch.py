@@ -1,0 +1,169 @@
+"""A layer's products as this rank computes them: seen, and changed, by watching torch's functions while it runs.
+
+``F.linear`` and ``F.scaled_dot_product_attention`` (or what stands for it) are watched, not modules, so that experts
+whose weights transformers stacks into one parameter are like any other linear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from modelexport.quantization.calibration.attention import attention_of_heads
+from modelexport.quantization.calibration.cut import Share
+from modelexport.quantization.calibration.sums import Together
+
+__all__ = ["Activation", "Part", "Seen", "Watch"]
+
+Activation = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A linear of the checkpoint, or some of a weight that several of them are stacked into.
+
+    Attributes:
+        name: of the module in the checkpoint.
+        path: within its layer, with ``*`` for an expert's number.
+        rows: of the weight.
+        share: what the rank holds of it.
+    """
+
+    name: str
+    path: str
+    rows: tuple[int, int]
+    share: Share
+
+
+@dataclass
+class Seen:
+    """What one batch gave a layer's linears and its attention, whole.
+
+    Attributes:
+        inputs: each different input ``[tokens, in_features]``, and the linears that it was given to.
+        keys, values: of the attention, ``[tokens, features]``.
+    """
+
+    inputs: list[tuple[Tensor, list[str]]] = field(default_factory=list)
+    keys: Tensor | None = None
+    values: Tensor | None = None
+
+
+class Watch(TorchFunctionMode):
+    """While it is entered, linears are multiplied as the ranks have cut them.
+
+    Args:
+        products: address of a weight -> the linears that it is.
+        together: the ranks.
+        activations: linear -> what its whole input is put through first.
+        seen: filled with what the linears get; None: nothing is kept.
+        kv_heads: that this rank's attention has.
+        rotary: of latent attention: the last so many columns of a key are what the cache holds of it.
+    """
+
+    def __init__(
+        self,
+        products: Mapping[int, Sequence[Part]],
+        together: Together,
+        *,
+        activations: Mapping[str, Activation] | None = None,
+        seen: Seen | None = None,
+        kv_heads: int | None = None,
+        rotary: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.products, self.together, self.activations = products, together, activations or {}
+        self.seen, self.kv_heads, self.rotary = seen, kv_heads, rotary
+        self._places: dict[tuple[int, int, int], int] = {}  # of inputs that were seen
+        self._alive: list[Tensor] = []  # so that no address is used twice
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Called by torch in place of every function of its own."""
+        if func is functional.linear:
+            return self._linear(*args, **(kwargs or {}))
+        if func is functional.scaled_dot_product_attention:
+            return self._attention(*args, **(kwargs or {}))
+        if func is attention_of_heads and self.seen is not None:
+            _, _, key, value, *_ = args
+            self._note_cache(key, value)
+        return func(*args, **(kwargs or {}))
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        parts = self.products.get(weight.data_ptr())
+        weight = weight.to(input.dtype)  # stacked experts may be as stored
+        if parts is None or not input.numel():
+            return functional.linear(input, weight, bias)
+        x = input.reshape(-1, input.shape[-1])
+        first = parts[0]
+        functions = [self.activations.get(part.name) for part in parts]
+        whole = x
+        if self.seen is not None or any(functions):
+            whole = self._whole(input, x, first)
+        if self.seen is not None:
+            self._note(input, whole, [part.name for part in parts])
+        outputs: list[Tensor] = []
+        rounded: dict[int, Tensor] = {}
+        for part, function in zip(parts, functions, strict=True):
+            given = x
+            if function is not None:
+                if id(function) not in rounded:
+                    rounded[id(function)] = self.together.own_columns(function(whole), part.share)
+                given = rounded[id(function)]
+            rows = weight[part.rows[0] : part.rows[1]]
+            outputs.append(self.together.product(given, rows, part.path, part.share))
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        if bias is not None:
+            out = out + bias
+        return out.view(*input.shape[:-1], out.shape[-1])
+
+    def _whole(self, input: Tensor, x: Tensor, part: Part) -> Tensor:
+        """The whole input, the same tensor where another linear was given the same."""
+        place = self._places.get(_address(input))
+        if place is not None:
+            assert self.seen is not None
+            return self.seen.inputs[place][0]
+        return self.together.whole_input(x, part.path, part.share)
+
+    def _note(self, input: Tensor, whole: Tensor, names: list[str]) -> None:
+        assert self.seen is not None
+        place = self._places.setdefault(_address(input), len(self.seen.inputs))
+        if place == len(self.seen.inputs):
+            self.seen.inputs.append((whole, []))
+            self._alive.append(input)
+        self.seen.inputs[place][1].extend(names)
+
+    def _attention(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.seen is not None:
+            self._note_cache(key, value)
+        if kwargs.pop("enable_gqa", False):
+            # Whether heads share keys depends on how many of them a rank has: all ranks take the same way.
+            times = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
+        return functional.scaled_dot_product_attention(query, key, value, *args, **kwargs)
+
+    def _note_cache(self, key: Tensor, value: Tensor) -> None:
+        assert self.seen is not None
+        if self.rotary is not None:  # the same for all heads
+            keys = key[:, 0, :, key.shape[-1] - self.rotary :].reshape(-1, self.rotary)
+            latent = next((x for x, names in self.seen.inputs if any(n.endswith(".kv_b_proj") for n in names)), None)
+            both = keys if latent is None else torch.cat([latent, keys], dim=1)
+            self.seen.keys = self.seen.values = both
+            return
+        self.seen.keys, self.seen.values = (self._cached(x) for x in (key, value))
+
+    def _cached(self, x: Tensor) -> Tensor:
+        """``[samples, heads, length, head_dim]`` -> ``[tokens, features]`` of all ranks."""
+        times = x.shape[1] // (self.kv_heads or x.shape[1])  # transformers may have repeated them
+        return self.together.whole_heads(x[:, ::times].transpose(1, 2).flatten(0, 1))
+
+
+def _address(x: Tensor) -> tuple[int, int, int]:
+    return x.data_ptr(), x.numel(), x.shape[-1]

@@ -1,0 +1,157 @@
+"""The exchange algorithms that are made of collectives: everybody gets every shard, and keeps what it needs.
+
+They count as sent what a rank hands out times the ranks that get it, however the back end routes it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from modelexport.distributed.collectives import all_gather, broadcast
+from modelexport.distributed.collectives.argument_check import exchange_texts
+from modelexport.distributed.collectives.groups import AnyGroup, Group, Members
+from modelexport.distributed.shard_transport import Piece
+from modelexport.distributed.transport import mailbox
+from modelexport.errors import UsageError
+from modelexport.sharding.agreement import ExchangeReport, team_of, tell_all
+from modelexport.sharding.distribution import canonical_order
+from modelexport.sharding.exchange.job import Job
+from modelexport.sharding.tensor import ShardId, order_key
+
+__all__ = ["by_broadcasts", "by_gather_object", "by_gather_rounds", "directly", "gather_objects"]
+
+
+def directly(job: Job) -> None:
+    """``p2p`` and ``shared_memory``: each shard to those who need it and to no other."""
+    job.route.carry(job.pieces, job, keep=True)
+
+
+def by_broadcasts(job: Job) -> None:
+    """A broadcast of each shard that anybody needs, source by source."""
+    team = job.route.team
+    group = team.process_group
+    for piece in job.pieces:
+        mine = piece.source == job.me
+        data = job.bytes_of(piece.number) if mine else job.incoming(piece.number)
+        broadcast(data, team.ranks[piece.source], group)
+        if not mine and job.me in piece.targets:
+            job.arrived(piece.number, data)
+        amount = piece.nbytes * (team.size - 1) if mine else 0
+        job.route.report.add(sent=amount, received=0 if mine else piece.nbytes, messages=1)
+
+
+def by_gather_rounds(job: Job) -> None:
+    """Dtype by dtype, in rounds: each rank's next shard, filled up to the largest of the round."""
+    team = job.route.team
+    for row in _rounds(job):
+        size = max(piece.nbytes for piece in row if piece is not None)
+        mine = row[job.me]
+        block = torch.zeros(size, dtype=torch.uint8, device=job.route.device)
+        if mine is not None:
+            block[: mine.nbytes].copy_(job.bytes_of(mine.number))
+        blocks = [torch.empty_like(block) for _ in range(team.size)]
+        all_gather(blocks, block, _in_order(team))
+        for piece, found in zip(row, blocks, strict=True):
+            if piece is not None and job.me in piece.targets:
+                place = job.incoming(piece.number)
+                place.copy_(found[: piece.nbytes])
+                job.arrived(piece.number, place)
+        job.route.report.add(sent=size * (team.size - 1), received=size * (team.size - 1), messages=1)
+
+
+def _rounds(job: Job) -> Iterator[tuple[Piece | None, ...]]:
+    """For each round the shard that each rank gives, None where it has no more of the dtype.
+
+    Large ones first, so that there is little to fill up.
+    """
+
+    def dtype(piece: Piece) -> str:
+        return str(job.metadata[job.order[piece.number]].dtype)
+
+    for _, group in itertools.groupby(sorted(job.pieces, key=lambda piece: (dtype(piece), -piece.nbytes)), dtype):
+        queues: list[list[Piece]] = [[] for _ in range(job.route.team.size)]
+        for piece in group:
+            queues[piece.source].append(piece)
+        yield from itertools.zip_longest(*queues)
+
+
+def by_gather_object(job: Job) -> None:
+    """All that a rank gives as one object, in one gather. Simple, and holds everything several times."""
+    team = job.route.team
+    mine = {str(piece.number): job.bytes_of(piece.number).cpu() for piece in job.pieces if piece.source == job.me}
+    for place, (data, sent) in enumerate(_gather_values(mine, job.route.device, team, job.route.report)):
+        if place == job.me:
+            continue
+        for name, found in data.items():
+            if job.order[int(name)] in job.needed:
+                target = job.incoming(int(name))
+                target.copy_(found)
+                job.arrived(int(name), target)
+        job.route.report.add(received=sent)
+
+
+def _gather_values(
+    value: Any, device: torch.device, team: Members, report: ExchangeReport
+) -> Iterator[tuple[Any, int]]:
+    """Every rank's value, in the group's order, and the bytes it took; no pickle is involved."""
+    data = torch.frombuffer(bytearray(mailbox.encode(value)), dtype=torch.uint8)
+    sizes = [int(text) for text in exchange_texts(str(data.numel()), team)]
+    block = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+    block[: data.numel()].copy_(data)
+    blocks = [torch.empty_like(block) for _ in sizes]
+    all_gather(blocks, block, _in_order(team))
+    report.add(sent=max(sizes) * (team.size - 1), messages=1)
+    for found, size in zip(blocks, sizes, strict=True):
+        yield mailbox.decode(found[:size].cpu().numpy().tobytes()), max(sizes)
+
+
+def gather_objects(call: str, objects: Mapping[Any, Any], group: AnyGroup) -> dict[Any, Any]:
+    """See :func:`modelexport.sharding.exchange.exchange_loaded_objects_gather_object`."""
+    team = team_of(call, group)
+    failure: Exception | None = None
+    value: list[Any] = []
+    names: list[list[str]] = []
+    try:
+        ids = canonical_order(objects)
+        value = [[isinstance(shard_id, ShardId), _plain_tuples(shard_id), objects[shard_id]] for shard_id in ids]
+        mailbox.encode(value)  # whatever cannot travel fails here, before the others wait for it
+        names = [[repr(order_key(shard_id)), str(shard_id)] for shard_id in ids]
+    except Exception as error:
+        failure = error
+    _check_names(call, [record["ids"] for record in tell_all(call, team, {"ids": names}, failure)], team)
+    if team.alone:
+        return dict(objects)
+    result: dict[Any, Any] = {}
+    device = team.carrier(torch.device("cpu"))
+    for place, (found, _) in enumerate(_gather_values(value, device, team, ExchangeReport())):
+        if place == team.position:
+            result |= objects
+        else:
+            result |= {ShardId(*plain) if is_id else plain: item for is_id, plain, item in found}
+    return result
+
+
+def _check_names(call: str, names: Sequence[Sequence[Sequence[str]]], team: Members) -> None:
+    first: dict[str, int] = {}
+    for rank, found in zip(team.ranks, names, strict=True):
+        for name, shown in found:
+            if name in first:
+                raise UsageError(
+                    f"{call}: ranks {first[name]} and {rank} have both loaded {shown}; load each object on one rank "
+                    "(duplicate shard id)"
+                )
+            first[name] = rank
+
+
+def _plain_tuples(shard_id: Any) -> Any:
+    """An id without classes of ours, which would have to be known wherever it goes."""
+    return tuple(map(_plain_tuples, shard_id)) if isinstance(shard_id, tuple) else shard_id
+
+
+def _in_order(team: Members) -> Group:
+    """The group as a handle that keeps the order of its ranks, which torch's own does not."""
+    return Group(team.ranks, team.process_group)
