@@ -6,16 +6,13 @@ import os
 import signal
 import time
 
-from modelexport.exporting.calibrated.rank import CalibratedExport
 from modelexport.exporting.plan import Step
-from modelexport.exporting.rank import RankExport, RankJob, run_rank
-from modelexport.exporting.slots import Quantised, Shards
+from modelexport.exporting.rank import Quantised, RankExport, RankJob, Shards, run_rank
 
 
-def misbehave(job: RankJob) -> None:
+def misbehave(job: RankJob, patched: type[RankExport]) -> None:
     """:func:`run_rank`, but one rank fails while it quantises one step."""
     kind, rank, number = os.environ["FAULT"].split()
-    patched = CalibratedExport if job.plan.calibrated else RankExport
     original = patched.quantise
 
     def quantise(self: RankExport, step: Step, shards: Shards) -> Quantised:
@@ -25,7 +22,7 @@ def misbehave(job: RankJob) -> None:
 
     patched.quantise = quantise  # type: ignore[method-assign, assignment]
     try:
-        run_rank(job)
+        run_rank(job, patched)
     finally:  # a single rank runs in the test's own process
         patched.quantise = original  # type: ignore[method-assign]
 

@@ -173,7 +173,8 @@ HEAVY = ("torch", "transformers", "numba", "safetensors", "huggingface_hub", "nu
 
 # Modules that may unpickle: what they read comes from this program's own launcher, never from a file.
 UNPICKLE = {
-    "modelexport.distributed.launch.rank_main",  # the function and arguments of a rank, as multiprocessing itself sends them
+    # the function and arguments of a rank, as multiprocessing itself sends them
+    "modelexport.distributed.launch.rank_main",
 }
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from modelexport.cli.summary import summary
 from modelexport.exporting import export
-from modelexport.exporting.record import ExportResult, TypeRow
+from modelexport.exporting.result import ExportResult, TypeRow
 from modelexport.system.tables import size_text, table
 
 ROWS = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from modelexport.exporting.record import CutRow, ExportResult
+from modelexport.exporting.result import CutRow, ExportResult
 from modelexport.resharding import ReshardResult
 from modelexport.system.tables import size_text, table
 from modelexport.system.terminal import columns

@@ -2,8 +2,8 @@
 
 Values come back exactly as they were sent, types included: integers of any size, float64 with NaN, infinities and
 -0.0, bool, str, bytes, None, lists, tuples and dicts of them (tensors and registered dataclasses too, see
-:mod:`modelexport.distributed.transport.tree`). They travel through the process group's store, so they should be small, and
-behave the same with every back end.
+:mod:`modelexport.distributed.transport.tree`). They travel through the process group's store, so they should be small,
+and behave the same with every back end.
 
 Without a process group, or in one of a single rank, each helper does what it does on many ranks: values pass the
 same codec, and errors are the same.

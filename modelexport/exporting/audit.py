@@ -13,7 +13,8 @@ from modelexport.checkpoints.safetensors.file import Checkpoint, Layout, TensorI
 from modelexport.distributed.launch import phase
 from modelexport.errors import CheckpointError
 from modelexport.exporting.plan import ExportPlan, full_name
-from modelexport.inspection.verify.audit import Item, Piece, run_audit
+from modelexport.inspection.verify.audit import run_audit
+from modelexport.inspection.verify.items import AuditItem, WrittenPiece
 from modelexport.models.opening import open_model
 
 
@@ -39,10 +40,10 @@ def audit(
     """
     written = open_model(payload)
     _same_structure(layout.infos, written)
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[WrittenPiece]] = {}
     for record in records.values():
         for value in record["pieces"]:
-            piece = Piece.from_json(value)
+            piece = WrittenPiece.from_json(value)
             pieces.setdefault(piece.name, []).append(piece)
     items = share(plan_items(plan, written, changed), rank, world)
     threads = torch.get_num_threads()
@@ -58,16 +59,16 @@ def audit(
     return [{"name": check.name, "sha256": check.sha256, "sqnr_db": _finite(check.sqnr_db)} for check in checks]
 
 
-def plan_items(plan: ExportPlan, written: Checkpoint, changed: Collection[str] = ()) -> Iterator[Item]:
+def plan_items(plan: ExportPlan, written: Checkpoint, changed: Collection[str] = ()) -> Iterator[AuditItem]:
     """One item per module, in the plan's order; the slabs of a module are one item."""
-    modules: dict[str, Item] = {}
+    modules: dict[str, AuditItem] = {}
     for step in plan.steps:
         for task in step.tasks:
             name = full_name(step.layer, task.path)
-            old = modules.get(name, Item(name, {}, None, None))
+            old = modules.get(name, AuditItem(name, {}, None, None))
             found = {out.name: written.infos[full_name(name, out.name)] for out in task.outputs}
             compared = task.quantised and name not in changed
-            modules[name] = Item(
+            modules[name] = AuditItem(
                 name,
                 {**old.tensors, **found},
                 task.info if compared else old.source,
@@ -77,10 +78,10 @@ def plan_items(plan: ExportPlan, written: Checkpoint, changed: Collection[str] =
     yield from modules.values()
 
 
-def share(items: Iterable[Item], rank: int, world: int) -> list[Item]:
+def share(items: Iterable[AuditItem], rank: int, world: int) -> list[AuditItem]:
     """This rank's items: the largest first, each to the rank with the least to do so far."""
 
-    def cost(item: Item) -> int:
+    def cost(item: AuditItem) -> int:
         # A byte that was written is hashed twice, which takes three times as long as to compare one of the source.
         written = sum(info.nbytes for info in item.tensors.values())
         return 3 * written + (item.source.nbytes if item.source else 0)

@@ -28,12 +28,12 @@ from modelexport.checkpoints.staging import Staging
 from modelexport.distributed import collectives, gather, ranks
 from modelexport.distributed.launch import phase, report
 from modelexport.exporting.plan import Step, TensorTask
-from modelexport.inspection.verify.audit import Piece
+from modelexport.inspection.verify.items import WrittenPiece
 from modelexport.layers import LayerConfig, TensorShard, describe, merge, split
 
 
-class HandOver:
-    """One rank's way into the checkpoint. Used by one thread at a time.
+class ShardWriter:
+    """Writes one rank's layers into the checkpoint. Used by one thread at a time.
 
     Attributes:
         records: the journal's record of every finished step; complete on the first rank only.
@@ -95,11 +95,11 @@ class HandOver:
         payload = {"layer": describe(layer), "pieces": [piece.as_json() for piece in pieces]}
         with self.gathered(payload) as parts:
             if parts:
-                every = [Piece.from_json(piece) for part in parts for piece in part["pieces"]]
+                every = [WrittenPiece.from_json(piece) for part in parts for piece in part["pieces"]]
                 self._record(step, [part["layer"] for part in parts], every, note)
 
     def _record(
-        self, step: Step, layers: Sequence[LayerConfig], pieces: Sequence[Piece], note: dict[str, Any] | None
+        self, step: Step, layers: Sequence[LayerConfig], pieces: Sequence[WrittenPiece], note: dict[str, Any] | None
     ) -> None:
         """First rank: the step is in the files."""
         described, _ = split(merge(layers))
@@ -110,7 +110,7 @@ class HandOver:
         self._staging.record(step.id, entry)
         report({"kind": "step", "step": step.id, "bytes": step.output_bytes})
 
-    def _write(self, parts: Sequence[LayerConfig]) -> list[Piece]:
+    def _write(self, parts: Sequence[LayerConfig]) -> list[WrittenPiece]:
         """Write the parts' shards at their places.
 
         They are not merged in memory first: the writer joins what lies side by side on its way into the file.
@@ -126,7 +126,7 @@ class HandOver:
             for shard in found:
                 assert shard.data is not None
                 placed.append((shard.data, shard.offset))
-                pieces.append(Piece(name, shard.offset, shard.shape, _crc32(shard.data)))
+                pieces.append(WrittenPiece(name, shard.offset, shard.shape, _crc32(shard.data)))
             self._writer.write_pieces(name, placed)
         return pieces
 

@@ -24,17 +24,15 @@ from modelexport.distributed.launch import phase, report
 from modelexport.distributed.transport import memory
 from modelexport.errors import CheckpointError
 from modelexport.exporting.audit import audit
-from modelexport.exporting.calibrated.samples import Samples, calibrate
-from modelexport.exporting.output import HandOver
+from modelexport.exporting.output import ShardWriter
 from modelexport.exporting.plan import ExportPlan, Step, TensorTask, full_name
 from modelexport.exporting.plan.steps import StoredLinear
 from modelexport.exporting.scales import ScaleAgreement, check_finite
-from modelexport.exporting.slots import Quantised, Shards, Slot, slots
 from modelexport.layers import LayerConfig, ModuleConfig, TensorShard
 from modelexport.quantization import decoding, formats, kernels
-from modelexport.quantization.algorithms.base import Options
 from modelexport.quantization.calibration.ranges import Ranges
 from modelexport.quantization.methods import Part, of_method
+from modelexport.recipe import ExportRecipe
 
 FP8_MAX = 448.0  # the largest number of float8_e4m3fn
 SMALL_BYTES = 1 << 20  # tensors up to this size are copied rather than kept where they were read
@@ -42,45 +40,103 @@ SMALL_BYTES = 1 << 20  # tensors up to this size are copied rather than kept whe
 
 @dataclass(frozen=True)
 class RankJob:
-    """All that a rank is told.
+    """The export as every rank is given it.
 
     Attributes:
+        tokenizer: the directory that holds the model's.
+        spread: whether the ranks are on several machines.
         done: journal of an earlier run of the same export: step id -> its record.
-        transport: ``shm``, ``nfs`` or ``direct``.
-        workspace: where ranks meet that do not meet in shared memory.
-        spread: the ranks are on several machines.
-        timeout: seconds that a gather waits for another rank.
-        samples: the text that calibration runs over, where the plan needs it.
-        options: the settings of the algorithms in ``samples``.
     """
 
     source: Checkpoint
     plan: ExportPlan
     layout: Layout
-    out: Path
-    transport: str
-    workspace: str | None
+    recipe: ExportRecipe
+    tokenizer: Path
     spread: bool
-    timeout: float
     done: dict[str, dict[str, Any]]
-    samples: Samples
-    options: Options
+
+    @property
+    def out(self) -> Path:
+        """The target directory."""
+        assert self.recipe.out is not None
+        return Path(self.recipe.out)
+
+    @property
+    def workspace(self) -> str | None:
+        """The directory in which ranks meet that do not meet in shared memory."""
+        return self.recipe.workspace if self.recipe.transport == "nfs" or self.spread else None
 
 
-def run_rank(job: RankJob) -> None:
-    """Entry point of a rank process; rank 0 reports the result (see :meth:`RankExport.finish`)."""
-    kind = RankExport
-    if job.plan.calibrated:
-        from modelexport.exporting.calibrated.rank import CalibratedExport  # it brings much that others do not need
+class ReusableBuffer:
+    """A buffer from which a step's tensors are carved; the next step takes it again."""
 
-        kind = CalibratedExport
-    with Staging.join(job.out) as staging, kind(job, staging) as export:
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def reserve(self, nbytes: int) -> None:
+        """Begin a step that needs at most ``nbytes``."""
+        if self._buffer.numel() < nbytes:
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # let go of the old one first
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8)
+        self._used = 0
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The next tensor of the step, on a cache line of its own."""
+        nbytes = dtype.itemsize
+        for size in shape:
+            nbytes *= size
+        start, self._used = self._used, self._used + -(-nbytes // 64) * 64
+        return self._buffer[start : start + nbytes].view(dtype).view(shape)
+
+
+@dataclass
+class Shards:
+    """A step's source shards (task number -> tensor) and the slot they lie in.
+
+    ``stored`` has what is quantised in the source: task number -> suffix -> tensor.
+    """
+
+    tensors: dict[int, Tensor]
+    stored: dict[int, dict[str, Tensor]]
+    slot: ReusableBuffer
+
+
+@dataclass
+class Quantised:
+    """A step's layer as this rank emits it, and the slots to give back when it has been written.
+
+    ``note`` is what the journal keeps of it, on the first rank.
+    """
+
+    layer: LayerConfig
+    slots: list[tuple[Queue[ReusableBuffer], ReusableBuffer]]
+    note: dict[str, Any] | None = None
+
+
+def buffers(count: int) -> Queue[ReusableBuffer]:
+    """So many, in a queue to be taken from and given back to."""
+    queue: Queue[ReusableBuffer] = Queue()
+    for _ in range(count):
+        queue.put(ReusableBuffer())
+    return queue
+
+
+def run_rank(job: RankJob, rank_class: type[RankExport]) -> None:
+    """Entry point of a rank process; rank 0 reports the result (see :meth:`RankExport.finish`).
+
+    Args:
+        rank_class: the way in which a layer is quantised: data-free, or a subclass of
+            :mod:`modelexport.exporting.calibrated`.
+    """
+    with Staging.join(job.out) as staging, rank_class(job, staging) as export:
         export.run()
         export.finish()
 
 
 class RankExport:
-    """One rank's part of an export."""
+    """One rank's part of an export, without data: weights are rounded by what they are themselves."""
 
     def __init__(self, job: RankJob, staging: Staging) -> None:
         self.job, self.staging = job, staging
@@ -92,11 +148,11 @@ class RankExport:
         self.scales = ScaleAgreement(self.rank, self.world, self.plain)
         self.reader = self.open_reader()
         self.steps = [step for step in job.plan.steps if step.id not in job.done]
-        self.sources: Queue[Slot] = slots(2)
-        self.results: Queue[Slot] = slots(2)
+        self.sources = buffers(2)
+        self.results = buffers(2)
         kernels.set_threads(torch.get_num_threads())
-        gather.set_timeout(job.timeout)
-        self.way = HandOver(job.layout, staging, job.transport, job.workspace, dict(job.done))
+        gather.set_timeout(job.recipe.timeout)
+        self.writer = ShardWriter(job.layout, staging, job.recipe.transport, job.workspace, dict(job.done))
 
     def open_reader(self) -> Reader:
         """What reads the source."""
@@ -108,7 +164,7 @@ class RankExport:
     def __exit__(self, *exception: object) -> None:
         gather.set_timeout(None)
         self.reader.close()
-        self.way.close()
+        self.writer.close()
 
     def run(self) -> None:
         """Read, quantise and hand over every step that is not done yet."""
@@ -137,10 +193,7 @@ class RankExport:
             writing.shutdown(wait=False, cancel_futures=True)
 
     def begin(self) -> None:
-        """What comes before the first step: static scales need to know what the activations reach."""
-        if self.job.plan.needs_ranges:
-            phase("calibrating: the magnitudes of activations")
-            self.ranges = calibrate(self.job.source, self.job.plan, self.reader, self.job.samples)
+        """Called on all ranks before the first step."""
 
     # ------------------------------------------------------------------ read
 
@@ -166,7 +219,7 @@ class RankExport:
         tensors = {}
         for i, box in boxes.items():
             task = step.tasks[i]
-            allocate = memory.shared_empty if self.way.wants_shared(task) and not task.quantised else slot.take
+            allocate = memory.shared_empty if self.writer.wants_shared(task) and not task.quantised else slot.take
             tensors[i] = self.reader.read(
                 task.info,
                 rows=box[0] if box else None,
@@ -207,7 +260,7 @@ class RankExport:
                 check_finite(self.plain, weight, task.info.name)
                 if self._is_copied(task, weight):
                     weight = slot.take(tuple(weight.shape), weight.dtype).copy_(weight)
-                elif not self.way.wants_shared(task):
+                elif not self.writer.wants_shared(task):
                     kept_source = True
                 tensors = {task.outputs[0].name: weight}
             self.emit(module, task, tensors)
@@ -235,14 +288,14 @@ class RankExport:
         assert box is not None
         assert task.number_format is not None
         encoded = self.method.encode(task.number_format, native, Part(task.full_shape, (box[0][0], box[1][0]), shape))
-        return {name: in_shared_memory(t) for name, t in encoded.items()} if self.way.wants_shared(task) else encoded
+        return {name: in_shared_memory(t) for name, t in encoded.items()} if self.writer.wants_shared(task) else encoded
 
     def _quantise_linear(
-        self, step: Step, task: TensorTask, weight: Tensor, amax: Tensor | None, slot: Slot
+        self, step: Step, task: TensorTask, weight: Tensor, amax: Tensor | None, slot: ReusableBuffer
     ) -> dict[str, Tensor]:
         number_format = task.number_format
         assert number_format is not None
-        shared = self.way.wants_shared(task)
+        shared = self.writer.wants_shared(task)
         out = None
         if self.is_native:
             allocate = memory.shared_empty if shared else slot.take
@@ -271,7 +324,7 @@ class RankExport:
                 found = {out.name: decoding.as_dtype(found[out.name], torch_dtype(out.dtype)) for out in task.outputs}
         except CheckpointError as error:  # of one among hundreds
             raise type(error)(f"{task.info.name.removesuffix('.weight')}: {error}") from error
-        return {name: in_shared_memory(t) for name, t in found.items()} if self.way.wants_shared(task) else found
+        return {name: in_shared_memory(t) for name, t in found.items()} if self.writer.wants_shared(task) else found
 
     def cache_scale(self, step: Step, task: TensorTask) -> dict[str, Tensor]:
         """The scale of a layer's cached keys or values: what they reach, over the largest number of FP8."""
@@ -281,12 +334,12 @@ class RankExport:
 
     def _is_copied(self, task: TensorTask, weight: Tensor) -> bool:
         """Whether a tensor that passes through leaves its slot: a norm must not hold up a whole layer's."""
-        return not self.way.wants_shared(task) and weight.nbytes <= SMALL_BYTES
+        return not self.writer.wants_shared(task) and weight.nbytes <= SMALL_BYTES
 
     def _result_bytes(self, task: TensorTask, weight: Tensor) -> int:
         if not task.quantised:
             return _padded(tuple(weight.shape), weight.dtype) if self._is_copied(task, weight) else 0
-        if self.way.wants_shared(task) or not self.is_native:
+        if self.writer.wants_shared(task) or not self.is_native:
             return 0
         assert task.number_format is not None
         specs = task.number_format.specs((weight.shape[0], weight.shape[1]), weight.dtype)
@@ -314,18 +367,15 @@ class RankExport:
         return set()
 
     def calibration(self) -> dict[str, Any] | None:
-        """What the record says of the text that the activations were seen with."""
-        if not self.job.plan.needs_ranges:
-            return None
-        ranges = self.ranges
-        return {"samples": ranges.samples, "length": ranges.length, "unseen_experts": list(ranges.unseen)}
+        """The part of the record on calibration; None where nothing was calibrated."""
+        return None
 
     # --------------------------------------------------- hand over and finish
 
     def hand_over(self, step: Step, quantised: Quantised) -> None:
         """Get the step into the checkpoint, and its slots back into use."""
         try:
-            self.way.step(step, quantised.layer, quantised.note)
+            self.writer.step(step, quantised.layer, quantised.note)
         finally:  # also after an error, so that no stage waits for a slot for ever
             for queue, slot in quantised.slots:
                 queue.put(slot)
@@ -335,10 +385,10 @@ class RankExport:
         job = self.job
         if job.spread:  # other machines see what has reached the disk, and not before
             phase("flushing weight files to disk")
-            self.way.flush()
+            self.writer.flush()
         with ThreadPoolExecutor(1) as flushing:  # the disk works while the page cache is read back
-            flushed = flushing.submit(self.way.flush)
-            records = self.way.share_records()
+            flushed = flushing.submit(self.writer.flush)
+            records = self.writer.share_records()
             phase("reading back what was written")
             checks = audit(
                 job.plan,
@@ -352,7 +402,7 @@ class RankExport:
             )
             phase("flushing weight files to disk")
             flushed.result()
-        with self.way.gathered({"checks": checks}) as parts:
+        with self.writer.gathered({"checks": checks}) as parts:
             if parts:
                 merged = [check for part in parts for check in part["checks"]]
                 layers = [records[step.id]["layer"] for step in job.plan.steps]

@@ -7,22 +7,25 @@ directory is the same to the byte whatever the parallelism.
 from __future__ import annotations
 
 import importlib.metadata
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from modelexport import __version__
-from modelexport.checkpoints.formats.hf import SideFiles
-from modelexport.exporting.plan import ExportPlan, full_name
-from modelexport.models.target_plan import TargetPlan
-from modelexport.quantization.calibration.text import DATASET
+from modelexport.checkpoints.card_metadata import read_card_metadata
+from modelexport.checkpoints.formats.hf import RECORD, SideFiles
+from modelexport.exporting.plan import ExportPlan
+from modelexport.exporting.prepare import Prepared, announcement
+from modelexport.inspection.card import model_card
+from modelexport.inspection.record.reading import read_record
+from modelexport.jobs.side_files import cards, files_digest, inputs_of, source_config, target_of
+from modelexport.jobs.target_directory import Target, TargetFiles
+from modelexport.quantization.assignment import KEEP
+from modelexport.quantization.calibration.text import DATASET, file_of
+from modelexport.quantization.methods import methods
 from modelexport.recipe import ExportRecipe
 from modelexport.system.small_files import file_sha256
-
-if TYPE_CHECKING:
-    from modelexport.inspection.evaluate import Evaluation
 
 RECORD_VERSION = 1
 _NUMERICAL_PACKAGES = ("torch", "numpy", "numba", "safetensors")
@@ -75,11 +78,6 @@ def make_record(
     }
 
 
-def target_of(tp: int, pp: int, ep: int) -> dict[str, int]:
-    """The settings of a recipe that say for which parallelism it is written; none for a whole checkpoint."""
-    return {f"target_{axis}": size for axis, size in (("tp", tp), ("pp", pp), ("ep", ep)) if size != 1}
-
-
 def _calibration(recipe: ExportRecipe, seen: dict[str, Any] | None) -> dict[str, Any] | None:
     """The text that static scales were made with; None where there are none."""
     if seen is None:
@@ -114,231 +112,99 @@ def _version(package: str) -> str | None:
         return None
 
 
-@dataclass(frozen=True)
-class TypeRow:
-    """One row of the summary: all modules of one name (``self_attn.q_proj``) taken together.
+def target_of_export(prepared: Prepared) -> Target:
+    """The target of an export, not yet begun."""
+    recipe = prepared.recipe
+    assert recipe.out is not None
+    before = read_record(prepared.checkpoint.directory) if recipe.quant == KEEP else None
 
-    Attributes:
-        bits: stored bits per weight, scales included.
-        sqnr_db: of the worst of them, None where nothing was quantised or nothing was lost.
-        error_before, error_after: mean squared error of their outputs on the calibration samples, as a part of the
-            outputs' own square, rounded to nearest and as written; None where nothing was calibrated.
-    """
+    def record(side: SideFiles, beside: Mapping[str, Path], outcome: dict[str, Any]) -> dict[str, Any]:
+        made = make_record(prepared.plan, recipe, prepared.source.label, side, beside, outcome)
+        facts = {"model": _model_facts(prepared), "warnings": list(prepared.warnings)}
+        return {**made, **facts, **_inherited(before, made)}
 
-    name: str
-    count: int
-    number_format: str
-    weights: int
-    nbytes: int
-    bits: float
-    sqnr_db: float | None
-    worst: str | None
-    error_before: float | None = None
-    error_after: float | None = None
-
-
-@dataclass(frozen=True)
-class CutRow:
-    """How the modules of one name are cut.
-
-    Attributes:
-        partition: ``column``, ``row`` or ``replicated``.
-        dim: the dimension of ``shape`` that is cut, None where nothing is.
-        owned, held: elements along it that each rank reads and emits, and that its part of the model needs.
-    """
-
-    name: str
-    partition: str
-    dim: int | None
-    shape: tuple[int, ...]
-    owned: list[int]
-    held: list[int]
+    announced = announcement(prepared.plan)
+    beside = {} if announced is None else announced.files
+    stale, renamed = cards(prepared.checkpoint.directory)
+    files = TargetFiles(
+        source=prepared.checkpoint,
+        target=replace(prepared.target, side_files={**prepared.target.side_files, **beside}),
+        fingerprint=_fingerprint(prepared),
+        inputs=inputs_of(prepared.checkpoint, recipe.config, recipe.calib if prepared.is_calibrated else None),
+        config=source_config(
+            prepared.checkpoint, recipe.config, None if announced is None else announced.config, replaced=True
+        ),
+        record=record,
+        stale=stale | {name for method in methods().values() for name in method.SIDE_FILES},
+        card=model_card,
+        renamed=renamed,
+    )
+    return Target(recipe.out, files, overwrite=recipe.overwrite, quiet=recipe.quiet)
 
 
-@dataclass(frozen=True)
-class ExportResult:
-    """What an export wrote, or would write (``out`` None: a dry run).
-
-    Attributes:
-        source_bytes, output_bytes: of the weights.
-        peak_rank_bytes: estimate of the largest rank's buffers, beyond what importing torch takes.
-        tensor_parallel_sizes: at which an engine can load the result.
-        notes: what to know of how the model's family is exported.
-        seconds: wall time of the export, 0 for a dry run.
-        evaluation: perplexity and a sentence before and after; of the demo model only.
-        cuts: which part of each kind of module the ranks read.
-        kernels: ``fused``, or which slower ones were used and why.
-        format: the checkpoint format written.
-        warnings: engines that are known to refuse what is written, and why.
-        calibration: the text that static scales were made with; None where there are none.
-        calibrated_bytes: what calibration holds of a model, beside ``peak_rank_bytes``: the largest layer in float32
-            (all ranks together), and the samples' hidden states (each rank); None where nothing is calibrated.
-        pushed: the address of the hub's repository that it was uploaded to; None where it was not.
-        target: lines that say which rank of the written checkpoint holds what; empty where it is whole.
-    """
-
-    source: str
-    out: str | None
-    quant: str
-    tp: int
-    rows: list[TypeRow]
-    source_bytes: int
-    output_bytes: int
-    files: list[str]
-    peak_rank_bytes: int
-    tensor_parallel_sizes: list[int]
-    notes: list[str] = field(default_factory=list)
-    unquantised: dict[str, str] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
-    seconds: float = 0.0
-    evaluation: Evaluation | None = None
-    cuts: list[CutRow] = field(default_factory=list)
-    kernels: str = "fused"
-    format: str = "hf"
-    target: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    calibration: dict[str, Any] | None = None
-    calibrated_bytes: tuple[int, int] | None = None
-    pushed: str | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """JSON-able form, for ``--json``."""
-        fields = asdict(replace(self, evaluation=None))
-        return {**fields, "evaluation": self.evaluation.as_json() if self.evaluation else None}
-
-    @classmethod
-    def preview(
-        cls, plan: ExportPlan, recipe: ExportRecipe, source: str, target: TargetPlan, warnings: Sequence[str]
-    ) -> ExportResult:
-        """The result of a dry run."""
-        return cls._build(plan, recipe, source, None, target, {"left_out": plan.left_out}, 0.0, warnings)
-
-    @classmethod
-    def of(
-        cls,
-        record: dict[str, Any],
-        plan: ExportPlan,
-        recipe: ExportRecipe,
-        target: TargetPlan,
-        seconds: float,
-        warnings: Sequence[str],
-    ) -> ExportResult:
-        """The result of an export that published ``record``."""
-        return cls._build(plan, recipe, record["source"], recipe.out, target, record, seconds, warnings)
-
-    @classmethod
-    def _build(
-        cls,
-        plan: ExportPlan,
-        recipe: ExportRecipe,
-        source: str,
-        out: str | None,
-        target: TargetPlan,
-        record: dict[str, Any],
-        seconds: float,
-        warnings: Sequence[str],
-    ) -> ExportResult:
-        return cls(
-            source=source,
-            out=out,
-            quant=recipe.quant,
-            tp=plan.parallelism.tp,
-            rows=_rows(plan, record.get("sqnr_db", {}), record.get("output_error", {})),
-            source_bytes=sum(step.source_bytes for step in plan.steps),
-            output_bytes=sum(step.output_bytes for step in plan.steps),
-            files=[file.name for file in target.layout.files],
-            peak_rank_bytes=plan.peak_rank_bytes(),
-            tensor_parallel_sizes=plan.admissible_tp(),
-            notes=list(plan.family.notes),
-            unquantised=plan.unquantised,
-            left_out=record["left_out"],
-            seconds=seconds,
-            cuts=_cuts(plan),
-            kernels=_kernels(),
-            format=target.format,
-            target=list(target.plan.describe()) if target.plan.parallelism.size > 1 else [],
-            warnings=list(warnings),
-            calibrated_bytes=_calibrated_bytes(plan, recipe),
-            calibration=record.get("calibration") if plan.formats() or plan.kv_cache else None,
-        )
+def _model_facts(prepared: Prepared) -> dict[str, Any]:
+    """What is known of the model beside its numbers: what it is, where it came from, and under which licence."""
+    source, config = prepared.source, prepared.checkpoint.config or {}
+    said = read_card_metadata(source.directory)
+    declared = next(iter(said.pop("base_model", [])), None)
+    is_quantised_base = said.pop("base_model_relation", None) == "quantized" and prepared.recipe.quant == KEEP
+    base = source.hub_id
+    if declared is not None and (is_quantised_base or (base is None and (source.directory / RECORD).is_file())):
+        base = declared
+    architectures = config.get("architectures")
+    return {
+        "model_type": config.get("model_type"),
+        "architecture": architectures[0] if isinstance(architectures, list) and architectures else None,
+        "is_demo": source.is_demo,
+        "hub_id": source.hub_id,
+        "revision": prepared.recipe.revision,
+        "base_model": base,
+        "source_bytes": sum(step.source_bytes for step in prepared.plan.steps),
+        **said,
+    }
 
 
-def _cuts(plan: ExportPlan) -> list[CutRow]:
-    """One row for each name of a module, from the first layer that has it."""
-    rows: dict[str, CutRow] = {}
-    described: dict[str, str] = {}  # the row's name -> the module that it describes
-    for step in plan.steps:
-        for task in step.tasks:
-            path, cut = plan.general_path(step, task), task.cut
-            full = full_name(step.layer, task.path)
-            if task.parameter != "weight" or described.setdefault(path, full) != full:
-                continue
-            row = rows.setdefault(path, CutRow(path, task.module.partition, cut.dim, task.info.shape, [], []))
-            for sizes, ranges in ((row.owned, cut.owned), (row.held, cut.held)):
-                before = sizes or [0] * len(ranges)  # of the slabs of rows before this one
-                sizes[:] = [n + stop - start for n, (start, stop) in zip(before, ranges, strict=True)]
-    return list(rows.values())
+def _inherited(before: Mapping[str, Any] | None, made: Mapping[str, Any]) -> dict[str, Any]:
+    """What stays true of numbers that are only spelled anew: how they were rounded, and what was folded or rotated."""
+    if before is None:
+        return {}
+    keys = ("calibration", "changed", "output_error")
+    algorithm = before["recipe"].get("algorithm", made["recipe"]["algorithm"])
+    kept = {key: before[key] for key in keys if before.get(key) is not None}
+    return {"recipe": {**made["recipe"], "algorithm": algorithm}, **kept}
 
 
-def _calibrated_bytes(plan: ExportPlan, recipe: ExportRecipe) -> tuple[int, int] | None:
-    if not plan.needs_ranges and not plan.calibrated:
+def _fingerprint(prepared: Prepared) -> dict[str, Any]:
+    """What must be equal for an interrupted export to be resumed: the source's files and the settings."""
+    recipe = prepared.recipe
+    return {
+        "model": str(prepared.source.directory),
+        "source_files": files_digest(prepared.checkpoint.config, prepared.checkpoint.files),
+        "quant": recipe.quant,
+        "group_size": recipe.group_size,
+        "algorithm": recipe.algorithm,
+        "kv_cache": recipe.kv_cache,
+        "calibration": _calibration_inputs(prepared),
+        "format": recipe.format,
+        "target": {"tp": recipe.target_tp, "pp": recipe.target_pp, "ep": recipe.target_ep},
+        "max_shard_bytes": recipe.max_shard_bytes,
+        "modelexport": __version__,
+    }
+
+
+def _calibration_inputs(prepared: Prepared) -> dict[str, Any] | None:
+    """What calibration depends on, beside the model; None where there is none."""
+    recipe = prepared.recipe
+    if not prepared.is_calibrated:
         return None
-    layers = [step for step in plan.steps if step.index is not None]
-    largest = max((4 * sum(math.prod(task.info.shape) for task in step.tasks) for step in layers), default=0)
-    hidden = 4 * recipe.calib_samples * recipe.calib_length * plan.dimensions.hidden
-    return largest, hidden if recipe.calib_memory is None else min(hidden, recipe.calib_memory)
-
-
-def _kernels() -> str:
-    from modelexport.quantization import kernels
-
-    backend = kernels.backend()
-    return backend.name if backend.name == "fused" else f"{backend.name} ({backend.reason})"
-
-
-def _rows(plan: ExportPlan, sqnr: dict[str, float], errors: dict[str, dict[str, float]]) -> list[TypeRow]:
-    """Group the plan's tensors by the module's name within its layer, in the plan's order."""
-    sums: dict[str, dict[str, Any]] = {}
-    for step in plan.steps:
-        for task in step.tasks:
-            path = plan.general_path(step, task)
-            empty = {
-                "modules": set(),
-                "weights": 0,
-                "nbytes": 0,
-                "formats": {},
-                "linears": [],
-                "worst": (math.inf, None),
-            }
-            row = sums.setdefault(path, empty)
-            full = full_name(step.layer, task.path)
-            row["modules"].add(full)
-            share = (task.rows[1] - task.rows[0]) / max(1, task.info.shape[0] if task.info.shape else 1)
-            row["nbytes"] += round(share * sum(out.nbytes for out in task.outputs))
-            if task.parameter == "weight":
-                row["weights"] += round(share * math.prod(task.info.shape))
-                kept = task.info.dtype.lower()
-                row["formats"][kept if task.number_format is None else task.number_format.name] = None
-            row["linears"].append(full)
-            if full in sqnr:
-                row["worst"] = min(row["worst"], (sqnr[full], full))
-    return [
-        TypeRow(
-            path,
-            len(row["modules"]),
-            ", ".join(row["formats"]) or "-",
-            row["weights"],
-            row["nbytes"],
-            8 * row["nbytes"] / max(1, row["weights"]),
-            row["worst"][0] if row["worst"][1] else None,
-            row["worst"][1],
-            _mean(errors.get("before", {}), row["linears"]),
-            _mean(errors.get("after", {}), row["linears"]),
-        )
-        for path, row in sums.items()
-    ]
-
-
-def _mean(errors: Mapping[str, float], names: Sequence[str]) -> float | None:
-    known = [errors[name] for name in dict.fromkeys(names) if name in errors]
-    return math.fsum(known) / len(known) if known else None
+    file = file_of(recipe.calib)
+    return {
+        "text": recipe.calib,
+        "file": None if file is None else files_digest(None, [file]),
+        "samples": recipe.calib_samples,
+        "length": recipe.calib_length,
+        "seed": recipe.calib_seed,
+        "range": recipe.calib_range,
+        "experts": recipe.calib_experts,
+        **recipe.algorithm_settings,
+    }

@@ -19,8 +19,6 @@ from modelexport.distributed import launch, ranks
 from modelexport.distributed.environment import share_cores
 from modelexport.distributed.launch import MultiprocessConfig
 from modelexport.errors import CheckpointError, UsageError
-from modelexport.recipe import ExportRecipe
-from modelexport.resharding.recipe import ReshardRecipe
 from modelexport.settings import Settings
 
 T = TypeVar("T")
@@ -28,60 +26,12 @@ T = TypeVar("T")
 _NOT_COHERENT = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs")
 
 
-def external_config(recipe: ExportRecipe) -> MultiprocessConfig | None:
-    """This process's place among the ranks that another launcher started; None where none did.
-
-    Raises:
-        UsageError: it started another number of ranks than ``--tp`` says, or ranks on several machines that
-            nothing connects; a workspace is given that nobody needs.
-    """
-    found = launch.external_config(MultiprocessConfig(backend="gloo", timeout=recipe.timeout))
-    if recipe.workspace is not None and recipe.transport == "direct" and not (found and is_spread(found)):
-        raise UsageError(
-            "--workspace is of use to --gather direct only for ranks on several machines, and these are on one: drop it"
-        )
-    if found is None:
-        return None
-    if found.world_size != recipe.tp:
-        raise UsageError(f"the launcher started {found.world_size} ranks, and --tp is {recipe.tp}: make both the same")
-    found.model_parallelism = recipe.tp
-    if is_spread(found):
-        if recipe.workspace is None:
-            raise UsageError(
-                f"{found.local_world_size} of {found.world_size} ranks are on this machine, and shared memory does not "
-                "reach the others: add --workspace DIR, a directory that all machines see"
-            )
-        if recipe.transport == "direct":
-            _check_coherent(recipe.out, "--gather nfs")
-    return found
-
-
-def reshard_config(recipe: ReshardRecipe) -> MultiprocessConfig | None:
-    """The same for a resharding, which any number of ranks can do.
-
-    Raises:
-        UsageError: another number of ranks was started than ``--ranks`` says, or ranks on several machines would
-            write into files that only one may.
-    """
-    found = launch.external_config(MultiprocessConfig(backend="gloo", timeout=recipe.timeout))
-    if found is None:
-        return None
-    if recipe.ranks not in (None, found.world_size):
-        raise UsageError(
-            f"the launcher started {found.world_size} ranks, and --ranks is {recipe.ranks}: leave it out, or make both "
-            "the same"
-        )
-    if is_spread(found) and recipe.exchange == "direct":
-        _check_coherent(recipe.out, "--exchange p2p")
-    return found
-
-
 def is_spread(config: MultiprocessConfig) -> bool:
     """Whether the ranks are on several machines."""
     return bool(config.local_world_size < config.world_size)
 
 
-def _check_coherent(out: str | None, instead: str) -> None:
+def check_coherent(out: str | None, instead: str) -> None:
     """Refuse ``direct`` onto file systems that lose one of two clients' writes to the same page."""
     kind = None if out is None else filesystem_type(Path(out).resolve().parent)
     if kind in _NOT_COHERENT:

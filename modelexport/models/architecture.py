@@ -1,4 +1,4 @@
-"""Model families, one declarative file each, registered by being there."""
+"""The family of a model: the one that a file of :mod:`modelexport.models.families` declares, or else a derived one."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 from modelexport.errors import CheckpointError, ModelExportError, PlanError, nearest, quoted, shown
+from modelexport.models import families
 from modelexport.models.families._dimensions import read_dimensions
 from modelexport.models.families.base import Dimensions, Family, Module, Scaling
 
@@ -28,10 +29,10 @@ __all__ = [
 
 @cache
 def _families() -> dict[str, Family]:
-    """``model_type`` -> family, for every file of this package that declares a ``FAMILY``."""
+    """``model_type`` -> family, for every file of the package that declares a ``FAMILY``."""
     found: dict[str, Family] = {}
-    for module in pkgutil.iter_modules(__path__):
-        family = getattr(importlib.import_module(f"{__name__}.{module.name}"), "FAMILY", None)
+    for module in pkgutil.iter_modules(families.__path__):
+        family = getattr(importlib.import_module(f"{families.__name__}.{module.name}"), "FAMILY", None)
         if family is not None:
             for model_type in (family.name, *family.aliases, *family.variants):
                 found[model_type] = family.of_type(model_type)

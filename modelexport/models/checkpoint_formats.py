@@ -1,4 +1,4 @@
-"""The checkpoint formats there are: every module of :mod:`modelexport.checkpoints` that says its ``NAME``.
+"""The checkpoint formats there are: every module of :mod:`modelexport.checkpoints.formats` that says its ``NAME``.
 
 ``hf`` itself, a directory of safetensors files with whole tensors, is what :mod:`modelexport.checkpoints` reads and
 writes without a format module; sharded, it is one like the others.
@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from modelexport import checkpoints
+from modelexport.checkpoints import formats as package
 from modelexport.checkpoints.safetensors.file import Checkpoint, Layout
 from modelexport.errors import UsageError, nearest
 from modelexport.quantization.methods import Method, methods, of_format, of_method
@@ -54,7 +54,7 @@ class CheckpointFormat(Protocol):
 def containers() -> dict[str, str]:
     """The containers' names, in order, and their modules: found in the sources, so that ``--help`` imports none."""
     found = {}
-    for module in pkgutil.iter_modules(checkpoints.__path__, f"{checkpoints.__name__}."):
+    for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
         spec = find_spec(module.name)
         assert spec is not None
         assert spec.loader is not None

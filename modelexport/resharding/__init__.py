@@ -22,13 +22,12 @@ from modelexport.checkpoints.staging import check_target, resolve_target
 from modelexport.distributed import launch
 from modelexport.distributed.launch import MultiprocessConfig
 from modelexport.errors import UsageError
-from modelexport.exporting.record import target_of
-from modelexport.exporting.target import cards, files_digest, inputs_of, source_config
 from modelexport.inspection.card import model_card
 from modelexport.inspection.record.reading import read_record
 from modelexport.inspection.record.rows import linears_of
-from modelexport.jobs.hosts import agree, is_spread, reshard_config, run_as_rank
+from modelexport.jobs.hosts import agree, check_coherent, is_spread, run_as_rank
 from modelexport.jobs.ranks import Heard, heard, own_ranks, single, take_part
+from modelexport.jobs.side_files import cards, files_digest, inputs_of, source_config, target_of
 from modelexport.jobs.target_directory import Target, TargetFiles
 from modelexport.models import checkpoint_formats as formats
 from modelexport.models.draft_layers import without_drafts
@@ -137,7 +136,7 @@ def reshard(recipe: ReshardRecipe | None = None, **settings: Any) -> ReshardResu
         prepared = prepare(recipe)
         prepared.warn()
         return _result(prepared, recipe.ranks or 1)
-    config = reshard_config(recipe)
+    config = _launcher_config(recipe)
     prepared, world, outcome = _launch(recipe) if config is None else _take_part(recipe, config)
     return _result(prepared, world, outcome, time.perf_counter() - began)
 
@@ -217,6 +216,26 @@ def _launch(recipe: ReshardRecipe) -> tuple[Prepared, int, dict[str, Any]]:
                 launch.launch_subprocesses(run_rank, config, None, 0, job)
         target.finish(single(results))
         return prepared, world, results[0]
+
+
+def _launcher_config(recipe: ReshardRecipe) -> MultiprocessConfig | None:
+    """The place of this process among the ranks that another launcher started; None where none did.
+
+    Raises:
+        UsageError: another number of ranks was started than ``--ranks`` says, or ranks on several machines would
+            write into files that only one may.
+    """
+    found = launch.external_config(MultiprocessConfig(backend="gloo", timeout=recipe.timeout))
+    if found is None:
+        return None
+    if recipe.ranks not in (None, found.world_size):
+        raise UsageError(
+            f"the launcher started {found.world_size} ranks, and --ranks is {recipe.ranks}: leave it out, or make both "
+            "the same"
+        )
+    if is_spread(found) and recipe.exchange == "direct":
+        check_coherent(recipe.out, "--exchange p2p")
+    return found
 
 
 def _take_part(recipe: ReshardRecipe, config: MultiprocessConfig) -> tuple[Prepared, int, dict[str, Any]]:

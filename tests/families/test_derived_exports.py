@@ -12,7 +12,7 @@ import torch
 from modelexport.cli.summary import summary
 from modelexport.errors import PlanError
 from modelexport.exporting import export
-from modelexport.exporting.record import ExportResult
+from modelexport.exporting.result import ExportResult
 from tests._tiny_models import tiny_checkpoint
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from modelexport.exporting.target import export_target
+
 from modelexport.checkpoints.card_metadata import read_card_metadata
 from modelexport.checkpoints.staging import staging_directory
 from modelexport.checkpoints.staging.journal import Journal, OtherExport, published_inode
 from modelexport.cli.summary import reshard_summary, summary
 from modelexport.exporting import export, prepare
-from modelexport.exporting.target import export_target
 from modelexport.inspection.diff import print_diff
 from modelexport.inspection.inspect import print_inspection
 from modelexport.inspection.record.reading import read_record

@@ -1,7 +1,7 @@
 """The container of checkpoints that keep each rank's arrays in safetensors files of its own.
 
-A format says which arrays there are (:mod:`modelexport.checkpoints.safetensors.arrays`); here they get their places in files that
-are to be written, or are found in files that are there.
+A format says which arrays there are (:mod:`modelexport.checkpoints.safetensors.arrays`); here they get their places in
+files that are to be written, or are found in files that are there.
 """
 
 from __future__ import annotations

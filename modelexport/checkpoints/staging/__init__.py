@@ -1,9 +1,9 @@
 """All or nothing: a checkpoint grows in a hidden directory beside its target and appears by one rename.
 
-For a target ``out`` the directory ``.{out name}.modelexport`` beside it (the same file system, so that the rename
-is one step) holds ``lock`` and ``ranks.lock`` (see :mod:`~modelexport.checkpoints.staging.locks`), ``journal.jsonl`` (see
-:mod:`~modelexport.checkpoints.staging.journal`), ``ckpt/``, the checkpoint itself, and perhaps ``beside/``, what a run needs
-only to be resumed.
+For a target ``out`` the directory ``.{out name}.modelexport`` beside it (the same file system, so that the rename is
+one step) holds ``lock`` and ``ranks.lock`` (see :mod:`~modelexport.checkpoints.staging.locks`), ``journal.jsonl`` (see
+:mod:`~modelexport.checkpoints.staging.journal`), ``ckpt/``, the checkpoint itself, and perhaps ``beside/``, what a run
+needs only to be resumed.
 """
 
 from __future__ import annotations

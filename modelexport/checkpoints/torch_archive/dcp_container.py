@@ -1,8 +1,8 @@
 """Tensors in ``.distcp`` files: looked up chunk by chunk where a checkpoint has them, or laid out before any is there.
 
-What :mod:`modelexport.checkpoints.formats.dcp` and :mod:`modelexport.checkpoints.formats.megatron` share. Both keep tensors under keys
-of a global state dict, cut into rectangular chunks; each chunk is an archive of ``torch.save`` in one of the files.
-They differ in their keys, and in what of a model's tensors is in each.
+What :mod:`modelexport.checkpoints.formats.dcp` and :mod:`modelexport.checkpoints.formats.megatron` share. Both keep
+tensors under keys of a global state dict, cut into rectangular chunks; each chunk is an archive of ``torch.save`` in
+one of the files. They differ in their keys, and in what of a model's tensors is in each.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Make pickles out of inert data, so that other programs find in our files the objects that they expect there.
 
-The counterpart of :mod:`modelexport.checkpoints.torch_archive.pickle_reading`: no object of those programs is needed to write its
-pickle, and so none of their packages.
+The counterpart of :mod:`modelexport.checkpoints.torch_archive.pickle_reading`: no object of those programs is needed to
+write its pickle, and so none of their packages.
 """
 
 from __future__ import annotations

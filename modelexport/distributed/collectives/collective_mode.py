@@ -14,7 +14,7 @@ A driver removes itself with ``set_driver(None)`` when it handles ``destroy_proc
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 P = ParamSpec("P")
@@ -22,7 +22,13 @@ R = TypeVar("R")
 
 
 class Driver(Protocol):
-    """What stands behind the collectives in master-worker mode."""
+    """The implementation of the collectives in master-worker mode.
+
+    Attributes:
+        types: names that :mod:`modelexport.distributed.collectives` has while the driver is set.
+    """
+
+    types: Mapping[str, Any]
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Carries out the public collective ``name`` and returns what it returns."""

@@ -1,8 +1,8 @@
 """Hand what each rank made to the first rank: configs (trees with tensors) or single tensors.
 
 Over shared memory the first rank reads the other ranks' tensors where they lie; nothing is copied on its side, and
-nothing on theirs for tensors made by :func:`modelexport.distributed.transport.memory.shared_empty`. With a workspace path the
-same payloads go through a directory that all ranks see (ranks on several hosts).
+nothing on theirs for tensors made by :func:`modelexport.distributed.transport.memory.shared_empty`. With a workspace
+path the same payloads go through a directory that all ranks see (ranks on several hosts).
 
 Senders do not wait for the first rank. They keep at most ``MODELEXPORT_GATHER_BUFFERS`` (default 4) payloads that
 it has not consumed, and wait for room beyond that. The ranks meet once for each ``(ranks, group)``, through the

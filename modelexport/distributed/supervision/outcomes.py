@@ -2,8 +2,8 @@
 
 An outcome is a JSON object with a ``kind``: ``value``, ``failed`` (a rank raised), ``usage`` (calls that do not fit
 each other or the group) or ``missing`` (ranks that did not come, listed as ``blamed``). All but ``value`` have
-``rank``, ``level`` (see :mod:`modelexport.distributed.supervision.failures`) and ``summary``; ``failed`` has the fields of a
-``Failure`` besides.
+``rank``, ``level`` (see :mod:`modelexport.distributed.supervision.failures`) and ``summary``; ``failed`` has the fields
+of a ``Failure`` besides.
 """
 
 from __future__ import annotations

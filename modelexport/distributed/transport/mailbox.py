@@ -1,7 +1,8 @@
 """Messages between ranks in the process group's key-value store, and values as the bytes of a message.
 
-A message is a JSON header and a value's bytes. A value is a config tree (see :mod:`modelexport.distributed.transport.tree`) in
-the form of a payload, so it comes back with the types it had, and no pickle is involved.
+A message is a JSON header and a value's bytes. A value is a config tree (see
+:mod:`modelexport.distributed.transport.tree`) in the form of a payload, so it comes back with the types it had, and no
+pickle is involved.
 """
 
 from __future__ import annotations

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from modelexport.checkpoints.safetensors.file import Checkpoint, Reader, torch_dtype
 from modelexport.errors import PlanError, UsageError
-from modelexport.exporting.calibrated.samples import Samples, forward_reader, tokens_of
+from modelexport.exporting.calibrated.samples import forward_reader, tokens_of
 from modelexport.exporting.plan import full_name
 from modelexport.models.architecture import Dimensions, Family, family_of, read_dimensions
 from modelexport.quantization import formats, sensitivity
 from modelexport.quantization.calibration.layers import LayerRunner
 from modelexport.quantization.formats.base import NumberFormat
+from modelexport.recipe import ExportRecipe
 
 __all__ = ["assigned"]
 
@@ -20,11 +22,9 @@ Refusal = Callable[[NumberFormat, tuple[int, int]], str | None]
 
 def assigned(
     checkpoint: Checkpoint,
-    samples: Samples,
+    recipe: ExportRecipe,
+    tokenizer: Path,
     *,
-    candidates: str,
-    bits: float,
-    group_size: int | None = None,
     refusal: Refusal | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> sensitivity.Assigned:
@@ -33,9 +33,9 @@ def assigned(
     The source is run over some of the samples, on this process alone.
 
     Args:
-        candidates: names as ``--quant`` has them, with group sizes or not, separated by commas.
-        bits: per weight of the decoder's linears, scales included.
-        group_size: of candidates that have groups and do not say so.
+        recipe: its candidates, bits (per weight of the decoder's linears, scales included) and group size, and the
+            samples.
+        tokenizer: the directory that holds the model's.
         refusal: why the target cannot spell a linear of a shape; None where it can.
         progress: told what is going on.
 
@@ -44,20 +44,20 @@ def assigned(
         PlanError: no choice is within the budget, or no candidate fits a linear.
         CheckpointError: a weight, or a hidden state, is not finite.
     """
-    config = checkpoint.config or {}
+    config, candidates = checkpoint.config or {}, recipe.candidates
     family = family_of(config)
     dimensions = read_dimensions(config, family)
     groups, shapes = _groups(family, dimensions)
     missing = [name for name in shapes if f"{name}.weight" not in checkpoint.infos]
     if missing:
         raise PlanError(f"{checkpoint.directory}: {missing[0]}.weight is missing, so autoquant cannot weigh it")
-    chosen_from = _candidates(candidates, group_size)
+    chosen_from = _candidates(candidates, recipe.group_size)
     for name, number_format in chosen_from.items() if refusal is not None else ():
         assert refusal is not None
         reasons = [refusal(number_format, shape) for shape in sorted(set(shapes.values()))]
         if number_format.quantised and all(reasons):
             raise UsageError(f"--candidates {candidates}: {name}: {reasons[0]}")
-    tokens = tokens_of(checkpoint, samples)
+    tokens = tokens_of(checkpoint, recipe, tokenizer)
     tokens = tokens[: max(1, sensitivity.TOKENS // tokens.shape[1])]
     dtype = torch_dtype(checkpoint.infos[f"{next(iter(shapes))}.weight"].dtype)
 
@@ -80,9 +80,9 @@ def assigned(
                 groups,
                 shapes,
                 chosen_from,
-                bits,
+                recipe.bits,
                 dtype,
-                method=samples.ranges,
+                method=recipe.calib_range,
                 progress=tell,
             )
     finally:

@@ -138,12 +138,12 @@ class CalibratedLayer:
     def look(self, wants: frozenset[str], what: str) -> None:
         """Run the samples through the layer as it is now, unless all that is wanted of them is known."""
         ranged = any(x.number_format is not None and x.number_format.has_static_inputs for x in self.linears.values())
-        method = self.job.samples.ranges
+        method = self.job.recipe.calib_range
         wants = wants | {"sample"} | (static_ranges.wants(method) if ranged or self.job.plan.kv_cache else frozenset())
         if wants <= self.seen:
             return
         phase(f"{self.step.id}: samples through the layer, for {what}")
-        self.observed = self.runner.observe(self.filled, wants, all_experts=self.job.samples.all_experts)
+        self.observed = self.runner.observe(self.filled, wants, all_experts=self.job.recipe.calib_experts == "all")
         self.seen = wants
         for name, linear in self.linears.items():
             linear.inputs = self.observed.inputs.get(name)
@@ -208,9 +208,9 @@ class CalibratedLayer:
         if not parts:  # no token came to any expert
             return 0.0
         together = parts[0] if len(parts) == 1 else static_ranges.together(parts)
-        if together.histogram is None and self.job.samples.ranges != "max":
+        if together.histogram is None and self.job.recipe.calib_range != "max":
             return static_ranges.choose(together, "max", linear.number_format)
-        return static_ranges.choose(together, self.job.samples.ranges, linear.number_format)
+        return static_ranges.choose(together, self.job.recipe.calib_range, linear.number_format)
 
     # ------------------------------------------------------------ changing
 
@@ -322,7 +322,7 @@ class CalibratedLayer:
         assert observed is not None
         assert index is not None
         if self.job.plan.kv_cache and observed.keys is not None and observed.values is not None:
-            method = self.job.samples.ranges
+            method = self.job.recipe.calib_range
             made.keys[index] = static_ranges.choose(observed.keys, method)
             made.values[index] = static_ranges.choose(observed.values, method)
 

@@ -24,28 +24,29 @@ from modelexport.exporting.calibrated.layer import CalibratedLayer, Made
 from modelexport.exporting.calibrated.rotation import RotatedReader
 from modelexport.exporting.calibrated.samples import forward_reader, shared_tokens
 from modelexport.exporting.plan import Step
-from modelexport.exporting.rank import RankExport, RankJob, in_shared_memory
-from modelexport.exporting.slots import Quantised, Shards
+from modelexport.exporting.rank import Quantised, RankExport, RankJob, Shards, in_shared_memory
 from modelexport.layers import LayerConfig
 from modelexport.quantization import algorithms
-from modelexport.quantization.algorithms.base import Folding, Ranks, Rounding
+from modelexport.quantization.algorithms.base import Folding, Options, Ranks, Rounding
 from modelexport.quantization.algorithms.rtn import RoundToNearest
 from modelexport.quantization.calibration.layers import LayerRunner
 from modelexport.quantization.calibration.ranges import Ranges
+from modelexport.recipe import ExportRecipe
 
 
 class CalibratedExport(RankExport):
-    """See the module."""
+    """A rank that quantises decoder layers one by one, on samples; see the module."""
 
     rotated: RotatedReader | None = None
 
     def __init__(self, job: RankJob, staging: Staging) -> None:
         super().__init__(job, staging)
         self.open = ExitStack()
-        stages = [kind(job.options, Ranks()) for kind in algorithms.get(job.samples.algorithms)]
+        self.options = options_of(job.recipe)
+        stages = [kind(self.options, Ranks()) for kind in algorithms.get(job.recipe.algorithms)]
         self.foldings = [stage for stage in stages if isinstance(stage, Folding)]
         rounding = [stage for stage in stages if isinstance(stage, Rounding)]
-        self.rounding = rounding[0] if rounding else RoundToNearest(job.options, Ranks())
+        self.rounding = rounding[0] if rounding else RoundToNearest(self.options, Ranks())
         self.decoder = [step for step in job.plan.steps if step.index is not None]
         self.beside = staging.beside
 
@@ -57,16 +58,18 @@ class CalibratedExport(RankExport):
 
     def open_reader(self) -> Reader:
         """Reads the source; or the rotated model, as if it lay there."""
-        if "rotation" not in self.job.samples.algorithms:
+        if "rotation" not in self.job.recipe.algorithms:
             return super().open_reader()
-        self.rotated = RotatedReader(self.job.source, self.job.options, quantised=self.job.plan.formats().keys())
+        self.rotated = RotatedReader(
+            self.job.source, options_of(self.job.recipe), quantised=self.job.plan.formats().keys()
+        )
         return cast("Reader", self.rotated)
 
     def begin(self) -> None:
         """Samples and runner, at the first layer that is not done."""
         job = self.job
         phase("preparing the calibration samples")
-        tokens = shared_tokens(job.source, job.samples)
+        tokens = shared_tokens(job.source, job.recipe, job.tokenizer)
         self.ranges = Ranges({}, {}, {}, (), *tokens.shape)
         self.runner = LayerRunner(
             job.source.config or {},
@@ -75,7 +78,7 @@ class CalibratedExport(RankExport):
             tokens,
             cut=forward_cut(job.plan.family, job.plan.dimensions, self.rank, self.world),
             progress=self._batch,
-            memory=job.samples.memory,
+            memory=job.recipe.calib_memory,
             directory=self.beside.parent,
             derived=job.plan.family.is_derived,
         )
@@ -133,7 +136,7 @@ class CalibratedExport(RankExport):
                 self.emit(module, task, self.encoded(task, native, (rows, columns)))
             elif number in made.plain:
                 plain = made.plain[number]
-                if self.way.wants_shared(task):
+                if self.writer.wants_shared(task):
                     plain = in_shared_memory(plain)
                 self.emit(module, task, {task.outputs[0].name: plain})
         return Quantised(layer, [(self.sources, shards.slot)], made.report.as_json())
@@ -186,7 +189,7 @@ class CalibratedExport(RankExport):
 
     def calibration(self) -> dict[str, Any]:
         """See the base; with what was found of every layer."""
-        notes = [self.way.records[step.id]["note"] for step in self.decoder]
+        notes = [self.writer.records[step.id]["note"] for step in self.decoder]
         joined = {key: {name: x for note in notes for name, x in note[key].items()} for key in ("before", "after")}
         return {
             "samples": self.ranges.samples,
@@ -194,6 +197,18 @@ class CalibratedExport(RankExport):
             "unseen_experts": [name for note in notes for name in note["unseen"]],
             "notes": {name: text for note in notes for name, text in note["notes"].items()},
             "rare_experts": {name: count for note in notes for name, count in note["rare"].items()},
-            "changed": sorted(self.changed(self.way.records)),
+            "changed": sorted(self.changed(self.writer.records)),
             "output_error": joined,
         }
+
+
+def options_of(recipe: ExportRecipe) -> Options:
+    """The settings of the algorithms, as they take them."""
+    return Options(
+        alpha=recipe.alpha,
+        grid=recipe.grid,
+        damping=recipe.damping,
+        block=recipe.block_size,
+        act_order=recipe.act_order,
+        seed=recipe.calib_seed,
+    )

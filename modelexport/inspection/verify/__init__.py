@@ -32,7 +32,7 @@ from modelexport.system.tables import table
 from modelexport.system.terminal import columns, show
 
 if TYPE_CHECKING:
-    from modelexport.inspection.verify.audit import Item, ModuleCheck
+    from modelexport.inspection.verify.items import AuditItem, ModuleCheck
 
 FAR_DB = 6.0
 """A linear that is this much worse than rounding its source to nearest was made from something else."""
@@ -234,7 +234,7 @@ def _check_values(
     _judge_errors(result, compensated=_compensated(record))
 
 
-def _judge_bytes(result: Verification, items: Sequence[Item], checks: Sequence[ModuleCheck]) -> None:
+def _judge_bytes(result: Verification, items: Sequence[AuditItem], checks: Sequence[ModuleCheck]) -> None:
     """Without a record: which bytes the source tells, and whether they are that."""
     from modelexport.inspection.verify import requantised
 

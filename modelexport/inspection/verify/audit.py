@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,129 +24,17 @@ from torch import Tensor
 
 from modelexport.checkpoints import raw_io
 from modelexport.checkpoints.safetensors.file import Checkpoint, Reader, TensorInfo, torch_dtype
-from modelexport.errors import CheckpointError
 from modelexport.inspection.verify import requantised
+from modelexport.inspection.verify.items import AuditItem, ModuleCheck, WrittenPiece
 from modelexport.quantization import kernels
-from modelexport.quantization.methods import Part, Scheme, compressed_tensors, of_method
-from modelexport.quantization.methods.base import Axes
 from modelexport.sharding.plan import scale_range
 
 if TYPE_CHECKING:
-    from modelexport.quantization.formats.base import NumberFormat
+    pass
 
 CHUNK_BYTES = 4 << 20
 # One-byte floats: all of these bits set is NaN (or, for e5m2, Inf).
 _NOT_A_NUMBER = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A rectangle of a tensor as a rank wrote it, and the CRC-32 of its bytes in row-major order."""
-
-    name: str
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    crc32: int
-
-    def as_json(self) -> list[Any]:
-        """A JSON-able form; ``Piece.from_json`` is its inverse."""
-        return [self.name, list(self.offset), list(self.shape), self.crc32]
-
-    @classmethod
-    def from_json(cls, value: Sequence[Any]) -> Piece:
-        """Inverse of :meth:`as_json`."""
-        name, offset, shape, crc = value
-        return cls(name, tuple(offset), tuple(shape), crc)
-
-
-@dataclass(frozen=True)
-class Item:
-    """What is audited together: one module's written tensors and the weight they were made from.
-
-    Attributes:
-        tensors: name within the module -> where it lies in the checkpoint.
-        source: the unquantised weight, or None where only hashes are wanted.
-        number_format: what ``tensors`` hold; None for a module that was passed through, or that is only hashed.
-        method: the quantisation method that spells them.
-        scheme: how config.json has it spell them; None: as we write them.
-        shared: names what its scale is shared with, where that reaches over whole weights.
-    """
-
-    name: str
-    tensors: Mapping[str, TensorInfo]
-    source: TensorInfo | None
-    number_format: NumberFormat | None
-    method: str = compressed_tensors.METHOD
-    scheme: Scheme | None = None
-    shared: str = ""
-
-    @cached_property
-    def axes(self) -> dict[str, Axes]:
-        """How the tensors go with the weight's dims; of those that the number format stores."""
-        if self.number_format is None or self.source is None:
-            return {}
-        method, shape = of_method(self.method), (self.source.shape[0], self.source.shape[1])
-        promises = method.promised(self.scheme or self.number_format.scheme(self.method), shape)
-        return {suffix: promise.axes for suffix, promise in promises.items()}
-
-    @property
-    def rows_together(self) -> int | None:
-        """Rows of the weight that must be read together; None: all, since its tensors do not run along its rows."""
-        rows = 1
-        for axes in self.axes.values():
-            for dim, axis in enumerate(axes):
-                if axis is not None and axis[0] == 0:
-                    if dim:
-                        return None
-                    rows = math.lcm(rows, axis[1])
-        return rows
-
-    def native(self, tensors: Mapping[str, Tensor], rows: tuple[int, int]) -> Mapping[str, Tensor]:
-        """The number format's own tensors, of these rows."""
-        assert self.source is not None
-        assert self.number_format is not None
-        stored = {suffix: tensor for suffix, tensor in tensors.items() if suffix in self.axes}
-        whole = (self.source.shape[0], self.source.shape[1])
-        part = Part(whole, (rows[0], 0), (rows[1] - rows[0], whole[1]))
-        try:
-            return of_method(self.method).decode(self.number_format, stored, part)
-        except CheckpointError as error:  # of one among hundreds
-            raise CheckpointError(f"{self.name}: {error}") from error
-
-
-@dataclass(frozen=True)
-class ModuleCheck:
-    """Result for one module.
-
-    Attributes:
-        sha256: full tensor name -> SHA-256 of its bytes as they lie in the file.
-        noise, signal: sums over the weight of (w - dequantised)^2 and w^2; None if not compared.
-        damaged: pieces whose bytes are not those that were written.
-        nearest_noise: the noise that rounding the source to nearest would leave; None if not asked for.
-        unlike: native tensor -> elements that rounding the source to nearest makes others; None if not asked for.
-        identical: whether a module that was passed through equals its source to the byte; None if not compared.
-        faults: values that no checkpoint may hold (NaN, Inf, scales that are not positive), in words.
-    """
-
-    name: str
-    sha256: dict[str, str]
-    noise: float | None
-    signal: float | None
-    damaged: tuple[str, ...]
-    nearest_noise: float | None = None
-    unlike: Mapping[str, int] | None = None
-    identical: bool | None = None
-    faults: tuple[str, ...] = ()
-
-    @property
-    def sqnr_db(self) -> float | None:
-        """Signal to quantisation noise in dB; infinite where nothing was lost, None if not compared."""
-        return _decibels(self.signal, self.noise)
-
-    @property
-    def nearest_db(self) -> float | None:
-        """The same for rounding the source to nearest in this number format."""
-        return _decibels(self.signal, self.nearest_noise)
 
 
 @dataclass
@@ -168,10 +55,10 @@ class Chunk:
 
 
 def run_audit(
-    items: Sequence[Item],
+    items: Sequence[AuditItem],
     written: Checkpoint,
     source: Checkpoint | None,
-    pieces: Mapping[str, Sequence[Piece]],
+    pieces: Mapping[str, Sequence[WrittenPiece]],
     *,
     threads: int = 1,
     thorough: bool = False,
@@ -191,7 +78,7 @@ def run_audit(
         out_reader = stack.enter_context(Reader(written))
         source_reader = None if source is None else stack.enter_context(Reader(source))
 
-        def check(item: Item) -> ModuleCheck:
+        def check(item: AuditItem) -> ModuleCheck:
             progress(item.name)
             chunks = read_chunks(item, out_reader, source_reader)
             return _check(item, chunks, pieces, thorough, maxima.get(item.shared))
@@ -225,7 +112,7 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def read_chunks(item: Item, out_reader: Reader, source_reader: Reader | None) -> Iterator[Chunk]:
+def read_chunks(item: AuditItem, out_reader: Reader, source_reader: Reader | None) -> Iterator[Chunk]:
     """Read a module's tensors, and its source, in pieces of a few MB, each byte once.
 
     A chunk's tensors are valid until the next one of this thread is asked for.
@@ -254,9 +141,9 @@ def read_chunks(item: Item, out_reader: Reader, source_reader: Reader | None) ->
 
 
 def _check(
-    item: Item,
+    item: AuditItem,
     chunks: Iterator[Chunk],
-    pieces: Mapping[str, Sequence[Piece]],
+    pieces: Mapping[str, Sequence[WrittenPiece]],
     thorough: bool,
     amax: Tensor | None = None,
 ) -> ModuleCheck:
@@ -340,14 +227,6 @@ def _sums(rows: list[Tensor]) -> tuple[float | None, float | None]:
     return math.fsum(table[:, 0].tolist()), math.fsum(table[:, 1].tolist())
 
 
-def _decibels(signal: float | None, noise: float | None) -> float | None:
-    if noise is None or signal is None:
-        return None
-    if noise == 0:
-        return math.inf
-    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
-
-
 def _same(a: Tensor, b: Tensor) -> bool:
     return (a.dtype, a.shape) == (b.dtype, b.shape) and raw_io.same_bytes(a, b)
 
@@ -362,7 +241,7 @@ def _row_chunks(weight: TensorInfo, together: int | None) -> Iterator[tuple[int,
 
 
 def _rows_of(
-    item: Item, key: str, info: TensorInfo, weight: TensorInfo, rows: tuple[int, int]
+    item: AuditItem, key: str, info: TensorInfo, weight: TensorInfo, rows: tuple[int, int]
 ) -> tuple[int, int] | None:
     """Rows of tensor ``key`` that belong to the weight's ``rows``; None where it does not vary with them."""
     if item.number_format is None or item.source is None or key not in item.axes:
@@ -375,7 +254,7 @@ def _rows_of(
     return None if axis is None or axis[0] != 0 else scale_range(rows, axis[1], info.shape[0])
 
 
-def _part(piece: Piece, data: Tensor, span: tuple[int, int] | None) -> Tensor | None:
+def _part(piece: WrittenPiece, data: Tensor, span: tuple[int, int] | None) -> Tensor | None:
     """The part of ``data`` (rows ``span`` of a tensor) that lies in ``piece``, or None."""
     if span is None:
         return data

@@ -23,7 +23,7 @@ from modelexport.quantization.methods import (
 )
 
 if TYPE_CHECKING:
-    from modelexport.inspection.verify.audit import Item
+    from modelexport.inspection.verify.items import AuditItem
     from modelexport.quantization.formats.base import NumberFormat
 
 _NOT_THE_MODEL = {"quantization_config", "transformers_version", "_name_or_path", "torch_dtype", "dtype"}
@@ -144,7 +144,7 @@ def plan_items(
     comparison: Comparison,
     quantization: QuantizationConfig | None,
     fused: Mapping[str, str],
-) -> list[Item]:
+) -> list[AuditItem]:
     """What to read together: a quantised linear with its source, and every other tensor by itself.
 
     What cannot be decoded is noted in ``comparison``.
@@ -152,7 +152,7 @@ def plan_items(
     Args:
         fused: path of a module within its layer -> what engines fuse it into.
     """
-    from modelexport.inspection.verify.audit import Item
+    from modelexport.inspection.verify.items import AuditItem
 
     items = []
     for module in modules:
@@ -162,14 +162,14 @@ def plan_items(
         if weight is not None and decoder is not None:
             scheme, number_format = decoder
             shared = f"{module.stack}.{module.index}.{fused.get(module.path, module.path)}"
-            item = Item(module.name, {}, weight, number_format, scheme.method, scheme, shared)
+            item = AuditItem(module.name, {}, weight, number_format, scheme.method, scheme, shared)
             items.append(replace(item, tensors={suffix: rest.pop(suffix) for suffix in item.axes}))
         elif weight is not None:
             comparison.notes.append(
                 f"{module.name}: {_stored_text(module)} cannot be decoded here, its error was not measured"
             )
         for suffix, info in rest.items():
-            items.append(Item(info.name, {suffix: info}, comparison.sources.get(info.name), None))
+            items.append(AuditItem(info.name, {suffix: info}, comparison.sources.get(info.name), None))
     return sorted(items, key=lambda item: -sum(info.nbytes for info in item.tensors.values()))
 
 

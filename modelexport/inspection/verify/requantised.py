@@ -18,7 +18,7 @@ from torch import Tensor
 from modelexport.checkpoints.safetensors.file import Checkpoint, Reader
 
 if TYPE_CHECKING:
-    from modelexport.inspection.verify.audit import Item, ModuleCheck
+    from modelexport.inspection.verify.items import AuditItem, ModuleCheck
     from modelexport.quantization.formats.base import NumberFormat
 
 _ROWS_BYTES = 4 << 20
@@ -60,8 +60,8 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format).view(-1, 1).view(torch.uint8)
 
 
-def shared_maxima(items: Sequence[Item], source: Checkpoint | None, threads: int = 1) -> dict[str, Tensor]:
-    """What the scales depend on that reach over whole weights: ``Item.shared`` -> the largest magnitude.
+def shared_maxima(items: Sequence[AuditItem], source: Checkpoint | None, threads: int = 1) -> dict[str, Tensor]:
+    """What the scales depend on that reach over whole weights: ``AuditItem.shared`` -> the largest magnitude.
 
     Modules that engines fuse share one.
     """
@@ -75,7 +75,7 @@ def shared_maxima(items: Sequence[Item], source: Checkpoint | None, threads: int
         return maxima
 
 
-def _amax(item: Item, reader: Reader) -> Tensor:
+def _amax(item: AuditItem, reader: Reader) -> Tensor:
     assert item.source is not None
     assert item.number_format is not None
     rows, found = item.source.shape[0], torch.zeros(1)
@@ -86,13 +86,13 @@ def _amax(item: Item, reader: Reader) -> Tensor:
     return found
 
 
-def judge(items: Iterable[Item], checks: Iterable[ModuleCheck]) -> tuple[list[str], list[str], set[str]]:
+def judge(items: Iterable[AuditItem], checks: Iterable[ModuleCheck]) -> tuple[list[str], list[str], set[str]]:
     """What requantising says of a checkpoint without a record.
 
     Returns:
         Problems, a line each; what could not be checked, a line each; and the names of the tensors that are right.
     """
-    of_format: dict[str, list[tuple[Item, ModuleCheck]]] = {}
+    of_format: dict[str, list[tuple[AuditItem, ModuleCheck]]] = {}
     for item, check in zip(items, checks, strict=True):
         if item.number_format is not None and check.unlike is not None:
             of_format.setdefault(item.number_format.name, []).append((item, check))
@@ -113,7 +113,7 @@ def judge(items: Iterable[Item], checks: Iterable[ModuleCheck]) -> tuple[list[st
     return problems, unchecked, right
 
 
-def _damaged(pairs: Sequence[tuple[Item, ModuleCheck]], same: int) -> Iterator[str]:
+def _damaged(pairs: Sequence[tuple[AuditItem, ModuleCheck]], same: int) -> Iterator[str]:
     for item, check in pairs:
         if check.unlike:
             counts = ", ".join(f"{count:,} of the values of {name}" for name, count in sorted(check.unlike.items()))

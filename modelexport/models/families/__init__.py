@@ -1,0 +1,1 @@
+"""Model families, one declarative file each, registered by being there."""

@@ -78,8 +78,8 @@ def observe(
         threads: batches in flight at once; by default one for each core that this process may use. The result does
             not depend on it.
         dtype: of the arithmetic.
-        method: how that is chosen, see :mod:`~modelexport.quantization.calibration.static_ranges`. Only where a scale is stored:
-            the inputs of other linears, and of the output embedding, have their largest magnitude.
+        method: how that is chosen, see :mod:`~modelexport.quantization.calibration.static_ranges`. Only where a scale
+            is stored: the inputs of other linears, and of the output embedding, have their largest magnitude.
         formats: linear -> what its weight is written in.
         all_experts: every expert sees every token, whichever the router chose for it.
         memory: bytes of hidden states to keep in memory; None for all.

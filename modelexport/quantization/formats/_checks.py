@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from modelexport.errors import PlanError
-
-if TYPE_CHECKING:
-    from modelexport.quantization.formats.base import NumberFormat, TensorSpec
+from modelexport.quantization.methods.base import Axes
 
 _ROWS_AT_A_TIME = 256
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor that a quantised linear stores in its native form.
+
+    Attributes:
+        suffix: its name after the module's, e.g. ``"weight_scale"``.
+        dtype: as stored.
+        shape: of the whole linear, or of the shard that was asked for, as stored.
+        axes: how it goes with the weight, see :data:`~modelexport.quantization.methods.base.Axes`.
+    """
+
+    suffix: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    axes: Axes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as stored."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def describe_non_finite(weight: Tensor, amax: Tensor | None, row: int, name: str) -> str:
@@ -57,21 +78,19 @@ def checked(specs: Sequence[TensorSpec], out: Mapping[str, Tensor], name: str) -
     return {suffix: out[suffix] for suffix in wanted}
 
 
-def refuse_indivisible(number_format: NumberFormat, module: str, in_features: int) -> None:
+def refuse_indivisible(name: str, group: int, group_sizes: Sequence[int], module: str, in_features: int) -> None:
     """Refuses an input width that the groups do not divide, with the choices there are.
 
     Raises:
         PlanError: with the width, the group size, the sizes that would do and the formats without groups.
     """
-    group = number_format.group_size
-    assert group is not None
     if in_features % group == 0:
         return
-    choices = [f"--group-size {size}" for size in number_format.group_sizes if in_features % size == 0]
-    known = ", ".join(map(str, number_format.group_sizes))
+    choices = [f"--group-size {size}" for size in group_sizes if in_features % size == 0]
+    known = ", ".join(map(str, group_sizes))
     why = "" if choices else f" (nor by any other that it has: {known})"
     choices.append("a format without groups (--quant fp8, --quant int8)")
     raise PlanError(
         f"{module}: in_features {in_features} is not divisible by the group size {group} of number format "
-        f"{number_format.name}{why}: {', or '.join(choices)}"
+        f"{name}{why}: {', or '.join(choices)}"
     )

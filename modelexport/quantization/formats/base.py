@@ -18,10 +18,16 @@ from torch import Tensor
 
 from modelexport.errors import CheckpointError, PlanError, UsageError, ValuesError
 from modelexport.quantization import kernels
-from modelexport.quantization.formats._checks import allocate, checked, describe_non_finite, refuse_indivisible
+from modelexport.quantization.formats._checks import (
+    TensorSpec,
+    allocate,
+    checked,
+    describe_non_finite,
+    refuse_indivisible,
+)
 from modelexport.quantization.formats._grid import Grid
 from modelexport.quantization.methods import compressed_tensors, of_method
-from modelexport.quantization.methods.base import Axes, Scheme
+from modelexport.quantization.methods.base import Scheme
 
 __all__ = ["Grid", "NumberFormat", "TensorSpec"]
 
@@ -43,28 +49,6 @@ DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 Reach = Literal["block", "row", "tensor"]
 OBSERVERS = ("amax", "mse")
 _BLOCK_ELEMENTS = 1 << 18
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """One tensor that a quantised linear stores in its native form.
-
-    Attributes:
-        suffix: its name after the module's, e.g. ``"weight_scale"``.
-        dtype: as stored.
-        shape: of the whole linear, or of the shard that was asked for, as stored.
-        axes: how it goes with the weight, see :data:`~modelexport.quantization.methods.base.Axes`.
-    """
-
-    suffix: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    axes: Axes
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes as stored."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -223,7 +207,7 @@ class NumberFormat(ABC):
                 f"holds [out, in]: export it with --quant none"
             )
         if self.group_size is not None and self.group_size > 0:
-            refuse_indivisible(self, module, shape[1])
+            refuse_indivisible(self.name, self.group_size, self.group_sizes, module, shape[1])
 
     def amax(self, weight: Tensor) -> Tensor:
         """What the widest scale depends on, of this shard: float32 ``[rows]`` (reach "row") or ``[1]`` ("tensor").

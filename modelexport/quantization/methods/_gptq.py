@@ -23,7 +23,7 @@ from modelexport.quantization.methods.base import Axes, Part, Promise, Scheme
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from modelexport.quantization.formats.base import NumberFormat
+    from modelexport.quantization.methods.base import NumberFormatProtocol
 
 SCALE_DTYPES = ("F16", "BF16", "F32")
 _ACT_ORDER = (
@@ -63,7 +63,7 @@ def promised(scheme: Scheme, shape: tuple[int, int]) -> dict[str, Promise]:
     }
 
 
-def encode(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
     """Native tensors as GPTQ's; zero points minus one where the format is symmetric, else as they are."""
     import torch
 
@@ -83,7 +83,7 @@ def encode(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Par
 
 
 def decode(
-    number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Part, *, minus_one: bool
+    number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part, *, minus_one: bool
 ) -> dict[str, Tensor]:
     """The inverse of :func:`encode`.
 
@@ -109,7 +109,9 @@ def decode(
     return found if stored is None else {**found, "weight_zero_point": stored.t().contiguous()}
 
 
-def dequantise(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Part, *, minus_one: bool) -> Tensor:
+def dequantise(
+    number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part, *, minus_one: bool
+) -> Tensor:
     """The weight that the tensors stand for, also of columns that were grouped by activation order.
 
     Those no number format holds, since each has a group of its own; their values are the same as a format's would be:
@@ -143,7 +145,7 @@ def dequantise(number_format: NumberFormat, tensors: Mapping[str, Tensor], part:
     return values.float() * scales.float().t()[:, g_idx]
 
 
-def _is_in_order(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Part) -> bool:
+def _is_in_order(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> bool:
     """Whether each column is in the group that its place gives it."""
     import torch
 
@@ -151,7 +153,7 @@ def _is_in_order(number_format: NumberFormat, tensors: Mapping[str, Tensor], par
     return torch.equal(g_idx, _groups_of_columns(number_format, part, g_idx.device))
 
 
-def _zero_points(number_format: NumberFormat, qzeros: Tensor, *, minus_one: bool) -> Tensor | None:
+def _zero_points(number_format: NumberFormatProtocol, qzeros: Tensor, *, minus_one: bool) -> Tensor | None:
     """Zero points as they are, packed as before; None where the format is symmetric.
 
     Raises:
@@ -169,23 +171,23 @@ def _zero_points(number_format: NumberFormat, qzeros: Tensor, *, minus_one: bool
     return None
 
 
-def bits_of(number_format: NumberFormat) -> int:
+def bits_of(number_format: NumberFormatProtocol) -> int:
     """Bits of a weight."""
     return int(number_format.weight_arguments()["num_bits"])
 
 
-def is_symmetric(number_format: NumberFormat) -> bool:
+def is_symmetric(number_format: NumberFormatProtocol) -> bool:
     """Whether its weights have no zero points."""
     return bool(number_format.weight_arguments().get("symmetric", True))
 
 
-def group_size(number_format: NumberFormat) -> int:
+def group_size(number_format: NumberFormatProtocol) -> int:
     """Columns of a group; -1 is a whole row."""
     weights = number_format.weight_arguments()
     return int(weights["group_size"]) if weights.get("strategy") == "group" else -1
 
 
-def _own_groups(stored: Tensor, number_format: NumberFormat, part: Part) -> Tensor:
+def _own_groups(stored: Tensor, number_format: NumberFormatProtocol, part: Part) -> Tensor:
     """Of scales or zero points, those of the part's columns; those of all groups where they could not be cut."""
     group = group_size(number_format)
     if group == -1 or part.origin[1] % group:
@@ -194,7 +196,7 @@ def _own_groups(stored: Tensor, number_format: NumberFormat, part: Part) -> Tens
     return stored if stored.shape[0] == count else stored[first : first + count]
 
 
-def _groups_of_columns(number_format: NumberFormat, part: Part, device: object) -> Tensor:
+def _groups_of_columns(number_format: NumberFormatProtocol, part: Part, device: object) -> Tensor:
     """int32 ``[columns of the part]``: the group of each, counted in the whole weight."""
     import torch
 

@@ -20,7 +20,7 @@ from modelexport.quantization.methods._reciprocal import divisor_of, multiplier_
 from modelexport.quantization.methods.base import Part
 
 if TYPE_CHECKING:
-    from modelexport.quantization.formats.base import NumberFormat
+    from modelexport.quantization.methods.base import NumberFormatProtocol
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _INEXPRESSIBLE = {
@@ -29,7 +29,7 @@ _INEXPRESSIBLE = {
 }
 
 
-def encode(number_format: NumberFormat, native: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+def encode(number_format: NumberFormatProtocol, native: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
     """See :func:`modelexport.quantization.methods.modelopt.encode`."""
     weights = number_format.weight_arguments()
     if "weight" in native:
@@ -61,7 +61,7 @@ def encode(number_format: NumberFormat, native: Mapping[str, Tensor], part: Part
     return tensors
 
 
-def decode(number_format: NumberFormat, stored: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+def decode(number_format: NumberFormatProtocol, stored: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
     """See :func:`modelexport.quantization.methods.modelopt.decode`."""
     for suffix, why in _INEXPRESSIBLE.items():
         if suffix in stored:

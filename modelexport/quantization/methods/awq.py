@@ -32,7 +32,7 @@ from modelexport.quantization.methods.base import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from modelexport.quantization.formats.base import NumberFormat
+    from modelexport.quantization.methods.base import NumberFormatProtocol
 
 METHOD = "awq"
 FORMAT = "awq"
@@ -112,7 +112,7 @@ def promised(scheme: Scheme, shape: tuple[int, int]) -> dict[str, Promise]:
     }
 
 
-def refusal(number_format: NumberFormat, shape: tuple[int, int]) -> str | None:
+def refusal(number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str | None:
     """Why a linear cannot be awq, and what to type instead; None where it can."""
     if not number_format.quantised:
         return None
@@ -170,7 +170,7 @@ def announce(announced: Announced) -> Announcement:
     return Announcement(config)
 
 
-def encode(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
     """``weight_packed``, ``weight_scale``, ``weight_zero_point`` -> ``qweight``, ``qzeros``, ``scales``."""
     import torch
 
@@ -184,7 +184,7 @@ def encode(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Par
     return {"qweight": qweight, "qzeros": qzeros, "scales": scales}
 
 
-def decode(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+def decode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
     """The inverse of :func:`encode`.
 
     Raises:
@@ -208,10 +208,10 @@ def decode(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Par
     return found
 
 
-def _is_symmetric(number_format: NumberFormat) -> bool:
+def _is_symmetric(number_format: NumberFormatProtocol) -> bool:
     return bool(number_format.weight_arguments().get("symmetric", True))
 
 
-def _group_size(number_format: NumberFormat) -> int:
+def _group_size(number_format: NumberFormatProtocol) -> int:
     weights = number_format.weight_arguments()
     return int(weights["group_size"]) if weights.get("strategy") == "group" else -1

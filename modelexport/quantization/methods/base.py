@@ -18,9 +18,8 @@ from modelexport.errors import CheckpointError, shown
 from modelexport.quantization.methods._patterns import matcher
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
-
-    from modelexport.quantization.formats.base import NumberFormat
 
 FLOATS = ("BF16", "F16", "F32")
 
@@ -31,6 +30,38 @@ where it does not vary with the weight. Fewer than its dims: the others do not v
 AS_WEIGHT: Axes = ((0, 1), (1, 1))
 
 MOST_PATTERNS = 20_000
+
+
+class NumberFormatProtocol(Protocol):
+    """A number format as a method sees it; :class:`modelexport.quantization.formats.base.NumberFormat` is one."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def weight_bits(self) -> int: ...
+
+    @property
+    def checkpoint_format(self) -> str: ...
+
+    @property
+    def quantised(self) -> bool: ...
+
+    @property
+    def group_size(self) -> int | None: ...
+
+    @property
+    def has_static_inputs(self) -> bool: ...
+
+    def weight_arguments(self) -> dict[str, Any]: ...
+
+    def input_arguments(self) -> dict[str, Any] | None: ...
+
+    def config_group(self) -> dict[str, Any] | None: ...
+
+    def scheme(self, method: str = ...) -> Scheme: ...
+
+    def dequantise(self, tensors: Mapping[str, Tensor], *, dtype: torch.dtype = ...) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -278,7 +309,7 @@ class Announced:
         subtrees: parts of the model that are kept whole; their linears are among ``unquantised``, too.
     """
 
-    formats: Mapping[str, NumberFormat]
+    formats: Mapping[str, NumberFormatProtocol]
     unquantised: Sequence[str]
     kv_cache: bool = False
     version: str = ""
@@ -288,9 +319,9 @@ class Announced:
         """Names of kept linears and heads, and patterns of kept subtrees as compressed-tensors spells them."""
         return [*self.unquantised, *(f"re:{subtree.pattern}" for subtree in self.subtrees)]
 
-    def groups(self) -> list[tuple[NumberFormat, list[str]]]:
+    def groups(self) -> list[tuple[NumberFormatProtocol, list[str]]]:
         """The number formats in the order in which they first appear, each with its modules."""
-        found: dict[NumberFormat, list[str]] = {}
+        found: dict[NumberFormatProtocol, list[str]] = {}
         for name, number_format in self.formats.items():
             found.setdefault(number_format, []).append(name)
         return list(found.items())
@@ -350,13 +381,13 @@ class Method(Protocol):
             CheckpointError: the scheme, or the shape under it, is not known.
         """
 
-    def layout(self, number_format: NumberFormat) -> str | None:
+    def layout(self, number_format: NumberFormatProtocol) -> str | None:
         """The method's word for how it lays out such numbers (a scheme's ``format``); None where it cannot.
 
         Methods with one layout for each kind of numbers need not offer this.
         """
 
-    def refusal(self, number_format: NumberFormat, shape: tuple[int, int]) -> str | None:
+    def refusal(self, number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str | None:
         """Why the method cannot spell such a linear, and what can; None where it can."""
 
     def extras(self, scheme: Scheme, shape: tuple[int, int]) -> dict[str, Promise]:
@@ -368,10 +399,14 @@ class Method(Protocol):
     def announce(self, announced: Announced) -> Announcement:
         """What config.json says of such a model."""
 
-    def encode(self, number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+    def encode(
+        self, number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part
+    ) -> dict[str, Tensor]:
         """Native tensors in the method's form."""
 
-    def decode(self, number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+    def decode(
+        self, number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part
+    ) -> dict[str, Tensor]:
         """The method's tensors in native form.
 
         Raises:

@@ -30,7 +30,7 @@ from modelexport.quantization.methods.base import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from modelexport.quantization.formats.base import NumberFormat
+    from modelexport.quantization.methods.base import NumberFormatProtocol
 
 METHOD = "compressed-tensors"
 FORMAT = "hf"
@@ -185,12 +185,12 @@ def _scales(scheme: Scheme, shape: tuple[int, int]) -> tuple[tuple[tuple[int, ..
     raise CheckpointError(f"{scheme.name}: unknown strategy '{shown(strategy)}' for weights")
 
 
-def layout(number_format: NumberFormat) -> str | None:
+def layout(number_format: NumberFormatProtocol) -> str | None:
     """The library's name of it."""
     return number_format.checkpoint_format
 
 
-def refusal(number_format: NumberFormat, shape: tuple[int, int]) -> str | None:
+def refusal(number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str | None:
     """None: it is their native form."""
     return None
 
@@ -245,12 +245,12 @@ def _in_any_layer(name: str) -> str:
     return ".".join(parts[max(0, parts.index("*") - 1) :]) if "*" in parts else name
 
 
-def encode(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
     """The tensors as they are."""
     return dict(tensors)
 
 
-def decode(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+def decode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
     """The tensors as they are; 8-bit integers as words where the number format has words, or the other way round.
 
     Tools lay integers of 8 bits out either way ("int-quantized", "naive-quantized", "pack-quantized"), whether inputs
@@ -276,7 +276,7 @@ def decode(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Par
     return found
 
 
-def dequantise(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Part) -> Tensor:
+def dequantise(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> Tensor:
     """The weight, float32 ``[out, in]``; column c is of the group that ``weight_g_idx[c]`` says, where there is one."""
     if "weight_g_idx" not in tensors:
         return number_format.dequantise(decode(number_format, tensors, part))

@@ -35,7 +35,7 @@ from modelexport.quantization.methods.base import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from modelexport.quantization.formats.base import NumberFormat
+    from modelexport.quantization.methods.base import NumberFormatProtocol
 
 METHOD = "fp8"
 FORMAT = "fp8-block"
@@ -106,7 +106,7 @@ def promised(scheme: Scheme, shape: tuple[int, int]) -> dict[str, Promise]:
     return tensors
 
 
-def layout(number_format: NumberFormat) -> str | None:
+def layout(number_format: NumberFormatProtocol) -> str | None:
     """The layout that a number format is written in."""
     means = meaning(number_format.weight_arguments()), meaning(number_format.input_arguments())
     if means == (meaning(fp8_block(*BLOCK)), meaning(fp8_groups(BLOCK[1]))):
@@ -116,7 +116,7 @@ def layout(number_format: NumberFormat) -> str | None:
     return None
 
 
-def refusal(number_format: NumberFormat, shape: tuple[int, int]) -> str | None:
+def refusal(number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str | None:
     """Why these checkpoints cannot hold such a linear, and what can; None where they can."""
     if layout(number_format) is None:
         return (
@@ -152,7 +152,7 @@ def announce(announced: Announced) -> Announcement:
     return Announcement(config | {"modules_to_not_convert": [*announced.unquantised, *roots]})
 
 
-def encode(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
     """Native tensors as DeepSeek has them (blocks), or vLLM (whole weights); nothing is rounded, nor widened.
 
     Raises:
@@ -169,7 +169,7 @@ def encode(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Par
     return encoded
 
 
-def decode(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+def decode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
     """Tensors of any spelling in native form; scales that are exponents (E8M0) become float32.
 
     Raises:
@@ -194,7 +194,7 @@ def decode(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Par
     return native
 
 
-def dequantise(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Part) -> Tensor:
+def dequantise(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> Tensor:
     """The weight, float32 ``[out, in]``, that tensors of any spelling stand for.
 
     Raises:

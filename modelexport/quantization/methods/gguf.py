@@ -36,7 +36,7 @@ from modelexport.quantization.methods.base import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from modelexport.quantization.formats.base import NumberFormat
+    from modelexport.quantization.methods.base import NumberFormatProtocol
 
 METHOD = "gguf"
 FORMAT = "gguf"
@@ -122,7 +122,7 @@ def _block_type(scheme: Scheme) -> str | None:
     return None
 
 
-def refusal(number_format: NumberFormat, shape: tuple[int, int]) -> str | None:
+def refusal(number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str | None:
     """Why there is no block type for such a linear, and which number formats have one; None where there is one."""
     scheme = number_format.scheme(METHOD)
     found = _block_type(scheme)
@@ -151,7 +151,7 @@ def announce(announced: Announced) -> Announcement:
     return Announcement({"quant_method": METHOD, "types": types, "ignore": announced.ignored()})
 
 
-def encode(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
     """Native tensors as ``weight`` uint8 ``[rows, cols / 32, bytes of a block]``.
 
     Raises:
@@ -184,7 +184,7 @@ def encode(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Par
     return {"weight": out}
 
 
-def decode(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+def decode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
     """The blocks in native form, scales float16 (MXFP4: E8M0).
 
     Raises:

@@ -31,7 +31,7 @@ from modelexport.quantization.methods.base import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from modelexport.quantization.formats.base import NumberFormat
+    from modelexport.quantization.methods.base import NumberFormatProtocol
 
 METHOD = "gptq"
 FORMAT = "gptq"
@@ -146,7 +146,7 @@ def promised(scheme: Scheme, shape: tuple[int, int]) -> dict[str, Promise]:
     return _gptq.promised(scheme, shape)
 
 
-def refusal(number_format: NumberFormat, shape: tuple[int, int]) -> str | None:
+def refusal(number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str | None:
     """Why a linear cannot be gptq, and what to type instead; None where it can."""
     if not number_format.quantised:
         return None
@@ -206,7 +206,7 @@ def announce(announced: Announced) -> Announcement:
     return Announcement(config)
 
 
-def _settings(number_format: NumberFormat) -> dict[str, Any]:
+def _settings(number_format: NumberFormatProtocol) -> dict[str, Any]:
     return {
         "bits": _gptq.bits_of(number_format),
         "group_size": _gptq.group_size(number_format),
@@ -224,12 +224,12 @@ def _pattern(name: str, settings: Mapping[str, Any]) -> str:
     return re.escape(name) if fused is None else f"{re.escape(parent)}\\.(?:{last}|{fused})"
 
 
-def encode(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
     """``weight_packed``, ``weight_scale``, ``weight_zero_point`` -> ``qweight``, ``qzeros``, ``scales``, ``g_idx``."""
     return _gptq.encode(number_format, tensors, part)
 
 
-def decode(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+def decode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
     """The inverse of :func:`encode`, and as well of what others write.
 
     Raises:
@@ -239,7 +239,7 @@ def decode(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Par
     return _gptq.decode(number_format, tensors, part, minus_one=False)
 
 
-def dequantise(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Part) -> Tensor:
+def dequantise(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> Tensor:
     """The weight, float32 ``[out, in]``, whatever ``g_idx`` says of its columns; they are in its own order.
 
     :func:`decode` refuses columns that were grouped by activation order, since no number format has a group of its own

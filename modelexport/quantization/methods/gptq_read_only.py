@@ -18,7 +18,7 @@ from modelexport.quantization.methods.base import Announced, Announcement, Part,
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from modelexport.quantization.formats.base import NumberFormat
+    from modelexport.quantization.methods.base import NumberFormatProtocol
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class ReadOnly:
         """As for "gptq"."""
         return _gptq.promised(scheme, shape)
 
-    def refusal(self, number_format: NumberFormat, shape: tuple[int, int]) -> str | None:
+    def refusal(self, number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str | None:
         """It is not written."""
         return "this spelling of gptq is read, not written: --format gptq"
 
@@ -62,11 +62,15 @@ class ReadOnly:
         """It is not written."""
         self._not_written()
 
-    def encode(self, number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+    def encode(
+        self, number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part
+    ) -> dict[str, Tensor]:
         """It is not written."""
         self._not_written()
 
-    def decode(self, number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+    def decode(
+        self, number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part
+    ) -> dict[str, Tensor]:
         """GPTQ's tensors in native form.
 
         Raises:
@@ -75,7 +79,7 @@ class ReadOnly:
         """
         return _gptq.decode(number_format, tensors, part, minus_one=self.minus_one)
 
-    def dequantise(self, number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Part) -> Tensor:
+    def dequantise(self, number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> Tensor:
         """The weight, float32 ``[out, in]``, also of columns that were grouped by activation order."""
         return _gptq.dequantise(number_format, tensors, part, minus_one=self.minus_one)
 

@@ -42,7 +42,7 @@ from modelexport.quantization.methods.base import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from modelexport.quantization.formats.base import NumberFormat
+    from modelexport.quantization.methods.base import NumberFormatProtocol
 
 METHOD = "modelopt"
 ALIASES = ("modelopt_fp4", "modelopt_mixed", "modelopt_mxfp8")
@@ -239,7 +239,7 @@ def extras(scheme: Scheme, shape: tuple[int, int]) -> dict[str, Promise]:
     return {}
 
 
-def layout(number_format: NumberFormat) -> str | None:
+def layout(number_format: NumberFormatProtocol) -> str | None:
     """The algorithm that says the same as a number format."""
     weights, inputs = number_format.weight_arguments(), number_format.input_arguments()
     size = weights.get("group_size")
@@ -252,7 +252,7 @@ def layout(number_format: NumberFormat) -> str | None:
     return None
 
 
-def refusal(number_format: NumberFormat, shape: tuple[int, int]) -> str | None:
+def refusal(number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str | None:
     """Why modelopt's checkpoints cannot hold such a linear, and what can; None where they can."""
     algo = layout(number_format)
     if algo is None:
@@ -272,7 +272,7 @@ def refusal(number_format: NumberFormat, shape: tuple[int, int]) -> str | None:
     return None
 
 
-def _known_layout(number_format: NumberFormat) -> str:
+def _known_layout(number_format: NumberFormatProtocol) -> str:
     algo = layout(number_format)
     if algo is None:
         raise PlanError(str(refusal(number_format, (0, 0))))
@@ -344,7 +344,7 @@ def _words(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {"dynamic": False, "num_bits": arguments["num_bits"], "type": arguments["type"]}
 
 
-def encode(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
     """Native tensors as modelopt has them; scales become float32, NVFP4's global ones multipliers.
 
     Raises:
@@ -357,7 +357,7 @@ def encode(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Par
     return _modelopt_tensors.encode(number_format, tensors, part)
 
 
-def decode(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+def decode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
     """modelopt's tensors in native form.
 
     A number format that rounds weights alone (int4, nvfp4-wo) may be asked of linears whose inputs are rounded, too

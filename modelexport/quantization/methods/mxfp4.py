@@ -24,7 +24,7 @@ from modelexport.quantization.methods.base import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from modelexport.quantization.formats.base import NumberFormat
+    from modelexport.quantization.methods.base import NumberFormatProtocol
 
 METHOD = "mxfp4"
 FORMAT = None
@@ -98,7 +98,7 @@ def decode_blocks(blocks: Tensor, scales: Tensor) -> list[dict[str, Tensor]]:
     ]
 
 
-def refusal(number_format: NumberFormat, shape: tuple[int, int]) -> str | None:
+def refusal(number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str | None:
     """Why: it is only read."""
     return _READ_ONLY
 
@@ -112,7 +112,7 @@ def announce(announced: Announced) -> Announcement:
     raise PlanError(_READ_ONLY)
 
 
-def encode(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
     """It is only read.
 
     Raises:
@@ -121,7 +121,7 @@ def encode(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Par
     raise PlanError(_READ_ONLY)
 
 
-def decode(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+def decode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
     """Not of single linears; see :func:`decode_blocks`.
 
     Raises:

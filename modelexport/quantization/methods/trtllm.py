@@ -48,7 +48,7 @@ from modelexport.quantization.methods.base import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from modelexport.quantization.formats.base import NumberFormat
+    from modelexport.quantization.methods.base import NumberFormatProtocol
 
 METHOD = "trtllm"
 FORMAT = "trtllm"
@@ -182,7 +182,7 @@ def _spelling(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> s
     return None
 
 
-def refusal(number_format: NumberFormat, shape: tuple[int, int]) -> str | None:
+def refusal(number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str | None:
     """Why TensorRT-LLM's checkpoints cannot hold such a linear, and what can; None where they can."""
     algo = _spelling(number_format.weight_arguments(), number_format.input_arguments())
     group, (rows, cols) = number_format.group_size, shape
@@ -201,7 +201,7 @@ def refusal(number_format: NumberFormat, shape: tuple[int, int]) -> str | None:
     return None
 
 
-def _known_spelling(number_format: NumberFormat) -> str:
+def _known_spelling(number_format: NumberFormatProtocol) -> str:
     algo = _spelling(number_format.weight_arguments(), number_format.input_arguments())
     if algo is None:
         raise PlanError(str(refusal(number_format, (0, 0))))
@@ -233,7 +233,7 @@ def announce(announced: Announced) -> Announcement:
     return Announcement({**config, "ignore": announced.ignored()})
 
 
-def encode(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
     """Native tensors as TensorRT-LLM has them; scales become float32, NVFP4's global ones multipliers.
 
     Raises:
@@ -259,7 +259,7 @@ def encode(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Par
     return encoded
 
 
-def decode(number_format: NumberFormat, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+def decode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
     """TensorRT-LLM's tensors in native form.
 
     Raises:

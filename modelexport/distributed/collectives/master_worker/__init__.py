@@ -10,8 +10,8 @@ What a collective does in this mode is what it does when every rank calls it:
 
 - A plain tensor stands for one tensor per rank: the master's own on rank 0, a copy of it on every worker. The master's
   gets what rank 0 would get, so ``all_reduce(torch.ones(3))`` makes it the world size. Results on workers are lost.
-- A :class:`~modelexport.distributed.collectives.master_worker.remote_types.RemoteTensor` is one tensor on each rank, where it
-  stays and gets that rank's result. Both kinds can be mixed: ``gather(remote, gather_list=plain)`` fetches,
+- A :class:`~modelexport.distributed.collectives.master_worker.remote_types.RemoteTensor` is one tensor on each rank,
+  where it stays and gets that rank's result. Both kinds can be mixed: ``gather(remote, gather_list=plain)`` fetches,
   ``scatter`` distributes.
 - ``gather`` and ``scatter`` without ``dst`` / ``src`` mean rank 0. A list on another rank consists of RemoteTensors.
 - ``send(t, dst)`` sends rank 0's tensor into rank ``dst``'s, ``recv(t, src)`` rank ``src``'s into rank 0's; another
@@ -37,14 +37,14 @@ import itertools
 import os
 import threading
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import rpc
 
-from modelexport.distributed import collectives
+from modelexport.distributed.collectives import operations
 from modelexport.distributed.collectives.collective_mode import driver, set_driver
 from modelexport.distributed.collectives.groups import AnyGroup, group
 from modelexport.distributed.collectives.master_worker import remote_types
@@ -119,6 +119,7 @@ class Master:
 
     def __init__(self, job: Job) -> None:
         self.world_size = job.world_size
+        self.types: Mapping[str, Any] = {name: getattr(remote_types, name) for name in remote_types.__all__}
         self._job = job
         self._numbers = itertools.count()
         self.lock = threading.RLock()
@@ -129,14 +130,12 @@ class Master:
     def take_over(self) -> None:
         """From here on the collectives come to this driver, and the names of remote_types are theirs too."""
         set_driver(self)
-        for name in remote_types.__all__:
-            setattr(collectives, name, getattr(remote_types, name))
         atexit.register(self._exit)
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One collective, as :mod:`collective_mode` says."""
         if self._ranks.is_own_thread():
-            return getattr(collectives, name).__wrapped__(*args, **kwargs)
+            return getattr(operations, name).__wrapped__(*args, **kwargs)
         if name in ("get_rank", "get_world_size"):
             ranks = self._members(*args, **kwargs)
             return -1 if 0 not in ranks else ranks.index(0) if name == "get_rank" else len(ranks)
@@ -258,8 +257,6 @@ class Master:
         self._ended = True
         set_driver(None)
         atexit.unregister(self._exit)
-        for name in remote_types.__all__:
-            delattr(collectives, name)
 
     def _exit(self) -> None:
         """The program ends without destroy_process_group(): the workers see the connection end, and say so."""

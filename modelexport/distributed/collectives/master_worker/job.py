@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from modelexport.distributed import collectives
+from modelexport.distributed.collectives import operations
 from modelexport.distributed.collectives.master_worker.rpc_session import start_rpc, stop_rpc
 from modelexport.distributed.collectives.master_worker.serving import new_session
 from modelexport.distributed.config import is_loopback
@@ -45,10 +45,10 @@ class Job:
         self._environment = {name: os.environ.get(name) for name in _INTERFACES}
         _choose_interface(init_method)
         try:
-            collectives.init_process_group(backend, init_method, timeout=seconds, **place)
+            operations.init_process_group(backend, init_method, timeout=seconds, **place)
             # A store that outlives this session may hold another's keys.
             number = torch.tensor(secrets.randbits(62))
-            collectives.broadcast(number, 0, check=False)
+            operations.broadcast(number, 0, check=False)
             self._token = int(number).to_bytes(8, "big")
             self._store = PrefixStore(f"modelexport/session/{self._token.hex()}", default_store())
             foreign = init_method == "env://" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -80,7 +80,7 @@ class Job:
             self.hang_up()
         finally:
             if dist.is_initialized():
-                collectives.destroy_process_group()
+                operations.destroy_process_group()
             for name, value in self._environment.items():
                 if value is None:
                     os.environ.pop(name, None)

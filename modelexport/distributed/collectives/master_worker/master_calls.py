@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from modelexport.distributed import collectives
+from modelexport.distributed.collectives import operations
 from modelexport.distributed.collectives.groups import group
 from modelexport.distributed.collectives.master_worker.remote_calls import Arguments
 from modelexport.distributed.collectives.master_worker.remote_types import RemoteGroup, RemotePart, RemoteTensor
@@ -64,7 +64,7 @@ def plan_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, sessi
     """
     if name not in _ALIKE and name not in _ROOTED and name not in _PAIRED:
         raise RuntimeError(f"{name} is not for master-worker mode: it concerns one process")
-    bound = inspect.signature(getattr(collectives, name)).bind(*args, **kwargs).arguments
+    bound = inspect.signature(getattr(operations, name)).bind(*args, **kwargs).arguments
     given = {**bound.pop("kwargs", {}), **bound} if name in _ROOTED else dict(bound)
     background = bool(given.pop("async_op", False)) or name in ("isend", "irecv")
     chosen = given.get("group", group.WORLD)

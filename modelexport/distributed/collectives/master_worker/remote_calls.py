@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from modelexport.distributed import collectives
+from modelexport.distributed.collectives import operations
 from modelexport.distributed.collectives.groups import group
 from modelexport.distributed.collectives.master_worker.remote_types import RemoteGroup, RemotePart, RemoteTensor
 from modelexport.distributed.collectives.reductions import op_name, reduce_op
@@ -143,7 +143,7 @@ class Member:
             tensors = [tensor.to(device) for tensor, device in zip(tensors, command["devices"], strict=True)]
         name = command["name"]
         arguments = {key: self._decode(node, tensors) for key, node in command["arguments"].items()}
-        parameters = inspect.signature(getattr(collectives, name)).parameters
+        parameters = inspect.signature(getattr(operations, name)).parameters
         if "check" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
             # What is wrong on one rank is then an error on all of them, and they remain usable.
             arguments.setdefault("check", True)
@@ -153,7 +153,7 @@ class Member:
     def _run(self, command: dict[str, Any], tensors: list[Tensor]) -> tuple[dict[str, Any], list[Tensor]]:
         assert self._ready is not None
         (name, arguments), self._ready = self._ready, None
-        result = getattr(collectives, name)(**arguments)
+        result = getattr(operations, name)(**arguments)
         if name == "new_group":
             self._groups[command["number"]] = result
             result = None
@@ -163,7 +163,7 @@ class Member:
         """Closes this rank's connections, which frees ranks that wait for it in a collective that has failed."""
         self._end(command, tensors)
         if dist.is_initialized():
-            collectives.destroy_process_group()
+            operations.destroy_process_group()
         return {}, []
 
     def _end(self, command: dict[str, Any], tensors: list[Tensor]) -> tuple[dict[str, Any], list[Tensor]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from modelexport.checkpoints.source import Source
 from modelexport.errors import HubError
-from modelexport.exporting.record import ExportResult
+from modelexport.exporting.result import ExportResult
 from modelexport.jobs import hub
 from modelexport.recipe import ExportRecipe
 from modelexport.system.startup import without_collector

@@ -1,0 +1,56 @@
+"""A rank that rounds to nearest with static scales: samples run through the source before the first layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from modelexport.checkpoints.safetensors.file import Reader
+from modelexport.distributed import collectives
+from modelexport.distributed.launch import phase
+from modelexport.exporting.calibrated.forward import forward_cut
+from modelexport.exporting.calibrated.samples import forward_reader, shared_tokens
+from modelexport.exporting.rank import RankExport, RankJob
+from modelexport.quantization.calibration.ranges import Ranges, observe
+
+
+class StaticScaleExport(RankExport):
+    """A data-free export but for the scales of activations and of the KV cache."""
+
+    def begin(self) -> None:
+        """See the base; the magnitudes of activations."""
+        phase("calibrating: the magnitudes of activations")
+        self.ranges = calibrate(self.job, self.reader)
+
+    def calibration(self) -> dict[str, Any]:
+        """See the base."""
+        ranges = self.ranges
+        return {"samples": ranges.samples, "length": ranges.length, "unseen_experts": list(ranges.unseen)}
+
+
+def calibrate(job: RankJob, reader: Reader) -> Ranges:
+    """Run the source over the samples, one decoder layer in memory at a time, on all ranks together.
+
+    Raises:
+        CheckpointError: an activation overflows, or there is too little text.
+        PlanError: transformers has no such model.
+    """
+    source, plan, recipe = job.source, job.plan, job.recipe
+    tokens = shared_tokens(source, recipe, job.tokenizer)
+    rank, world = collectives.get_rank(), collectives.get_world_size()
+
+    def progress(done: int, layers: int) -> None:
+        phase(f"calibrating: layer {done} of {layers}")
+
+    return observe(
+        source.config or {},
+        source.infos.keys(),
+        forward_reader(source, reader),
+        tokens,
+        cut=forward_cut(plan.family, plan.dimensions, rank, world),
+        method=recipe.calib_range,
+        formats=plan.formats(),
+        all_experts=recipe.calib_experts == "all",
+        memory=recipe.calib_memory,
+        derived=plan.family.is_derived,
+        progress=progress,
+    )

@@ -1,0 +1,296 @@
+"""Everything of an export that comes before its first weight: checks, the plan, the target's layout, warnings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from modelexport import __version__
+from modelexport.checkpoints.safetensors.file import Checkpoint, Layout, plan_layout
+from modelexport.checkpoints.source import Source, is_local, resolve_source
+from modelexport.checkpoints.staging import check_target, resolve_target
+from modelexport.distributed import launch
+from modelexport.errors import PlanError, UsageError
+from modelexport.exporting.plan import ExportPlan, build_plan, full_name
+from modelexport.models import checkpoint_formats
+from modelexport.models.architecture import why_no_language_model
+from modelexport.models.draft_layers import without_drafts
+from modelexport.models.engines import Linear
+from modelexport.models.engines import warnings as engine_warnings
+from modelexport.models.opening import open_model
+from modelexport.models.rules import tensor_rules
+from modelexport.models.target_plan import TargetPlan, check_source, plan_target
+from modelexport.models.ties import untie
+from modelexport.quantization.assignment import KEEP, Assignment
+from modelexport.quantization.calibration.cut import ROWS
+from modelexport.quantization.calibration.text import TokenDocuments
+from modelexport.quantization.methods import QUANTIZATION_KEYS, of_method
+from modelexport.quantization.methods.base import Announced, Announcement
+from modelexport.recipe import ExportRecipe
+from modelexport.sharding.plan import Parallelism
+from modelexport.system.startup import without_collector
+from modelexport.system.terminal import note
+
+__all__ = ["Prepared", "announcement", "check_early", "parse_assignment", "prepare"]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An export before its first weight is read."""
+
+    recipe: ExportRecipe
+    source: Source
+    checkpoint: Checkpoint
+    plan: ExportPlan
+    target: TargetPlan
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def layout(self) -> Layout:
+        """The files of the target, and the place of every tensor in them."""
+        return self.target.layout
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether samples run through the model, for statistics or for static scales."""
+        return self.plan.needs_ranges or self.plan.calibrated
+
+    def warn(self) -> None:
+        """Prints the warnings, before the work starts."""
+        if not self.recipe.quiet and not self.recipe.json:
+            for warning in self.warnings:
+                note(f"warning: {warning}")
+
+
+def prepare(recipe: ExportRecipe, source: Source | None = None) -> Prepared:
+    """Read the headers and plan the export; no weight is read and nothing is written."""
+    if "autoquant" not in recipe.algorithms:
+        parse_assignment(recipe)  # before a download, for a wrong name's sake
+    method = checkpoint_formats.method_of(recipe.format)
+    source = source or resolve_source(recipe.model, recipe.revision)
+    _check_apart(recipe, source)
+    with without_collector():  # a hundred thousand small objects: the collector would walk them over and over
+        checkpoint, dropped = without_drafts(open_model(source.directory, recipe.config))
+        if "autoquant" in recipe.algorithms:
+            recipe = _autoquant(recipe, source, checkpoint)
+        assignment = parse_assignment(recipe)
+        if assignment is None:
+            _check_kept(source, checkpoint)
+        rotated = "rotation" in recipe.algorithms
+        if rotated:
+            from modelexport.exporting.calibrated.rotation import rotation_changes
+
+            rotation_changes(checkpoint)  # whether it can be
+        plan = build_plan(
+            checkpoint,
+            assignment,
+            Parallelism(tp=recipe.tp),
+            method=method.METHOD,
+            kv_cache=recipe.kv_cache is not None,
+            rows=ROWS if recipe.is_calibrated else None,
+            untied=rotated,
+        )
+        if rotated:
+            checkpoint = untie(checkpoint)
+        if plan.needs_ranges or plan.calibrated:
+            _check_calibration(recipe, source, checkpoint)
+        _check_work(recipe, plan)
+        prepared = Prepared(recipe, source, checkpoint, plan, _target(recipe, checkpoint, plan))
+        if recipe.quant == KEEP:
+            check_source(prepared.target, checkpoint)
+        return replace(prepared, warnings=(*dropped, *_warnings(prepared)))
+
+
+def _autoquant(recipe: ExportRecipe, source: Source, checkpoint: Checkpoint) -> ExportRecipe:
+    """The recipe with the number formats that autoquant chooses, on the first rank for all.
+
+    Raises:
+        UsageError: a candidate is unknown.
+        PlanError: no choice is within the budget; or the source is quantised.
+    """
+    from modelexport.distributed import collectives, ranks
+    from modelexport.exporting.calibrated.autoquant import assigned
+
+    _check_calibration(recipe, source, checkpoint)
+    if recipe.quant != ExportRecipe.quant:
+        raise UsageError(
+            f"--quant {recipe.quant}: autoquant chooses the number formats itself, among --candidates "
+            f"{recipe.candidates}: leave out --quant, or autoquant"
+        )
+
+    def choose() -> tuple[str, float, str]:
+        found = assigned(
+            checkpoint,
+            recipe,
+            source.directory,
+            refusal=of_method(checkpoint_formats.method_of(recipe.format).METHOD).refusal,
+            progress=launch.phase,
+        )
+        return found.quant, found.bits, found.sensitivities.by
+
+    # Alone without a meeting, whose errors begin with who failed in what.
+    quant, used, by = choose() if collectives.get_world_size() == 1 else ranks.compute_and_broadcast(choose)
+    if not recipe.quiet and not recipe.json and ranks.is_main_process():
+        note(f"autoquant: {used:.2f} bits per weight, by {by}: {quant}")
+    return replace(recipe, quant=quant, group_size=None)
+
+
+def _target(recipe: ExportRecipe, checkpoint: Checkpoint, plan: ExportPlan) -> TargetPlan:
+    """Where the plan's tensors go: seen as a checkpoint that is yet to be cut for the target's parallelism."""
+    whole = plan_layout(list(plan.outputs()), max_shard_bytes=recipe.max_shard_bytes)
+    announced = announcement(plan)
+    config = {key: value for key, value in (checkpoint.config or {}).items() if key not in QUANTIZATION_KEYS}
+    if announced is not None:
+        config["quantization_config"] = announced.config
+    rules = tensor_rules(replace(checkpoint, infos=whole.infos, config=config, placements={}, left_out={}))
+    parallelism = Parallelism(recipe.target_tp, recipe.target_pp, recipe.target_ep)
+    return plan_target(
+        recipe.format,
+        rules,
+        config,
+        parallelism,
+        max_shard_bytes=recipe.max_shard_bytes,
+        source=checkpoint.directory,
+    )
+
+
+def announcement(plan: ExportPlan) -> Announcement | None:
+    """What config.json, and files beside it, say of a plan's quantisation; None where nothing is quantised."""
+    formats = plan.formats()
+    if not formats and not plan.kv_cache:
+        return None
+    announced = Announced(formats, plan.ignored(), plan.kv_cache, __version__, plan.kept_subtrees())
+    return of_method(plan.method).announce(announced)
+
+
+def _warnings(prepared: Prepared) -> tuple[str, ...]:
+    """What engines are known to refuse of what will be written, and what its format has to say of the source."""
+    recipe, plan = prepared.recipe, prepared.plan
+    linears: dict[tuple[object, ...], Linear] = {}
+    for step in plan.steps:
+        for task in step.tasks:
+            if task.number_format is not None:
+                alike = (task.module.general_path, task.number_format, task.info.shape)
+                linears.setdefault(
+                    alike,
+                    Linear(
+                        full_name(step.layer, task.path),
+                        task.number_format.name,
+                        task.full_shape,
+                        task.number_format.group_size,
+                        task.module.role,
+                        task.module.partition,
+                        task.module.is_expert,
+                    ),
+                )
+    config = prepared.checkpoint.config or {}
+    kind = str(config.get("model_type", ""))
+    found = engine_warnings(recipe.format, linears.values(), tp=recipe.target_tp, model=kind)
+    positions = config.get("max_position_embeddings")
+    if (plan.needs_ranges or plan.calibrated) and isinstance(positions, int) and recipe.calib_length > positions:
+        found.append(
+            f"--calib-length {recipe.calib_length} is beyond the {positions} positions that the model knows "
+            "(max_position_embeddings): what its activations are there says little"
+        )
+    notes = getattr(checkpoint_formats.get(recipe.format), "notes", None)
+    if notes is not None:
+        found += notes(prepared.target.plan, prepared.checkpoint.config or {}, prepared.checkpoint.directory)
+    return tuple(found)
+
+
+def parse_assignment(recipe: ExportRecipe) -> Assignment | None:
+    """What ``--quant`` says; None where every linear keeps what it has."""
+    method = checkpoint_formats.method_of(recipe.format)
+    if recipe.quant == KEEP:
+        return None
+    with without_collector():
+        from modelexport.checkpoints.safetensors.file import torch_dtype
+
+        scales = None if method.SCALES is None else torch_dtype(method.SCALES)
+        return Assignment.parse(
+            recipe.quant, group_size=recipe.group_size, observer=recipe.observer, scale_dtype=scales
+        )
+
+
+def check_early(recipe: ExportRecipe) -> None:
+    """What is wrong though nothing heavy has been imported: the target, and what a calibration of words alone needs.
+
+    Raises:
+        UsageError: the target exists; or the text or the tokenizer is missing.
+    """
+    source = resolve_source(recipe.model, recipe.revision) if is_local(recipe.model) else None
+    if source is not None:
+        _check_apart(recipe, source)
+    if recipe.out is not None and not recipe.dry_run:
+        check_target(recipe.out, overwrite=recipe.overwrite)
+    reads_text = recipe.is_calibrated or "autoquant" in recipe.algorithms or "-static" in recipe.quant
+    if reads_text and recipe.quant != KEEP and source is not None:
+        TokenDocuments(recipe.calib, source.directory, 1).check()
+
+
+def _check_calibration(recipe: ExportRecipe, source: Source, checkpoint: Checkpoint) -> None:
+    """What is seen at once, before ranks are started: the rest is said where the text is read.
+
+    Raises:
+        PlanError: the source is quantised, or calibration cannot run it.
+        UsageError: the text or the tokenizer is missing.
+    """
+    if any((checkpoint.config or {}).get(key) for key in QUANTIZATION_KEYS):
+        needed = recipe.is_calibrated or "autoquant" in recipe.algorithms
+        what = f"the statistics for {recipe.algorithm}" if needed else "static scales"
+        instead = "" if recipe.kv_cache is None else ", or leave out --kv-cache"
+        raise PlanError(
+            f"{checkpoint.directory} is quantised, and {what} are made from an unquantised model's activations: "
+            f"write it with --quant none first{instead}"
+        )
+    refusal = why_no_language_model(checkpoint.config or {})
+    if refusal:
+        raise PlanError(
+            f"{checkpoint.directory}: {refusal}: calibration runs language models only; choose --algorithm rtn or mse, "
+            "a --quant without static scales, and no --kv-cache"
+        )
+    TokenDocuments(recipe.calib, source.directory, 1).check()
+
+
+def _check_apart(recipe: ExportRecipe, source: Source) -> None:
+    """Refuse a target that the source is, or lies in.
+
+    Raises:
+        UsageError: it is one, or nothing can be written there.
+    """
+    if recipe.out is not None and source.directory.resolve().is_relative_to(resolve_target(recipe.out)):
+        raise UsageError(f"--out {recipe.out} would replace the source, {source.directory}: choose another target")
+
+
+def _check_work(recipe: ExportRecipe, plan: ExportPlan) -> None:
+    """Refuse algorithms that there is nothing for.
+
+    Raises:
+        PlanError: the model's family does not say what scales into what.
+        UsageError: no linear is quantised, and an algorithm is for those that are.
+    """
+    idle = [name for name in recipe.algorithms if name not in ("rotation", "rtn")]
+    if idle and not plan.formats() and "autoquant" not in recipe.algorithms and recipe.quant != KEEP:
+        raise UsageError(
+            f"--algorithm {recipe.algorithm}: --quant {recipe.quant} leaves every linear as it is, so that there is "
+            f"nothing for {' and '.join(idle)} to do: choose a number format, e.g. --quant int4, or leave out "
+            "--algorithm"
+        )
+    folding = [name for name in recipe.algorithms if name in ("awq", "smoothquant")]
+    if folding and not plan.family.scalings:
+        raise PlanError(
+            f"--algorithm {recipe.algorithm}: which weights of a {plan.family.name} model take the scales that "
+            f"{' and '.join(folding)} would move is not known: rtn, mse and gptq work for every model"
+        )
+
+
+def _check_kept(source: Source, checkpoint: Checkpoint) -> None:
+    """Refuse to convert what is not quantised.
+
+    Raises:
+        PlanError: it is not.
+    """
+    if not any((checkpoint.config or {}).get(key) for key in QUANTIZATION_KEYS):
+        raise PlanError(
+            f"{source.directory} is not quantised, so that there is nothing to convert: modelexport --model "
+            f"{source.directory} --quant FORMAT quantises it, modelexport reshard writes it in another format"
+        )

@@ -1,0 +1,162 @@
+"""The ranks of an export: processes of our own, or those that torchrun and the like started.
+
+Under another launcher every process runs the whole of :func:`~modelexport.exporting.export`. They find the source and
+plan each by themselves, compare what they found, and from then on each is one rank; global rank 0 opens and publishes
+the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from modelexport.checkpoints.source import resolve_source
+from modelexport.distributed import launch
+from modelexport.distributed.launch import MultiprocessConfig
+from modelexport.errors import UsageError
+from modelexport.exporting.prepare import Prepared, parse_assignment, prepare
+from modelexport.exporting.record import target_of_export
+from modelexport.jobs import hub
+from modelexport.jobs.hosts import agree, check_coherent, is_spread, run_as_rank
+from modelexport.jobs.ranks import Heard, heard, own_ranks, single, take_part
+from modelexport.quantization import kernels
+from modelexport.recipe import ExportRecipe
+from modelexport.system.startup import without_collector
+
+if TYPE_CHECKING:
+    from modelexport.exporting.rank import RankExport, RankJob
+
+__all__ = ["launcher_config", "run_as_launched", "run_own_ranks"]
+
+PRELOAD = ("torch", "torch.distributed", "safetensors", "modelexport.exporting.rank", "modelexport.models.preloading")
+
+CALIBRATION_PRELOAD = (
+    "modelexport.exporting.calibrated.rank",
+    "modelexport.exporting.calibrated.ranges",
+    "modelexport.quantization.kernels.feedback_fused",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",  # for what every model's module imports, seconds of it
+)
+
+
+def run_own_ranks(recipe: ExportRecipe) -> tuple[Prepared, dict[str, Any]]:
+    """Exports in rank processes of our own; returns the record too."""
+    if recipe.push_to_hub is not None:
+        hub.check_login(recipe.push_to_hub)
+    if recipe.tp > 1:
+        launch.prestart(_preloaded(recipe))
+    prepared = prepare(recipe)
+    prepared.warn()
+    with target_of_export(prepared) as target:
+        done = target.begin()
+        job = _job(prepared, done)
+        kind = _rank_class(prepared)
+        from modelexport.exporting.rank import run_rank
+
+        with _heard(prepared, done) as (on_event, results):
+            config = own_ranks(recipe.tp, recipe.timeout, _preloaded(recipe), on_event)
+            launch.launch_subprocesses(run_rank, config, None, 0, job, kind)
+        return prepared, target.finish(single(results))
+
+
+def launcher_config(recipe: ExportRecipe) -> MultiprocessConfig | None:
+    """This process's place among the ranks that another launcher started; None where none did.
+
+    Raises:
+        UsageError: it started another number of ranks than ``--tp`` says, or ranks on several machines that
+            nothing connects; a workspace is given that nobody needs.
+    """
+    found = launch.external_config(MultiprocessConfig(backend="gloo", timeout=recipe.timeout))
+    if recipe.workspace is not None and recipe.transport == "direct" and not (found and is_spread(found)):
+        raise UsageError(
+            "--workspace is of use to --gather direct only for ranks on several machines, and these are on one: drop it"
+        )
+    if found is None:
+        return None
+    if found.world_size != recipe.tp:
+        raise UsageError(f"the launcher started {found.world_size} ranks, and --tp is {recipe.tp}: make both the same")
+    found.model_parallelism = recipe.tp
+    if is_spread(found):
+        if recipe.workspace is None:
+            raise UsageError(
+                f"{found.local_world_size} of {found.world_size} ranks are on this machine, and shared memory does not "
+                "reach the others: add --workspace DIR, a directory that all machines see"
+            )
+        if recipe.transport == "direct":
+            check_coherent(recipe.out, "--gather nfs")
+    return found
+
+
+def run_as_launched(recipe: ExportRecipe, config: MultiprocessConfig) -> tuple[Prepared, dict[str, Any]]:
+    """Exports as one of the ranks that another launcher started; returns the record too."""
+    from modelexport.distributed import ranks
+
+    def export_as_rank() -> tuple[Prepared, dict[str, Any]]:
+        from modelexport.exporting.rank import run_rank
+
+        if "autoquant" not in recipe.algorithms:
+            parse_assignment(recipe)  # a wrong name is said before a model is downloaded
+        with ranks.zero_first(config.local_rank == 0):  # one download for each machine
+            source = resolve_source(recipe.model, recipe.revision)
+        launch.phase("planning the export")
+        prepared = prepare(recipe, source)
+        if config.rank == 0:
+            prepared.warn()
+            if recipe.push_to_hub is not None:
+                hub.check_login(recipe.push_to_hub)
+        agree(prepared.checkpoint, recipe)
+        with target_of_export(prepared) as target:
+            record = take_part(
+                config,
+                target,
+                work=lambda done: run_rank(_job(prepared, done, spread=is_spread(config)), _rank_class(prepared)),
+                tell=lambda record, result: record,
+                hear=lambda done: _heard(prepared, done, shown=config.rank == 0),
+            )
+            return prepared, record
+
+    return run_as_rank(config, export_as_rank)
+
+
+def _preloaded(recipe: ExportRecipe) -> tuple[str, ...]:
+    """What the ranks share: kernels are compiled, or loaded, once for all of them."""
+    further = CALIBRATION_PRELOAD if recipe.is_calibrated else ()
+    return (*PRELOAD, *further, *kernels.modules(recipe.quant, recipe.observer))
+
+
+def _job(prepared: Prepared, done: dict[str, Any], *, spread: bool = False) -> RankJob:
+    with without_collector():
+        from modelexport.exporting.rank import RankJob
+
+    return RankJob(
+        source=prepared.checkpoint,
+        plan=prepared.plan,
+        layout=prepared.layout,
+        recipe=prepared.recipe,
+        tokenizer=prepared.source.directory,
+        spread=spread,
+        done=done,
+    )
+
+
+def _rank_class(prepared: Prepared) -> type[RankExport]:
+    """How the ranks go about a layer: data-free, with static scales, or calibrated."""
+    with without_collector():
+        if prepared.plan.calibrated:
+            from modelexport.exporting.calibrated.rank import CalibratedExport
+
+            return CalibratedExport
+        if prepared.plan.needs_ranges:
+            from modelexport.exporting.calibrated.ranges import StaticScaleExport
+
+            return StaticScaleExport
+        from modelexport.exporting.rank import RankExport
+
+        return RankExport
+
+
+def _heard(prepared: Prepared, done: Mapping[str, Any], *, shown: bool = True) -> AbstractContextManager[Heard]:
+    recipe = prepared.recipe
+    sizes = {step.id: step.output_bytes for step in prepared.plan.steps}
+    return heard("export", sizes, done, quiet=recipe.quiet or recipe.json or not shown)

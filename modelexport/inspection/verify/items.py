@@ -1,0 +1,137 @@
+"""The modules that an audit reads, the pieces that ranks wrote of them, and the results for each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from modelexport.checkpoints.safetensors.file import TensorInfo
+from modelexport.errors import CheckpointError
+from modelexport.quantization.methods import Part, Scheme, compressed_tensors, of_method
+from modelexport.quantization.methods.base import Axes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from modelexport.quantization.formats.base import NumberFormat
+
+
+@dataclass(frozen=True)
+class WrittenPiece:
+    """A rectangle of a tensor as a rank wrote it, and the CRC-32 of its bytes in row-major order."""
+
+    name: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    crc32: int
+
+    def as_json(self) -> list[Any]:
+        """A JSON-able form; ``WrittenPiece.from_json`` is its inverse."""
+        return [self.name, list(self.offset), list(self.shape), self.crc32]
+
+    @classmethod
+    def from_json(cls, value: Sequence[Any]) -> WrittenPiece:
+        """Inverse of :meth:`as_json`."""
+        name, offset, shape, crc = value
+        return cls(name, tuple(offset), tuple(shape), crc)
+
+
+@dataclass(frozen=True)
+class AuditItem:
+    """What is audited together: one module's written tensors and the weight they were made from.
+
+    Attributes:
+        tensors: name within the module -> where it lies in the checkpoint.
+        source: the unquantised weight, or None where only hashes are wanted.
+        number_format: what ``tensors`` hold; None for a module that was passed through, or that is only hashed.
+        method: the quantisation method that spells them.
+        scheme: how config.json has it spell them; None: as we write them.
+        shared: names what its scale is shared with, where that reaches over whole weights.
+    """
+
+    name: str
+    tensors: Mapping[str, TensorInfo]
+    source: TensorInfo | None
+    number_format: NumberFormat | None
+    method: str = compressed_tensors.METHOD
+    scheme: Scheme | None = None
+    shared: str = ""
+
+    @cached_property
+    def axes(self) -> dict[str, Axes]:
+        """How the tensors go with the weight's dims; of those that the number format stores."""
+        if self.number_format is None or self.source is None:
+            return {}
+        method, shape = of_method(self.method), (self.source.shape[0], self.source.shape[1])
+        promises = method.promised(self.scheme or self.number_format.scheme(self.method), shape)
+        return {suffix: promise.axes for suffix, promise in promises.items()}
+
+    @property
+    def rows_together(self) -> int | None:
+        """Rows of the weight that must be read together; None: all, since its tensors do not run along its rows."""
+        rows = 1
+        for axes in self.axes.values():
+            for dim, axis in enumerate(axes):
+                if axis is not None and axis[0] == 0:
+                    if dim:
+                        return None
+                    rows = math.lcm(rows, axis[1])
+        return rows
+
+    def native(self, tensors: Mapping[str, Tensor], rows: tuple[int, int]) -> Mapping[str, Tensor]:
+        """The number format's own tensors, of these rows."""
+        assert self.source is not None
+        assert self.number_format is not None
+        stored = {suffix: tensor for suffix, tensor in tensors.items() if suffix in self.axes}
+        whole = (self.source.shape[0], self.source.shape[1])
+        part = Part(whole, (rows[0], 0), (rows[1] - rows[0], whole[1]))
+        try:
+            return of_method(self.method).decode(self.number_format, stored, part)
+        except CheckpointError as error:  # of one among hundreds
+            raise CheckpointError(f"{self.name}: {error}") from error
+
+
+@dataclass(frozen=True)
+class ModuleCheck:
+    """Result for one module.
+
+    Attributes:
+        sha256: full tensor name -> SHA-256 of its bytes as they lie in the file.
+        noise, signal: sums over the weight of (w - dequantised)^2 and w^2; None if not compared.
+        damaged: pieces whose bytes are not those that were written.
+        nearest_noise: the noise that rounding the source to nearest would leave; None if not asked for.
+        unlike: native tensor -> elements that rounding the source to nearest makes others; None if not asked for.
+        identical: whether a module that was passed through equals its source to the byte; None if not compared.
+        faults: values that no checkpoint may hold (NaN, Inf, scales that are not positive), in words.
+    """
+
+    name: str
+    sha256: dict[str, str]
+    noise: float | None
+    signal: float | None
+    damaged: tuple[str, ...]
+    nearest_noise: float | None = None
+    unlike: Mapping[str, int] | None = None
+    identical: bool | None = None
+    faults: tuple[str, ...] = ()
+
+    @property
+    def sqnr_db(self) -> float | None:
+        """Signal to quantisation noise in dB; infinite where nothing was lost, None if not compared."""
+        return _decibels(self.signal, self.noise)
+
+    @property
+    def nearest_db(self) -> float | None:
+        """The same for rounding the source to nearest in this number format."""
+        return _decibels(self.signal, self.nearest_noise)
+
+
+def _decibels(signal: float | None, noise: float | None) -> float | None:
+    if noise is None or signal is None:
+        return None
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
