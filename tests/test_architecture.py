@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,100 +18,29 @@ from modelexport.cli.parsers import COMMANDS
 PACKAGE = Path(modelexport.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
-# From the top down. A module may import from lower layers; within a layer, see SAME.
-# Longest prefix decides; every module of the package must be covered.
-LAYERS: tuple[tuple[str, ...], ...] = (
-    ("modelexport.__main__",),
-    ("modelexport.cli",),
-    ("modelexport.cli.parsers",),
-    ("modelexport.cli.summary",),
-    ("modelexport.exporting", "modelexport.resharding"),
-    (
-        "modelexport.resharding.rank",
-        "modelexport.resharding.moves",
-        "modelexport.exporting.rank",
-        "modelexport.exporting.output",
-        "modelexport.exporting.audit",
-        "modelexport.exporting.record",
-        "modelexport.exporting.target",
-        "modelexport.exporting.after",
-        "modelexport.jobs.hosts",
-        "modelexport.exporting.calibrated.samples",
-        "modelexport.exporting.checks",
-        "modelexport.exporting.calibrated.folds",
-        "modelexport.exporting.calibrated.rotation",
-        "modelexport.exporting.scales",
-        "modelexport.exporting.calibrated.rank",
-        "modelexport.exporting.calibrated.layer",
-        "modelexport.exporting.calibrated.recut",
-        "modelexport.exporting.slots",
-        "modelexport.exporting.calibrated.autoquant",
-        "modelexport.exporting.calibrated.forward",
-    ),
-    ("modelexport.jobs.ranks", "modelexport.jobs.hub"),
-    ("modelexport.jobs.target_directory",),
-    (
-        "modelexport.exporting.plan",
-        "modelexport.exporting.plan.steps",
-        "modelexport.exporting.plan.cuts",
-        "modelexport.exporting.plan.linears",
-        "modelexport.resharding.plan",
-    ),
-    ("modelexport.inspection",),
-    ("modelexport.models",),
-    ("modelexport.checkpoints", "modelexport.models.architecture", "modelexport.quantization"),
-    ("modelexport.layers",),
-    ("modelexport.sharding",),
-    ("modelexport.distributed",),
-    ("modelexport.recipe", "modelexport.resharding.recipe"),
-    (
-        "modelexport.settings",
-        "modelexport.assets",
-        "modelexport.system.tables",
-        "modelexport.system.terminal",
-        "modelexport.system.limits",
-    ),
-    ("modelexport.system.json_values", "modelexport.system.small_files", "modelexport.system.yaml_reading"),
-    ("modelexport.errors", "modelexport.system.startup"),
-    ("modelexport",),  # __version__
+# The rooms from the top down, the rooms of a line being siblings. A module may import from lower lines and from its own
+# room; inside a room, at every depth, folders and modules do not import each other in a circle.
+ROOMS: tuple[tuple[str, ...], ...] = (
+    ("__main__",),
+    ("cli",),
+    ("exporting", "resharding"),
+    ("jobs",),
+    ("inspection",),
+    ("recipe",),
+    ("models",),
+    ("quantization", "checkpoints"),
+    ("layers",),
+    ("sharding",),
+    ("distributed",),
+    ("settings", "assets"),
+    ("system",),
+    ("errors",),
 )
 
-# Siblings that may import each other: the parts of one export step, and whatever shares a package.
-# (Packages of the third kind below are further bound by BASES.)
-SAME: tuple[frozenset[str], ...] = (
-    frozenset(
-        {
-            "modelexport.exporting.rank",
-            "modelexport.exporting.audit",
-            "modelexport.exporting.output",
-            "modelexport.exporting.calibrated.samples",
-            "modelexport.exporting.calibrated.folds",
-            "modelexport.exporting.calibrated.rotation",
-            "modelexport.exporting.scales",
-            "modelexport.exporting.calibrated.rank",
-            "modelexport.exporting.calibrated.layer",
-            "modelexport.exporting.calibrated.recut",
-            "modelexport.exporting.slots",
-            "modelexport.exporting.calibrated.autoquant",
-            "modelexport.exporting.calibrated.forward",
-        }
-    ),
-    frozenset(
-        {
-            "modelexport.exporting.plan",
-            "modelexport.exporting.plan.steps",
-            "modelexport.exporting.plan.cuts",
-            "modelexport.exporting.plan.linears",
-        }
-    ),
-    frozenset({"modelexport.resharding.rank", "modelexport.resharding.moves"}),
-    frozenset({"modelexport.exporting.target", "modelexport.exporting.record"}),
-    frozenset({"modelexport.exporting.after", "modelexport.exporting.record"}),
-)
-
-# In these packages files are entries of a catalogue: they share the base and what begins with "_", not each other.
-BASES: dict[str, frozenset[str]] = {
-    "modelexport.models.architecture": frozenset({"base", "drafts"}),
+# Files of these folders are entries of a catalogue: they share the base and what begins with "_", not each other.
+CATALOGUES: dict[str, frozenset[str]] = {
+    "modelexport.models.families": frozenset({"base", "drafts"}),
+    "modelexport.checkpoints.formats": frozenset({"hf"}),
     "modelexport.quantization.formats": frozenset({"base"}),
     "modelexport.quantization.methods": frozenset({"base"}),
     "modelexport.quantization.algorithms": frozenset({"base"}),
@@ -124,7 +54,6 @@ LIGHT = (
     "modelexport.system.json_values",
     "modelexport.system.yaml_reading",
     "modelexport.recipe",
-    "modelexport.resharding.recipe",
     "modelexport.cli",
     "modelexport.cli.parsers",
     "modelexport.jobs.hub",
@@ -141,8 +70,8 @@ LIGHT = (
     "modelexport.models.engines",
     "modelexport.models.loading",
     "modelexport.inspection.card",
-    "modelexport.models.checkpoint_formats",  # and with it every checkpoint format
-    "modelexport.quantization.methods",  # and with it every quantisation method
+    "modelexport.models.checkpoint_formats",
+    "modelexport.quantization.methods",
     "modelexport.models.opening",
     "modelexport.models.target_plan",
     "modelexport.checkpoints.safetensors.file",
@@ -156,10 +85,7 @@ LIGHT = (
     "modelexport.resharding.plan",
     "modelexport.resharding.moves",
     "modelexport.exporting.record",
-    "modelexport.exporting.target",
-    "modelexport.exporting.after",
     "modelexport.jobs.hosts",
-    "modelexport.exporting.checks",
     "modelexport.jobs.ranks",
     "modelexport.exporting",
     "modelexport.resharding",
@@ -168,6 +94,10 @@ LIGHT = (
     "modelexport.system.limits",
     "modelexport.system.terminal",
     "modelexport.system.small_files",
+    "modelexport.exporting.prepare",
+    "modelexport.exporting.result",
+    "modelexport.exporting.run",
+    "modelexport.jobs.side_files",
 )
 HEAVY = ("torch", "transformers", "numba", "safetensors", "huggingface_hub", "numpy")
 
@@ -238,39 +168,79 @@ def all_imports() -> list[Import]:
     ]
 
 
-def layer_of(name: str) -> tuple[int, str]:
-    """(number of the layer, the prefix that put the module there); the longest prefix counts."""
-    hits = [
-        (len(prefix), number, prefix)
-        for number, prefixes in enumerate(LAYERS)
-        for prefix in prefixes
-        if name == prefix or (prefix != "modelexport" and name.startswith(prefix + "."))
-    ]
-    assert hits, f"{name} belongs to no layer: add it to LAYERS"
-    _, number, prefix = max(hits)
-    return number, prefix
+def room_of(name: str) -> str:
+    """The first folder, or module, below the package; ``""`` for the package itself."""
+    return name.partition(".")[2].partition(".")[0]
 
 
-def is_allowed(item: Import) -> bool:
-    """Whether the arrow points down, or stays where siblings may meet."""
-    above, mine = layer_of(item.importer)
-    below, theirs = layer_of(item.imported)
-    if above != below:
-        return above < below
-    if mine != theirs:
-        return any({mine, theirs} <= group for group in SAME)
-    for package, bases in BASES.items():
-        if item.importer.startswith(package + ".") and item.imported.startswith(package + "."):
-            ends = (name.removeprefix(package + ".").split(".")[0] for name in (item.importer, item.imported))
-            importer, imported = (name in bases or name.startswith("_") for name in ends)
-            return importer or imported
-    return True
+def line_of(room: str) -> int:
+    """Number of the line of :data:`ROOMS`; the package itself, with its version, lies below all."""
+    if room == "":
+        return len(ROOMS)
+    [line] = [number for number, rooms in enumerate(ROOMS) if room in rooms]
+    return line
 
 
-def test_no_arrow_points_upwards() -> None:
+def points_down(item: Import) -> bool:
+    """Whether the imported room lies on a lower line, or is the importer's own."""
+    above, below = room_of(item.importer), room_of(item.imported)
+    return above == below or above == "" or line_of(above) < line_of(below)
+
+
+def circle_in(edges: Iterable[tuple[str, str]]) -> list[str]:
+    """The nodes of a graph that are on a circle, or lie between two."""
+    left = {edge for edge in edges if edge[0] != edge[1]}
+    while left:
+        kept = {(a, b) for a, b in left if any(b == c for c, _ in left) and any(a == d for _, d in left)}
+        if kept == left:
+            break
+        left = kept
+    return sorted({node for edge in left for node in edge})
+
+
+def inner_edges(imports: Iterable[Import]) -> dict[str, set[tuple[str, str]]]:
+    """Folder -> (child, child) for each import from one child of it (a folder or a module) into another."""
+    edges: dict[str, set[tuple[str, str]]] = {}
+    for item in imports:
+        importer, imported = full_path(item.importer), full_path(item.imported)
+        depth = next(n for n, (a, b) in enumerate(zip(importer, imported, strict=False)) if a != b)
+        if depth > 1:
+            edges.setdefault(".".join(importer[:depth]), set()).add((importer[depth], imported[depth]))
+    return edges
+
+
+def full_path(name: str) -> list[str]:
+    """The parts of a module's name; a package's own code is its ``__init__``."""
+    parts = name.split(".")
+    return [*parts, "__init__"] if PACKAGE.parent.joinpath(*parts).is_dir() else parts
+
+
+def test_imports_point_down_room_by_room() -> None:
     imports = all_imports()
-    assert len(imports) > 50
-    assert not [str(item) for item in imports if not is_allowed(item)]
+    assert len(imports) > 1000
+    assert not [str(item) for item in imports if not points_down(item)]
+
+
+def test_no_folder_has_a_circle() -> None:
+    imports = [item for item in all_imports() if item.importer != item.imported]
+    found = {folder: circle_in(edges) for folder, edges in inner_edges(imports).items()}
+    assert len(found) > 20
+    assert not {folder: nodes for folder, nodes in found.items() if nodes}
+
+
+def test_entries_of_a_catalogue_do_not_import_each_other() -> None:
+    wrong = []
+    for item in all_imports():
+        for folder, bases in CATALOGUES.items():
+            entries = [
+                name.removeprefix(folder + ".").split(".")[0]
+                for name in (item.importer, item.imported)
+                if name.startswith(folder + ".")
+            ]
+            entries = [entry for entry in entries if entry not in bases and not entry.startswith("_")]
+            if len(set(entries)) == 2:
+                wrong.append(str(item))
+    assert not wrong
 
 
 def test_ranks_are_started_and_talked_to_in_one_place() -> None:
@@ -281,7 +251,7 @@ def test_ranks_are_started_and_talked_to_in_one_place() -> None:
         for path in MODULES
         if not module_name(path).startswith("modelexport.distributed.") and others.search(path.read_text())
     ]
-    named = ["modelexport.models.loading", "modelexport.exporting"]
+    named = ["modelexport.exporting.run", "modelexport.models.loading"]
     assert found == named, "a command that people are told, and the list of modules to preload, name torch.distributed"
 
 
@@ -311,57 +281,26 @@ def test_files_that_somebody_named_are_opened_in_one_place() -> None:
     ("importer", "line", "allowed"),
     [
         ("modelexport.cli", "from modelexport.exporting import export", True),
-        ("modelexport.exporting", "from modelexport.cli import main", False),
-        ("modelexport.exporting", "def f():\n    import modelexport.cli", False),
+        ("modelexport.exporting.rank", "def f():\n    import modelexport.cli", False),
         ("modelexport.distributed.gather", "from modelexport.layers import merge", False),
-        ("modelexport.distributed.gather", "from modelexport.errors import GatherError", True),
-        ("modelexport.distributed.gather", "from modelexport.distributed import tree", True),
-        ("modelexport.distributed.gather", "from . import tree", True),
-        ("modelexport.distributed.gather", "from ..families import llama", False),
-        ("modelexport.layers", "from modelexport.distributed.transport.tree import split", True),
-        ("modelexport.sharding.plan", "from modelexport.models.architecture import Family", False),
-        ("modelexport.sharding.plan", "from modelexport.distributed import gather", True),
-        ("modelexport.models.families.llama", "from modelexport.models.families.base import Family", True),
-        ("modelexport.models.families.llama", "from modelexport.models.families.qwen2 import FAMILY", False),
-        ("modelexport.models.families.llama", "from modelexport.checkpoints import hf", False),
-        ("modelexport.quantization.formats.int4", "from modelexport.quantization import kernels", True),
-        ("modelexport.quantization.formats.int4", "from modelexport.quantization.formats import int8", False),
-        ("modelexport.quantization.formats.int4", "from modelexport.quantization.formats import _packed", True),
-        ("modelexport.quantization.methods.awq", "from modelexport.quantization.methods import gptq", False),
-        ("modelexport.quantization.formats.base", "from modelexport.quantization.methods import of_method", True),
-        ("modelexport.checkpoints.formats.hf", "from modelexport.quantization import formats", False),
-        (
-            "modelexport.checkpoints.formats.hf",
-            "if TYPE_CHECKING:\n    from modelexport.quantization.formats.base import NumberFormat",
-            False,
-        ),
-        (
-            "modelexport.checkpoints.staging",
-            "if TYPE_CHECKING:\n    from modelexport.exporting import Prepared",
-            False,
-        ),
-        ("modelexport.inspection.verify", "from modelexport.checkpoints import hf", True),
-        ("modelexport.checkpoints.formats.hf", "from modelexport.inspection import verify", False),
-        ("modelexport.checkpoints.formats.trtllm", "from modelexport.models.architecture import family_of", False),
-        ("modelexport.checkpoints.formats.trtllm", "from modelexport.sharding.shard_plan import ShardPlan", True),
-        ("modelexport.sharding.reshard", "from modelexport.checkpoints import raw_io", False),
-        ("modelexport.models.rules", "from modelexport.models.architecture import family_of", True),
-        ("modelexport.models.rules", "from modelexport.inspection import inspect", False),
+        ("modelexport.distributed.gather", "from ..models import ties", False),
+        ("modelexport.checkpoints.formats.hf", "if TYPE_CHECKING:\n    from modelexport.quantization import x", False),
         ("modelexport.resharding", "from modelexport.exporting import export", False),
-        ("modelexport.inspection.inspect", "from modelexport.exporting import export", False),
-        ("modelexport.exporting.rank", "from modelexport.exporting.audit import audit", True),
         ("modelexport.errors", "from modelexport.recipe import ExportRecipe", False),
     ],
 )
 def test_the_rule_itself(importer: str, line: str, allowed: bool) -> None:
-    names = NAMES | {"modelexport.models.families.qwen2", "modelexport.quantization.formats.int8"}
-    [item] = imports_in(line, importer, package=False, names=names)
-    assert is_allowed(item) == allowed
+    [item] = imports_in(line, importer, package=False, names=NAMES)
+    assert points_down(item) == allowed
 
 
-def test_every_module_has_its_layer() -> None:
-    for name in NAMES:
-        layer_of(name)
+def test_the_rule_of_circles() -> None:
+    assert circle_in([("a", "b"), ("b", "c"), ("c", "d")]) == []
+    assert circle_in([("a", "b"), ("b", "c"), ("c", "b"), ("c", "d")]) == ["b", "c"]
+
+
+def test_every_room_has_its_line() -> None:
+    assert {room_of(name) for name in NAMES} - {""} == {room for rooms in ROOMS for room in rooms}
 
 
 # ------------------------------------------------------------------------ light

@@ -18,8 +18,7 @@ from typing import NoReturn
 from modelexport.cli.parsers import COMMANDS, export_parser, parser_of
 from modelexport.distributed.environment import external_rank
 from modelexport.errors import HubError, ModelExportError, RankFailedError, UsageError
-from modelexport.recipe import ExportRecipe
-from modelexport.resharding.recipe import ReshardRecipe
+from modelexport.recipe import ExportRecipe, ReshardRecipe
 from modelexport.settings import parse_assignments
 from modelexport.system.limits import limit_error
 from modelexport.system.startup import exempt_everything, interrupt_no_import

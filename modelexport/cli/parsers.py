@@ -15,8 +15,7 @@ from typing import Any, NoReturn
 
 from modelexport import __version__
 from modelexport.errors import UsageError, nearest
-from modelexport.recipe import ALGORITHM_SETTINGS, ALGORITHMS, CALIBRATION, ExportRecipe
-from modelexport.resharding.recipe import ReshardRecipe
+from modelexport.recipe import ALGORITHM_SETTINGS, ALGORITHMS, CALIBRATION, ExportRecipe, ReshardRecipe
 from modelexport.settings import Settings
 from modelexport.system.terminal import show
 

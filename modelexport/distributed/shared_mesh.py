@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from modelexport.distributed import rendezvous
 from modelexport.distributed.collectives.groups import Members
+from modelexport.distributed.rendezvous import links as rendezvous
 from modelexport.distributed.shard_transport import Cargo, Piece
 from modelexport.distributed.transport import memory
 from modelexport.distributed.transport.payload import pack

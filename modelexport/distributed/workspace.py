@@ -29,7 +29,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from modelexport.distributed import rendezvous as _rendezvous
+from modelexport.distributed.rendezvous import links as _rendezvous
 from modelexport.distributed.supervision.heartbeat import Heart, last_heartbeat, remove_rank
 from modelexport.distributed.transport import payload as _payload
 from modelexport.distributed.transport.link import LostPeerError

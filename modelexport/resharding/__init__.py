@@ -37,9 +37,9 @@ from modelexport.models.rules import left_out, tensor_rules
 from modelexport.models.target_plan import TargetPlan, check_source, plan_target
 from modelexport.models.ties import check_ties
 from modelexport.quantization.methods import read_quantization_config
+from modelexport.recipe import ReshardRecipe
 from modelexport.resharding.moves import ReshardJob, run_alone
 from modelexport.resharding.plan import Step, deal, plan_steps
-from modelexport.resharding.recipe import ReshardRecipe
 from modelexport.sharding.plan import Parallelism
 from modelexport.system.small_files import file_sha256
 from modelexport.system.startup import without_collector
@@ -116,7 +116,7 @@ def reshard(recipe: ReshardRecipe | None = None, **settings: Any) -> ReshardResu
 
     Args:
         recipe: the settings; or give them as keyword arguments, named like the fields of
-            :class:`~modelexport.resharding.recipe.ReshardRecipe`.
+            :class:`~modelexport.recipe.ReshardRecipe`.
 
     Raises:
         UsageError: a setting is wrong, or the target exists.

@@ -25,7 +25,8 @@ from modelexport.distributed.ranks import (
     zero_first,
     zero_only,
 )
-from modelexport.distributed.rendezvous import default_store, meetings
+from modelexport.distributed.rendezvous import meetings
+from modelexport.distributed.rendezvous.links import default_store
 from modelexport.errors import CheckpointError
 from tests.distributed import _ranks_targets as targets
 from tests.distributed._ranks_targets import caught, place

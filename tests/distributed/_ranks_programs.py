@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from modelexport.distributed import rendezvous
 from modelexport.distributed.ranks import (
     barrier,
     compute_and_broadcast,
@@ -21,6 +20,7 @@ from modelexport.distributed.ranks import (
     zero_first,
     zero_only,
 )
+from modelexport.distributed.rendezvous import links as rendezvous
 from modelexport.distributed.rendezvous import meetings
 from modelexport.errors import RankFailedError
 

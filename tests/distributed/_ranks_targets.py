@@ -22,7 +22,7 @@ from modelexport.distributed.ranks import (
     zero_first,
     zero_only,
 )
-from modelexport.distributed.rendezvous import default_store
+from modelexport.distributed.rendezvous.links import default_store
 from modelexport.distributed.transport.tree import register_config
 
 VALUES: list[Any] = [

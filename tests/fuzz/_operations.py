@@ -26,9 +26,8 @@ from modelexport.inspection.record.reading import read_record
 from modelexport.inspection.report import gather, print_report, render
 from modelexport.inspection.verify import print_verification
 from modelexport.quantization.calibration.text import token_batches_from
-from modelexport.recipe import ExportRecipe
+from modelexport.recipe import ExportRecipe, ReshardRecipe
 from modelexport.resharding import reshard
-from modelexport.resharding.recipe import ReshardRecipe
 from modelexport.system.terminal import show
 from tests.fuzz._mutations import mutate
 from tests.fuzz._seeds import RECIPE, RESUMED, VOCABULARY, interrupted_export, make_seeds

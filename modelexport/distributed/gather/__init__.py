@@ -27,8 +27,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from modelexport.distributed import rendezvous as _rendezvous
 from modelexport.distributed.gather.workspace_channel import WorkspaceChannel
+from modelexport.distributed.rendezvous import links as _rendezvous
 from modelexport.distributed.transport import payload as _payload
 from modelexport.distributed.transport import tree as _tree
 from modelexport.distributed.transport.receiving import Delivery, ReceivingLink, receive_from_all

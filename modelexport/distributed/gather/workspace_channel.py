@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from modelexport.distributed import rendezvous as _rendezvous
+from modelexport.distributed.rendezvous import links as _rendezvous
 from modelexport.distributed.supervision.heartbeat import condition, remove_gone, sweep_dead_runs
 from modelexport.distributed.transport.link import LostPeerError
 from modelexport.distributed.workspace import CORRUPT_READS, CorruptError, NFSWorkspace, NotYetError

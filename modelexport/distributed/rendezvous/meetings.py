@@ -105,7 +105,7 @@ _ledgers: weakref.WeakKeyDictionary[Any, _Ledger] = weakref.WeakKeyDictionary()
 
 def _group(rank: int) -> tuple[Any, _Ledger]:
     """The process group's store, and the ledger that goes with it."""
-    from modelexport.distributed.rendezvous import default_store
+    from modelexport.distributed.rendezvous.links import default_store
 
     store = default_store()
     ledger = _ledgers.get(store)

@@ -19,7 +19,7 @@ from modelexport.distributed.collectives.master_worker.rpc_session import start_
 from modelexport.distributed.collectives.master_worker.serving import new_session
 from modelexport.distributed.config import is_loopback
 from modelexport.distributed.environment import interface_towards
-from modelexport.distributed.rendezvous import default_store
+from modelexport.distributed.rendezvous.links import default_store
 
 _LEAVE_SECONDS = 30.0  # for the other ranks to have left as well
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
