@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from modelexport.exporting.slots import Quantised, Shards
+from modelexport.exporting.rank import Quantised, Shards
 from safetensors.torch import load_file, save_file
 
 from modelexport.errors import CheckpointError, PlanError, RankFailedError

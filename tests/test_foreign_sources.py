@@ -377,7 +377,7 @@ def test_blocks_of_keys_are_not_cut_whoever_says_it(
 
 
 def test_another_text_is_another_export(source: Path, tmp_path: Path) -> None:
-    from modelexport.exporting.target import _fingerprint
+    from modelexport.exporting.record import _fingerprint
 
     text = tmp_path / "tokens.jsonl"
     text.write_text('{"input_ids": [1, 2]}\n')

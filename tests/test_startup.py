@@ -11,7 +11,7 @@ import modelexport
 
 PROGRAM = """
 import signal, time
-from modelexport.startup import interrupt_no_import
+from modelexport.system.startup import interrupt_no_import
 interrupt_no_import()
 try:
     import package

@@ -241,7 +241,7 @@ def test_creating_again_keeps_what_is_complete(tmp_path: Path) -> None:
 
 WRITER_PROCESS = """
 import sys, torch
-from modelexport.checkpoints.safetensors_file import Writer, plan_layout
+from modelexport.checkpoints.safetensors.file import Writer, plan_layout
 directory, rank, world = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 layout = plan_layout([("pad", "U8", (5,)), ("cols", "I16", (500, 301)), ("rows", "I16", (301, 50))])
 def part(n):
@@ -298,8 +298,8 @@ def test_several_processes_fill_the_same_pages(tmp_path: Path) -> None:
 FULL_DISK = """
 import errno, itertools, json, os, shutil, sys, torch
 from pathlib import Path
-from modelexport.checkpoints import raw_io, safetensors_writer
-from modelexport.checkpoints.safetensors_file import Writer, plan_layout
+from modelexport.checkpoints import raw_io\nfrom modelexport.checkpoints.safetensors import writer as safetensors_writer
+from modelexport.checkpoints.safetensors.file import Writer, plan_layout
 from modelexport.errors import CheckpointError
 directory = Path(sys.argv[1])
 layout = plan_layout([("big", "U8", (600, 10000))])

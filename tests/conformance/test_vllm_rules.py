@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from modelexport.exporting.target import announcement
+from modelexport.exporting.prepare import announcement
 
 from modelexport.exporting import prepare
 from modelexport.recipe import ExportRecipe

@@ -7,13 +7,13 @@ import pkgutil
 import subprocess
 import sys
 
-from modelexport import checkpoints
+from modelexport.checkpoints import formats as modules
 from modelexport.models import checkpoint_formats as formats
 
 
 def test_the_list_is_that_of_the_modules_that_say_their_name() -> None:
     found = {}
-    for module in pkgutil.iter_modules(checkpoints.__path__, f"{checkpoints.__name__}."):
+    for module in pkgutil.iter_modules(modules.__path__, f"{modules.__name__}."):
         name = getattr(importlib.import_module(module.name), "NAME", None)
         if name is not None:
             found[name] = module.name
@@ -25,7 +25,7 @@ def test_the_list_is_that_of_the_modules_that_say_their_name() -> None:
 def test_help_imports_no_container() -> None:
     program = (
         "import sys\n"
-        "from modelexport.models import formats\n"
+        "from modelexport.models import checkpoint_formats as formats\n"
         "from modelexport.cli import parser_of\n"
         "parser_of('').format_help()\n"
         "print([name for name in formats.containers().values() if name in sys.modules])\n"

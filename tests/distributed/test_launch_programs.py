@@ -146,8 +146,8 @@ def test_no_process_survives_a_killed_launcher(how: str, method: str, hanging: C
 def test_a_rank_ends_when_its_launcher_hangs_up(unread: bytes) -> None:
     code = """
 import socket, sys, threading
-from modelexport.distributed.phase_board import new_board_file
-from modelexport.distributed.status import RankStatus
+from modelexport.distributed.supervision.phase_board import new_board_file
+from modelexport.distributed.supervision.status import RankStatus
 launcher, rank = socket.socketpair()
 RankStatus(rank, new_board_file("test")).start()
 launcher.recv(4096)

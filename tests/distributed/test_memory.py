@@ -159,7 +159,7 @@ def test_a_limit_on_file_size_is_an_error_that_says_so() -> None:
     out = run_script(
         f"""
         import resource, torch
-        from modelexport.distributed import memory
+        from modelexport.distributed.transport import memory
         from modelexport.errors import GatherError
         resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
         kept = [memory.shared_empty((3 << 20,), torch.uint8).fill_(value) for value in (1, 2)]
@@ -178,7 +178,7 @@ def test_too_many_open_files_is_an_error() -> None:
     out = run_script(
         """
         import os, resource, torch
-        from modelexport.distributed import memory
+        from modelexport.distributed.transport import memory
         from modelexport.errors import GatherError
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
         held = []
@@ -203,7 +203,7 @@ def test_a_full_shm_file_system_is_an_error_and_not_a_bus_error() -> None:
         import os, subprocess, torch
         os.makedirs("/tmp/modelexport-test-shm", exist_ok=True)
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", "/tmp/modelexport-test-shm"], check=True)
-        from modelexport.distributed import memory
+        from modelexport.distributed.transport import memory
         from modelexport.errors import GatherError
         kept = memory.shared_empty((2 << 20,), torch.uint8).fill_(1)
         try:

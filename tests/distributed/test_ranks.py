@@ -286,7 +286,9 @@ def test_what_zero_only_cannot_skip() -> None:
 def test_predicates_and_lone_helpers_import_no_torch() -> None:
     code = """
 import sys
-from modelexport.distributed import mailbox, meetings, ranks
+from modelexport.distributed import ranks
+from modelexport.distributed.rendezvous import meetings
+from modelexport.distributed.transport import mailbox
 assert ranks.is_main_process() and not ranks.is_distributed()
 ranks.barrier()
 with ranks.zero_first(True), ranks.zero_only() as is_main:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from modelexport.exporting.target import export_target
+from modelexport.exporting.record import target_of_export
 
 from modelexport.checkpoints.card_metadata import read_card_metadata
 from modelexport.checkpoints.staging import staging_directory
@@ -120,7 +120,7 @@ def _export(directory: Path, seed: Seed, rng: random.Random) -> None:
     settings: dict[str, Any] = {"model": str(directory), "quiet": True, "evaluate": False}
     settings |= {"quant": rng.choice(_QUANTS), "format": rng.choice(_FORMATS), "tp": rng.choice((1, 2))}
     if rng.random() < 0.3:
-        export_target(prepare(ExportRecipe.from_mapping({**settings, "out": str(directory.parent / "out")})))
+        target_of_export(prepare(ExportRecipe.from_mapping({**settings, "out": str(directory.parent / "out")})))
         return
     result = export(dry_run=True, **settings)
     show(summary(result))

@@ -252,9 +252,9 @@ PEAK = """
 import json, re, sys
 from pathlib import Path
 import torch
-from modelexport.contents.opening import open_model
+from modelexport.models.opening import open_model
 from modelexport.inspection import evaluate as ev
-from modelexport.inspection.losses import cut_windows
+from modelexport.inspection.evaluate.losses import cut_windows
 
 def resident(key):
     return 1024 * int(re.search(key + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
