@@ -28,9 +28,9 @@ from typing import Any
 
 from modelexport.assets import demo_model_path
 from modelexport.cli.summary import summary
+from modelexport.cli.verify import print_verification
 from modelexport.errors import ModelExportError, UsageError
 from modelexport.exporting import export
-from modelexport.inspection.verify import print_verification
 from modelexport.recipe import ExportRecipe
 from modelexport.settings import parse_assignments
 

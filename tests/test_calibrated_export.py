@@ -18,8 +18,8 @@ from modelexport.exporting import rank as export_rank
 from modelexport.exporting.calibrated.rank import CalibratedExport
 from modelexport.exporting.plan import Step
 from modelexport.inspection.evaluate import evaluate
-from modelexport.inspection.evaluate.command import evaluate_on_text
 from modelexport.inspection.evaluate.models import load_dequantised
+from modelexport.inspection.evaluate.text import evaluate_on_text
 from modelexport.inspection.verify import verify_checkpoint
 from tests import _faults
 from tests._hard_model import make_hard

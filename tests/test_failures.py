@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from modelexport.exporting.rank import Quantised, Shards
 from safetensors.torch import load_file, save_file
 
 from modelexport.errors import CheckpointError, PlanError, RankFailedError
 from modelexport.exporting import export
 from modelexport.exporting import rank as export_rank
 from modelexport.exporting.plan import Step
+from modelexport.exporting.rank import Quantised, Shards
 from tests import _faults
 from tests._models import make_llama
 from tests.test_export import digests

@@ -6,23 +6,21 @@ Every command takes ``--json``: its result is then JSON on stdout, and an error 
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
 import time
 import traceback
-from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
 from modelexport.cli.parsers import COMMANDS, export_parser, parser_of
 from modelexport.distributed.environment import external_rank
-from modelexport.errors import HubError, ModelExportError, RankFailedError, UsageError
-from modelexport.recipe import ExportRecipe, ReshardRecipe
-from modelexport.settings import parse_assignments
+from modelexport.errors import ModelExportError, RankFailedError, UsageError
 from modelexport.system.limits import limit_error
 from modelexport.system.startup import exempt_everything, interrupt_no_import
-from modelexport.system.terminal import flush, note, open_standard_streams, show
+from modelexport.system.terminal import flush, note, open_standard_streams
 
 __all__ = ["COMMANDS", "export_parser", "main", "parser_of", "run"]
 
@@ -69,10 +67,11 @@ def _say(kind: str, message: str, status: int, *, as_json: bool) -> None:
 
 def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0].startswith("-"):
-        return _export(arguments)
-    command = arguments[0]
-    given = parser_of(command).parse_strictly(arguments[1:])
-    return _HANDLERS[command](given)
+        command, given = "export", export_parser().parse_strictly(arguments)
+    else:
+        command, given = arguments[0], parser_of(arguments[0]).parse_strictly(arguments[1:])
+    status: int = importlib.import_module(f"modelexport.cli.{command}").run(given)
+    return status
 
 
 def _is_ours_to_say(error: ModelExportError) -> bool:
@@ -98,128 +97,3 @@ def run() -> NoReturn:
         flush()
         os._exit(status)
     sys.exit(status)
-
-
-def _export(arguments: list[str]) -> int:
-    given = vars(export_parser().parse_strictly(arguments))
-    path = given.pop("recipe", None)
-    overrides = {**parse_assignments(given.pop("set", [])), **given}
-    if path is not None:
-        recipe = ExportRecipe.load(path, overrides)
-    else:
-        recipe = ExportRecipe.from_mapping(overrides, where="command line")
-    return _exported(recipe)
-
-
-def _convert(given: Namespace) -> int:
-    return _exported(ExportRecipe.from_mapping({**vars(given), "quant": "keep"}, where="command line"))
-
-
-def _exported(recipe: ExportRecipe) -> int:
-    from modelexport.exporting import export
-
-    try:
-        result = export(recipe)
-    except HubError as error:  # what was exported stands: its summary is printed before what went wrong
-        if error.result is not None and not (recipe.json or recipe.quiet):
-            from modelexport.cli.summary import summary
-
-            show(summary(error.result), stands=f"{recipe.out} is complete")
-        raise
-    if external_rank() not in (None, 0):
-        return 0
-    stands = "" if recipe.dry_run else f"{recipe.out} is complete"
-    if recipe.json:
-        show(json.dumps(result.as_json(), indent=1), stands=stands)
-    elif not recipe.quiet:
-        from modelexport.cli.summary import summary
-
-        show(summary(result), stands=stands)
-    return 0
-
-
-def _reshard(given: Namespace) -> int:
-    recipe = ReshardRecipe.from_mapping(vars(given), where="command line")
-    from modelexport.resharding import reshard
-
-    result = reshard(recipe)
-    if external_rank() not in (None, 0):
-        return 0
-    stands = "" if recipe.dry_run else f"{recipe.out} is complete"
-    if recipe.json:
-        show(json.dumps(result.as_json(), indent=1), stands=stands)
-    elif not recipe.quiet:
-        from modelexport.cli.summary import reshard_summary
-
-        show(reshard_summary(result), stands=stands)
-    return 0
-
-
-def _diff(given: Namespace) -> int:
-    from modelexport.inspection.diff import print_diff
-
-    return print_diff(given.a, given.b, given.config, as_json=given.json)
-
-
-def _eval(given: Namespace) -> int:
-    from modelexport.inspection.evaluate.command import print_evaluation
-
-    settings = vars(given)
-    return print_evaluation(settings.pop("checkpoint"), as_json=settings.pop("json"), **settings)
-
-
-def _inspect(given: Namespace) -> int:
-    from modelexport.inspection.inspect import print_inspection
-
-    return print_inspection(given.checkpoint, given.config, as_json=given.json)
-
-
-def _verify(given: Namespace) -> int:
-    from modelexport.inspection.verify import print_verification
-
-    return print_verification(given.checkpoint, given.against, given.config, as_json=given.json)
-
-
-def _report(given: Namespace) -> int:
-    from modelexport.inspection.report import print_report
-
-    return print_report(given.checkpoint, given.html, given.config, as_json=given.json)
-
-
-def _models(given: Namespace) -> int:
-    from modelexport.inspection.listings.models import print_models
-
-    return print_models(given.name, as_json=given.json)
-
-
-def _formats(given: Namespace) -> int:
-    from modelexport.inspection.listings.formats import print_formats
-
-    return print_formats(given.name, as_json=given.json)
-
-
-def _push(given: Namespace) -> int:
-    from modelexport.jobs.hub import push
-
-    quiet = given.quiet or given.json
-    url = push(given.checkpoint, given.repository, private=given.private, quiet=quiet)
-    stands = f"{given.checkpoint} is pushed"
-    if given.json:
-        show(json.dumps({"checkpoint": str(given.checkpoint), "pushed": url}, indent=1), stands=stands)
-    elif not quiet:
-        show(f"pushed {given.checkpoint} to {url}", stands=stands)
-    return 0
-
-
-_HANDLERS: dict[str, Callable[[Namespace], int]] = {
-    "convert": _convert,
-    "diff": _diff,
-    "eval": _eval,
-    "formats": _formats,
-    "inspect": _inspect,
-    "models": _models,
-    "push": _push,
-    "report": _report,
-    "reshard": _reshard,
-    "verify": _verify,
-}

@@ -8,6 +8,7 @@ Importing this package is cheap; torch is imported once the rank processes are o
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -16,9 +17,10 @@ from modelexport.exporting.prepare import check_early, prepare
 from modelexport.exporting.publish import evaluated, pushed
 from modelexport.exporting.result import ExportResult, preview_of, result_of
 from modelexport.exporting.run import launcher_config, run_as_launched, run_own_ranks
+from modelexport.quantization.assignment import KEEP
 from modelexport.recipe import ExportRecipe
 
-__all__ = ["export", "prepare"]
+__all__ = ["convert", "export", "prepare"]
 
 
 def export(recipe: ExportRecipe | None = None, **settings: Any) -> ExportResult:
@@ -38,6 +40,16 @@ def export(recipe: ExportRecipe | None = None, **settings: Any) -> ExportResult:
         RankFailedError: a rank process failed; nothing was published, and the same call resumes.
         HubError: with ``push_to_hub``, before the work: nobody is logged in; after it: the checkpoint stands, but was
             not pushed.
+
+    Example:
+        The embedded demo model, in four-bit integers, by two rank processes::
+
+            >>> import modelexport
+            >>> result = modelexport.export(quant="int4", tp=2, out="ckpt", evaluate=False, quiet=True)
+            >>> result.tensor_parallel_sizes
+            [1, 2]
+            >>> result.source_bytes / result.output_bytes > 2
+            True
     """
     if recipe is None:
         recipe = ExportRecipe.from_mapping(settings, where="export()")
@@ -60,3 +72,22 @@ def export(recipe: ExportRecipe | None = None, **settings: Any) -> ExportResult:
     if recipe.evaluate and prepared.source.is_demo and first:
         result = evaluated(result, prepared.source)
     return pushed(result, recipe) if recipe.push_to_hub is not None and first else result
+
+
+def convert(checkpoint: str | os.PathLike[str], **settings: Any) -> ExportResult:
+    """Write a quantised checkpoint in another format, or for another parallelism, without rounding it again.
+
+    Args:
+        checkpoint: its directory; of any format, from whichever tool.
+        settings: as for :func:`export`: ``format``, ``out``, ``target_tp``, ...
+
+    Raises:
+        UsageError, CheckpointError, PlanError, RankFailedError: as :func:`export`.
+
+    Example:
+        ::
+
+            >>> modelexport.convert("ckpt", format="awq", out="ckpt-awq", quiet=True).format
+            'awq'
+    """
+    return export(model=os.fspath(checkpoint), quant=KEEP, **settings)

@@ -6,10 +6,9 @@ element equal too. Reads every byte of both once, in rows that fit the cache.
 
 from __future__ import annotations
 
-import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -24,13 +23,9 @@ from modelexport.models.opening import open_model
 from modelexport.models.rules import left_out
 from modelexport.models.ties import check_ties
 from modelexport.system.small_files import has_file
-from modelexport.system.tables import size_text
-from modelexport.system.terminal import show
 
 if TYPE_CHECKING:
     import torch
-
-_LISTED = 10
 
 
 @dataclass(frozen=True)
@@ -98,6 +93,12 @@ def diff_checkpoints(
 
     Raises:
         CheckpointError: one of them cannot be read, is not whole, or lacks a config.json.
+
+    Example:
+        ::
+
+            >>> modelexport.diff("ckpt", "sharded").equal
+            True
     """
     left, right = (_open(path, config) for path in (a, b))
     result = Diff(os.fspath(a), os.fspath(b), (left.format, right.format))
@@ -125,13 +126,6 @@ def diff_checkpoints(
     order = {name: number for number, name in enumerate(left.infos)}
     result.differences.sort(key=lambda found: order.get(found.tensor, len(order)))
     return result
-
-
-def print_diff(a: Path, b: Path, config: Path | None, *, as_json: bool) -> int:
-    """Print what differs; returns the exit status: 0 equal, 1 not."""
-    result = diff_checkpoints(a, b, config)
-    show(json.dumps(result.as_json(), indent=1) if as_json else "\n".join(_report(result)))
-    return 0 if result.equal else 1
 
 
 def _open(directory: str | os.PathLike[str], config: str | os.PathLike[str] | None) -> Checkpoint:
@@ -227,19 +221,3 @@ def _unequal(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, float | No
 
 def _number(value: torch.Tensor) -> float:
     return float(value.abs() if value.is_complex() else value.double())
-
-
-def _report(result: Diff) -> Sequence[str]:
-    lines = []
-    for found in result.differences[:_LISTED]:
-        lines.append(f"{found.tensor}: {found.text}")
-        if found.what == "values" and found.largest is not None:
-            lines[-1] += f"; largest difference {found.largest:g}"
-    if len(result.differences) > _LISTED:
-        lines.append(f"and {len(result.differences) - _LISTED} more (--json lists all)")
-    lines += [f"not compared: {name}: {why}" for name, why in list(result.left_out.items())[:_LISTED]]
-    kinds = f"{result.a} ({result.formats[0]}) and {result.b} ({result.formats[1]})"
-    if result.equal:
-        return [f"equal: {result.tensors} tensors, {size_text(result.nbytes)}, in {kinds}", *lines]
-    tensors = len({found.tensor for found in result.differences})
-    return [f"different: {tensors} tensors of {kinds}:", *lines]

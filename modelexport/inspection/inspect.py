@@ -6,9 +6,7 @@ takes a fraction of a second whatever the size.
 
 from __future__ import annotations
 
-import json
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,8 +21,6 @@ from modelexport.models.engines import loadable_tp
 from modelexport.models.modules import Architecture, StoredModule
 from modelexport.quantization.methods import QuantizationConfig
 from modelexport.system.small_files import has_file, read_json
-from modelexport.system.tables import size_text, table
-from modelexport.system.terminal import columns, show
 
 
 @dataclass(frozen=True)
@@ -104,6 +100,12 @@ def inspect_checkpoint(directory: Path | str, config: Path | str | None = None) 
 
     Raises:
         CheckpointError: no safetensors there, a damaged header or index, or a config.json that is no JSON.
+
+    Example:
+        ::
+
+            >>> modelexport.inspect("ckpt").quantization["quant_method"]
+            'compressed-tensors'
     """
     return describe(open_contents(directory, config))
 
@@ -172,16 +174,6 @@ def tensor_parallel_sizes(architecture: Architecture, modules: Sequence[StoredMo
     return loadable_tp(limits, dims.kv_heads, dims.head_dim, kv_units), ""
 
 
-def print_inspection(directory: Path, config: Path | None = None, *, as_json: bool) -> int:
-    """Print what a checkpoint holds; returns the exit status, 0."""
-    inspection = inspect_checkpoint(directory, config)
-    if as_json:
-        show(json.dumps(inspection.as_json(), indent=1))
-    else:
-        show("\n".join(_report(inspection)))
-    return 0
-
-
 def _rows(modules: Sequence[StoredModule], architecture: Architecture) -> list[TypeRow]:
     """One row per path and format, in the family's order where it is known, else in the file's."""
     groups: dict[tuple[str, str, str], list[StoredModule]] = {}
@@ -216,10 +208,10 @@ def _rows(modules: Sequence[StoredModule], architecture: Architecture) -> list[T
 
 def _scale_text(module: StoredModule) -> str:
     info = module.tensors.get(module.stored.scale)
-    return f"{info.dtype.lower()} {_shape_text(info.shape)}" if info is not None else ""
+    return f"{info.dtype.lower()} {shape_text(info.shape)}" if info is not None else ""
 
 
-def _shape_text(shape: Sequence[int]) -> str:
+def shape_text(shape: Sequence[int]) -> str:
     return "[" + ", ".join(map(str, shape)) + "]"
 
 
@@ -279,45 +271,6 @@ def _index_warnings(checkpoint: Checkpoint) -> Iterator[str]:
         yield f"{INDEX_NAME}: total_size is {said}, the tensors take {found:,} bytes"
 
 
-def _report(inspection: Inspection) -> Iterator[str]:
-    names = ", ".join(inspection.architectures) or "no architecture named"
-    tied = {True: ", tied embeddings", False: "", None: ""}[inspection.tied_embeddings]
-    kind = inspection.model_type or "no model_type"
-    yield f"{inspection.directory}: {names} ({kind}), {inspection.layers} layers{tied}"
-    yield ""
-    cells = [
-        (
-            row.name,
-            str(row.count),
-            row.number_format,
-            _first(map(_shape_text, row.shapes), len(row.shapes)),
-            _first(row.scales, len(row.scales)),
-            f"{row.bits:.2f}" if row.parameters else "-",
-            size_text(row.nbytes),
-        )
-        for row in inspection.rows
-    ]
-    header = ("module", "count", "format", "shape", "scales", "bits/weight", "size")
-    yield from table(header, cells, width=columns(), optional=("scales", "count", "shape", "bits/weight"))
-    yield ""
-    files = f"{len(inspection.files)} file{'s' if len(inspection.files) > 1 else ''}"
-    yield (
-        f"total: {inspection.parameters:,} parameters, {size_text(inspection.nbytes)} in {inspection.tensors} tensors, "
-        f"{files} ({inspection.format}); "
-        f"{inspection.bits:.2f} bits a parameter, {inspection.ratio:.2f} times smaller than in 16 bits"
-    )
-    yield from _quantization_lines(inspection)
-    if inspection.tensor_parallel_sizes:
-        yield f"loads at tensor-parallel sizes: {', '.join(map(str, inspection.tensor_parallel_sizes))}"
-    else:
-        yield f"tensor-parallel sizes: not known ({inspection.tensor_parallel_note})"
-    yield from _record_lines(inspection.record)
-    shown = inspection.warnings[:10]
-    yield from (f"warning: {text}" for text in shown)
-    if len(inspection.warnings) > len(shown):
-        yield f"warning: and {len(inspection.warnings) - len(shown)} more (--json lists all)"
-
-
 def _files(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     held: dict[Path, set[str]] = {path: set() for path in (*checkpoint.headers, *checkpoint.files)}
     for name, info in checkpoint.infos.items():
@@ -326,41 +279,3 @@ def _files(checkpoint: Checkpoint) -> list[dict[str, Any]]:
         if name not in checkpoint.placements:
             held[info.path].add(name)
     return [{"name": path.name, "bytes": path.stat().st_size, "tensors": len(held[path])} for path in sorted(held)]
-
-
-def _first(texts: Any, count: int) -> str:
-    texts = list(texts)
-    return (texts[0] if count == 1 else f"{texts[0]} and {count - 1} more") if texts else "-"
-
-
-def _quantization_lines(inspection: Inspection) -> Iterator[str]:
-    quantization = inspection.quantization
-    if quantization is None:
-        yield "quantization_config: none"
-        return
-    status = quantization["quantization_status"]
-    yield (
-        f"quantization_config: {quantization['quant_method']}"
-        + (f", {quantization['format']}" if quantization["format"] else "")
-        + (f", {status}" if status else "")
-    )
-    for name, group in quantization["config_groups"].items():
-        yield f"  {name}: {', '.join(group['targets'])}: {group['scheme']}"
-    yield f"  ignore: {', '.join(quantization['ignore']) or 'nothing'}"
-    scheme = quantization["kv_cache_scheme"]
-    yield f"  KV cache: {'in the dtype of the model' if scheme is None else json.dumps(scheme)}"
-    kept = Counter(name.rpartition(".")[2] for name in inspection.kept)
-    if kept:
-        yield f"  linears kept as they are: {', '.join(f'{count} {name}' for name, count in kept.items())}"
-
-
-def _record_lines(record: Mapping[str, Any] | None) -> Iterator[str]:
-    if record is None:
-        return
-    recipe = ", ".join(f"{key} {value}" for key, value in record["recipe"].items() if value is not None)
-    versions = ", ".join(f"{key} {value}" for key, value in record["versions"].items() if value is not None)
-    yield f"made from {record['source']} by {' '.join(map(str, record['producer'].values()))} ({versions})"
-    yield f"  recipe: {recipe}"
-    worst = record["worst_sqnr"]
-    if worst is not None:
-        yield f"  worst SQNR: {worst['db']:.2f} dB, {worst['module']}"

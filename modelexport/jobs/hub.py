@@ -40,7 +40,7 @@ def check_login(repo_id: str) -> None:
         _api().whoami()
 
 
-def push(directory: Path, repo_id: str, *, private: bool = False, quiet: bool = False) -> str:
+def push(directory: str | os.PathLike[str], repo_id: str, *, private: bool = False, quiet: bool = False) -> str:
     """Upload a checkpoint's directory; makes the repository where it is not there yet.
 
     Args:
@@ -54,6 +54,12 @@ def push(directory: Path, repo_id: str, *, private: bool = False, quiet: bool = 
         CheckpointError: a file of it is missing or cut short.
         HubError: the hub refuses it or cannot be reached; the directory is as it was, and the message says which
             command tries again.
+
+    Example:
+        ::
+
+            >>> modelexport.push("ckpt", "me/demo-int4", quiet=True).endswith("me/demo-int4")
+            True
     """
     check_repo_id(repo_id)
     if not any((directory / name).is_file() for name in _IS_CHECKPOINT):

@@ -123,6 +123,12 @@ def reshard(recipe: ReshardRecipe | None = None, **settings: Any) -> ReshardResu
         CheckpointError: the source is missing, damaged or not whole, or needs a config.json that was not given.
         PlanError: the model cannot be cut so, or the format cannot hold it; all reasons at once.
         RankFailedError: a process failed; nothing was published, and the same call resumes.
+
+    Example:
+        ::
+
+            >>> modelexport.reshard(checkpoint="ckpt", tp=2, out="sharded", quiet=True).tp
+            2
     """
     if recipe is None:
         recipe = ReshardRecipe.from_mapping(settings, where="reshard()")

@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from modelexport.exporting.prepare import announcement
 
 from modelexport.exporting import prepare
+from modelexport.exporting.prepare import announcement
 from modelexport.recipe import ExportRecipe
 from tests.conformance import vllm_rules
 from tests.conformance._published import published_checkpoint

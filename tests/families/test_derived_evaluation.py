@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional
 
 from modelexport.errors import CheckpointError, ModelExportError, PlanError
-from modelexport.inspection.evaluate.command import evaluate_on_text
 from modelexport.inspection.evaluate.losses import cut_windows
+from modelexport.inspection.evaluate.text import evaluate_on_text
 from tests._tiny_models import NOT_MADE, causal_types, model_class, tiny_checkpoint
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]

@@ -13,18 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from modelexport.exporting.record import target_of_export
-
 from modelexport.checkpoints.card_metadata import read_card_metadata
 from modelexport.checkpoints.staging import staging_directory
 from modelexport.checkpoints.staging.journal import Journal, OtherExport, published_inode
+from modelexport.cli.diff import print_diff
+from modelexport.cli.inspect import print_inspection
 from modelexport.cli.summary import reshard_summary, summary
+from modelexport.cli.verify import print_verification
 from modelexport.exporting import export, prepare
-from modelexport.inspection.diff import print_diff
-from modelexport.inspection.inspect import print_inspection
+from modelexport.exporting.record import target_of_export
 from modelexport.inspection.record.reading import read_record
 from modelexport.inspection.report import gather, print_report, render
-from modelexport.inspection.verify import print_verification
 from modelexport.quantization.calibration.text import token_batches_from
 from modelexport.recipe import ExportRecipe, ReshardRecipe
 from modelexport.resharding import reshard

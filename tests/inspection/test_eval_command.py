@@ -13,9 +13,9 @@ import pytest
 from modelexport.assets import demo_documents, demo_model_path
 from modelexport.cli import main
 from modelexport.errors import CheckpointError, PlanError, UsageError
-from modelexport.inspection.evaluate import command as eval_command
 from modelexport.inspection.evaluate import compare_checkpoints
-from modelexport.inspection.evaluate.command import evaluate_on_text
+from modelexport.inspection.evaluate import text as eval_command
+from modelexport.inspection.evaluate.text import evaluate_on_text
 from tests._models import copy_checkpoint, make_llama
 from tests.inspection._quantised import save_quantised
 

@@ -9,7 +9,6 @@ source       dequantised error per linear, the rest equal to the byte (``--again
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,8 +27,6 @@ from modelexport.inspection.verify.structure import check_structure, family_prom
 from modelexport.models.modules import Architecture, StoredModule, read_architecture, read_modules
 from modelexport.models.opening import open_model
 from modelexport.quantization.methods import Promise, QuantizationConfig, methods, read_quantization_config
-from modelexport.system.tables import table
-from modelexport.system.terminal import columns, show
 
 if TYPE_CHECKING:
     from modelexport.inspection.verify.items import AuditItem, ModuleCheck
@@ -38,7 +35,6 @@ FAR_DB = 6.0
 """A linear that is this much worse than rounding its source to nearest was made from something else."""
 NOTICEABLE_DB = 1.0
 RECORD_TOLERANCE_DB = 0.02
-_LISTED = 20
 
 
 @dataclass(frozen=True)
@@ -115,6 +111,12 @@ def verify_checkpoint(
     Raises:
         UsageError: ``directory`` is no directory.
         CheckpointError: ``against`` cannot be read, is quantised itself, or holds NaN or Inf.
+
+    Example:
+        ::
+
+            >>> modelexport.verify("ckpt").ok
+            True
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -154,16 +156,6 @@ def verify_checkpoint(
         result.problems.append(str(error))
     result.notes += comparison.notes
     return result
-
-
-def print_verification(directory: Path, against: Path | None, config: Path | None = None, *, as_json: bool) -> int:
-    """Print what was found; returns the exit status: 0 good, 1 something is wrong."""
-    result = verify_checkpoint(directory, against, config)
-    if as_json:
-        show(json.dumps(result.as_json(), indent=1))
-    else:
-        show("\n".join(_report(result)))
-    return 0 if result.ok else 1
 
 
 def _open_source(directory: Path) -> Checkpoint:
@@ -274,23 +266,24 @@ def _judge_errors(result: Verification, *, compensated: bool = False) -> None:
     if len(far) > 1 and 2 * len(far) > len(result.modules):
         result.problems.append(
             f"{len(far)} of {len(result.modules)} linears are far from {result.against} (e.g. {far[0].name}: SQNR "
-            f"{far[0].sqnr_db:.2f} dB, rounding to nearest gives {_db(far[0].nearest_db)}): is it another model?"
+            f"{far[0].sqnr_db:.2f} dB, rounding to nearest gives {db_text(far[0].nearest_db)}): is it another model?"
         )
         return
     for module in result.modules:
         if module in far:
             result.problems.append(
-                f"{module.name}: SQNR {_db(module.sqnr_db)} against {result.against}, rounding to nearest gives "
-                f"{_db(module.nearest_db)}: its scales or values are not its own"
+                f"{module.name}: SQNR {db_text(module.sqnr_db)} against {result.against}, rounding to nearest gives "
+                f"{db_text(module.nearest_db)}: its scales or values are not its own"
             )
         elif module in judged and _deficit(module) > NOTICEABLE_DB:
             result.notes.append(
-                f"{module.name}: SQNR {_db(module.sqnr_db)}, rounding to nearest gives {_db(module.nearest_db)}"
+                f"{module.name}: SQNR {db_text(module.sqnr_db)}, rounding to nearest gives {db_text(module.nearest_db)}"
             )
         recorded = module.recorded_db
         if recorded is not None and abs((module.sqnr_db or math.inf) - recorded) > RECORD_TOLERANCE_DB:
             result.problems.append(
-                f"{module.name}: SQNR {_db(module.sqnr_db)} against {result.against}, {RECORD} has {_db(recorded)}"
+                f"{module.name}: SQNR {db_text(module.sqnr_db)} against {result.against}, "
+                f"{RECORD} has {db_text(recorded)}"
             )
 
 
@@ -335,55 +328,6 @@ def _finite(value: float | None) -> float | None:
     return None if value is None or (math.isinf(value) and value > 0) else max(-999.0, round(value, 4))
 
 
-def _db(value: float | None) -> str:
+def db_text(value: float | None) -> str:
+    """``"31.60 dB"``; ``"exact"`` for None."""
     return "exact" if value is None else f"{value:.2f} dB"
-
-
-def _report(result: Verification) -> Iterator[str]:
-    if result.modules:
-        yield from _error_table(result.modules)
-        yield ""
-    for note in result.notes[:_LISTED]:
-        yield f"note: {note}"
-    if len(result.notes) > _LISTED:
-        yield f"note: and {len(result.notes) - _LISTED} more (--json lists all)"
-    if result.problems:
-        count = len(result.problems)
-        yield f"{result.checkpoint}: {count} problem{'s' if count > 1 else ''}"
-        yield from (f"- {problem}" for problem in result.problems[:_LISTED])
-        if count > _LISTED:
-            yield f"- and {count - _LISTED} more (--json lists all)"
-        return
-    verdict = "not all checked" if result.unchecked else "good"
-    yield from (f"not checked: {line}" for line in result.unchecked)
-    hashes = f"; SHA-256 of {result.hashes} as exported" if result.hashes else ""
-    same = f"; {result.identical} equal to the source's to the byte" if result.against is not None else ""
-    again = f"; {result.requantised} as rounding the source gives, to the bit" if result.requantised else ""
-    yield (
-        f"{result.checkpoint}: {verdict}: {result.tensors} tensors, {result.nbytes:,} bytes, as config.json promises; "
-        f"no NaN or Inf{hashes}{same}{again}"
-    )
-
-
-def _error_table(modules: Sequence[ModuleError]) -> Iterator[str]:
-    """One row per type of linear: the worst and the mean of its SQNR, and which layer is the worst."""
-    groups: dict[tuple[str, str], list[ModuleError]] = {}
-    for module in modules:
-        groups.setdefault((module.path, module.number_format), []).append(module)
-    rows = []
-    for (path, number_format), group in groups.items():
-        values = [m.sqnr_db for m in group if m.sqnr_db is not None]
-        nearest = [m.nearest_db for m in group if m.nearest_db is not None]
-        rows.append(
-            (
-                path,
-                str(len(group)),
-                number_format,
-                _db(min(values, default=None)),
-                _db(math.fsum(values) / len(values) if values else None),
-                _db(min(nearest, default=None)),
-                group[0].name,
-            )
-        )
-    header = ("module", "count", "format", "worst SQNR", "mean SQNR", "to nearest", "worst module")
-    yield from table(header, rows, width=columns(), optional=("worst module", "mean SQNR", "count", "to nearest"))

@@ -6,34 +6,30 @@ Of any format, quantised or not, and of any size: both run layer by layer, see
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from modelexport.assets import demo_model_path
 from modelexport.errors import CheckpointError, PlanError, UsageError
-from modelexport.inspection.evaluate.record import HELD_OUT, check_record_is_there, save_evaluation
 from modelexport.models.architecture import why_no_language_model
 from modelexport.models.opening import open_model
-from modelexport.quantization.calibration.text import DATASET, TokenDocuments, has_tokenizer
+from modelexport.quantization.calibration.text import TokenDocuments, has_tokenizer
 from modelexport.quantization.methods import read_quantization_config
 from modelexport.system.small_files import read_small
 from modelexport.system.tables import table
-from modelexport.system.terminal import progress_bar, show
 
 if TYPE_CHECKING:
     from modelexport.checkpoints.safetensors.file import Checkpoint
     from modelexport.inspection.evaluate.losses import Comparison, Perplexity
     from modelexport.inspection.evaluate.streaming import Progress
 
-__all__ = ["DEMO", "TextEvaluation", "evaluate_on_text", "print_evaluation"]
+__all__ = ["DEMO", "TextEvaluation", "evaluate_on_text"]
 
 DEMO = "demo"
 """Names the embedded model, where there is no directory of that name."""
@@ -139,6 +135,13 @@ def evaluate_on_text(
         UsageError: no such text, no tokenizer, or fewer tokens than one window has.
         CheckpointError: a checkpoint that is damaged, cannot be decoded, or is no model; vocabularies that differ.
         PlanError: transformers has no such model.
+
+    Example:
+        ::
+
+            >>> result = modelexport.evaluate("ckpt", against="demo", windows=2, window=64)
+            >>> 0 < result.comparison.mean_kl < 0.2
+            True
     """
     for name, value in (("windows", windows), ("window", window)):
         if value is not None and value < 1:
@@ -183,47 +186,6 @@ def evaluate_on_text(
         kv_cache=quantization is not None and quantization.kv_cache_scheme is not None,
         seconds=time.perf_counter() - began,
     )
-
-
-def print_evaluation(
-    checkpoint: Path,
-    against: Path | None = None,
-    text: Path | None = None,
-    *,
-    windows: int | None = None,
-    window: int = WINDOW,
-    config: Path | None = None,
-    dtype: DTypeName = "float32",
-    save: bool = False,
-    as_json: bool = False,
-) -> int:
-    """Print what :func:`evaluate_on_text` finds, and with ``save`` keep it in the checkpoint; returns 0."""
-    if save:
-        check_record_is_there(checkpoint)
-    with _bar(quiet=as_json) as progress:
-        result = evaluate_on_text(
-            checkpoint, against, text, windows=windows, window=window, config=config, dtype=dtype, progress=progress
-        )
-    if save:
-        name = HELD_OUT if text is None else str(text) if str(text).startswith(DATASET) else text.name  # without a path
-        save_evaluation(checkpoint, {**result.as_json(), "text": name})
-    show(
-        json.dumps(result.as_json(), indent=1) if as_json else "\n".join(result.lines()),
-        stands=f"the figures are in {checkpoint}" if save else "",
-    )
-    return 0
-
-
-@contextmanager
-def _bar(*, quiet: bool) -> Iterator[Progress]:
-    """A bar of layers, silent where nobody watches."""
-    with progress_bar(quiet=quiet, unit="layer", desc="evaluating") as bar:
-
-        def progress(done: int, layers: int) -> None:
-            bar.total = layers
-            bar.update(done - bar.n)
-
-        yield progress
 
 
 def _open(path: str | os.PathLike[str], config: str | os.PathLike[str] | None) -> Checkpoint:
