@@ -1,8 +1,8 @@
-"""Getting what the ranks made into the checkpoint, in one of three ways, and keeping the books.
+"""Writes the layers that ranks emit into the checkpoint, in one of three ways, and records what was written.
 
 - ``shm``: every rank's layer goes to the first rank through shared memory, which writes it all.
 - ``nfs``: the same, through files in a workspace.
-- ``direct``: each rank writes its own pieces; only descriptions go to the first rank. A weight that is cut along its
+- ``direct``: each rank writes its own pieces; only their checksums go to the first rank. A weight that is cut along its
   columns is the exception: its pieces would be thousands of short segments each, ten times slower to write than
   whole rows. They meet at one rank, another one for each such weight, which writes them as rows: in shared memory,
   or through the workspace where the ranks are on several machines.
@@ -13,7 +13,6 @@ memory, goes into the journal, and the audit compares it with what lies in the f
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -29,7 +28,7 @@ from modelexport.distributed import collectives, gather, ranks
 from modelexport.distributed.launch import phase, report
 from modelexport.exporting.plan import Step, TensorTask
 from modelexport.inspection.verify.items import WrittenPiece
-from modelexport.layers import LayerConfig, TensorShard, describe, merge, split
+from modelexport.layers import LayerConfig, TensorShard
 
 
 class ShardWriter:
@@ -84,7 +83,7 @@ class ShardWriter:
         if not self._direct:
             with self.gathered(layer) as parts:
                 if parts:
-                    self._record(step, [describe(part) for part in parts], self._write(parts), note)
+                    self._record(step, self._write(parts), note)
             return
         meeting = list(dict.fromkeys(task.path for task in step.tasks if self._meets(task)))
         pieces = self._write([_without(layer, meeting)])
@@ -92,18 +91,13 @@ class ShardWriter:
             owner, self._turn = self._turn, (self._turn + 1) % self.world
             with self.gathered(replace(layer, modules={path: layer.modules[path]}), owner) as parts:
                 pieces += self._write(parts)
-        payload = {"layer": describe(layer), "pieces": [piece.as_json() for piece in pieces]}
-        with self.gathered(payload) as parts:
+        with self.gathered([piece.as_json() for piece in pieces]) as parts:
             if parts:
-                every = [WrittenPiece.from_json(piece) for part in parts for piece in part["pieces"]]
-                self._record(step, [part["layer"] for part in parts], every, note)
+                self._record(step, [WrittenPiece.from_json(piece) for part in parts for piece in part], note)
 
-    def _record(
-        self, step: Step, layers: Sequence[LayerConfig], pieces: Sequence[WrittenPiece], note: dict[str, Any] | None
-    ) -> None:
+    def _record(self, step: Step, pieces: Sequence[WrittenPiece], note: dict[str, Any] | None) -> None:
         """First rank: the step is in the files."""
-        described, _ = split(merge(layers))
-        entry = {"layer": json.loads(described), "pieces": [piece.as_json() for piece in pieces]}
+        entry: dict[str, Any] = {"pieces": [piece.as_json() for piece in pieces]}
         if note is not None:
             entry["note"] = note
         self.records[step.id] = entry

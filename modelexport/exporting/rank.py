@@ -405,8 +405,7 @@ class RankExport:
         with self.writer.gathered({"checks": checks}) as parts:
             if parts:
                 merged = [check for part in parts for check in part["checks"]]
-                layers = [records[step.id]["layer"] for step in job.plan.steps]
-                report({"kind": "result", "checks": merged, "layers": layers, "calibration": self.calibration()})
+                report({"kind": "result", "checks": merged, "calibration": self.calibration()})
 
 
 def _extent(box: tuple[tuple[int, int], ...]) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ directory is the same to the byte whatever the parallelism.
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,8 @@ def make_record(
 
     Args:
         files: name -> path of every file written beside the weights.
-        outcome: the first rank's result: ``layers`` (a described LayerConfig per step, as JSON) and ``checks``
-            (per module: SHA-256 of its tensors as read back, SQNR in dB against the source).
+        outcome: the first rank's result: ``checks`` (per module: SHA-256 of its tensors as read back, SQNR in dB
+            against the source).
     """
     checks = {check["name"]: check for check in outcome["checks"]}
     seen = outcome.get("calibration")
@@ -72,7 +72,7 @@ def make_record(
         "unquantised": plan.unquantised,
         "left_out": {**plan.left_out, **side.left_out},
         "file_sha256": {n: file_sha256(path) for n, path in sorted(files.items())},
-        "layers": _joined_layers(outcome["layers"]),
+        "layers": _layers(plan),
         "sqnr_db": {n: c["sqnr_db"] for n, c in sorted(checks.items()) if c["sqnr_db"] is not None},
         "sha256": {t: h for _, check in sorted(checks.items()) for t, h in check["sha256"].items()},
     }
@@ -89,20 +89,29 @@ def _calibration(recipe: ExportRecipe, seen: dict[str, Any] | None) -> dict[str,
     return {"text": text, **how, **seen}
 
 
-def _joined_layers(described: Sequence[Any]) -> list[Any]:
-    """One description per layer: the slabs of a large embedding are joined again."""
-    import json
+def _layers(plan: ExportPlan) -> list[dict[str, Any]]:
+    """The merged :class:`~modelexport.layers.LayerConfig` of every layer, as JSON: it follows from the plan."""
+    from modelexport.layers import LayerConfig, ModuleConfig, TensorShard, to_json
 
-    from modelexport.layers import LayerConfig, merge, restore, to_json
-
-    groups: list[list[LayerConfig]] = []
-    for value in described:
-        layer = restore(json.dumps(value), {})
-        if groups and groups[-1][0].name == layer.name:
-            groups[-1].append(layer)
-        else:
-            groups.append([layer])
-    return [to_json(merge(group)) for group in groups]
+    layers: dict[str, LayerConfig] = {}
+    for step in plan.steps:
+        layer = layers.setdefault(step.layer, LayerConfig(step.layer, step.index))
+        for task in step.tasks:
+            if task.path not in layer.modules:
+                number_format, shape = task.number_format, task.info.shape
+                layer.modules[task.path] = ModuleConfig(
+                    kind=task.module.kind,
+                    role=task.module.role,
+                    partition=task.module.partition,
+                    global_shape=shape,
+                    local_shape=shape,
+                    number_format="none" if number_format is None else number_format.name,
+                    group_size=None if number_format is None else number_format.group_size,
+                )
+            tensors = layer.modules[task.path].tensors
+            for out in task.outputs:
+                tensors[out.name] = TensorShard(out.dtype, out.shape, (0,) * len(out.shape), out.shape)
+    return [to_json(layer) for layer in layers.values()]
 
 
 def _version(package: str) -> str | None:

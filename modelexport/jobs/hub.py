@@ -7,6 +7,7 @@ that failed is repeated by the same command. huggingface_hub is imported only wh
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,6 +62,7 @@ def push(directory: str | os.PathLike[str], repo_id: str, *, private: bool = Fal
             >>> modelexport.push("ckpt", "me/demo-int4", quiet=True).endswith("me/demo-int4")
             True
     """
+    directory = Path(directory)
     check_repo_id(repo_id)
     if not any((directory / name).is_file() for name in _IS_CHECKPOINT):
         raise UsageError(f"{directory}: no checkpoint is there (a directory with {', '.join(_IS_CHECKPOINT[:2])})")
