@@ -88,7 +88,7 @@ class LimitError(ModelExportError, RuntimeError):
 
 
 class OutputError(ModelExportError, RuntimeError):
-    """What was asked for could not be printed."""
+    """The requested output could not be printed."""
 
 
 class HubError(ModelExportError, RuntimeError):
@@ -162,7 +162,7 @@ def did_you_mean(name: str, known: Iterable[str], *, most: int = 1) -> str:
 
 
 def shown(value: object) -> str:
-    """What a stranger wrote, as much of it as a message needs, on one line."""
+    """Untrusted text on one line, cut to the length that a message needs."""
     text = value if isinstance(value, str) else _SHORT.repr(value)
     line = printable(text[: _SHOWN + 1]).replace("\n", "\\n")
     return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}..."
@@ -182,7 +182,7 @@ def listed(problems: Iterable[str]) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """What a library's exception says, on one line; its type where it says nothing."""
+    """The message of a library's exception on one line; its type where it has none."""
     return shown(" ".join(str(error).split()) or type(error).__name__)
 
 

@@ -75,7 +75,8 @@ def _run(arguments: list[str]) -> int:
 
 
 def _is_ours_to_say(error: ModelExportError) -> bool:
-    """Whether this process prints ``error``: under torchrun and the like the first rank does, and the culprit."""
+    """Returns whether this process prints ``error``: under torchrun and the like the first rank does, and the
+    culprit."""
     rank = external_rank()
     return rank in (None, 0) or not isinstance(error, (UsageError, RankFailedError))
 

@@ -60,7 +60,7 @@ class Parser(argparse.ArgumentParser):
             self.error(f"{name} {value}: unknown{nearest(str(value), map(str, action.choices))}")
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """What --help and --version print, on stdout."""
+        """Prints the text of --help and --version on stdout."""
         show(message.rstrip("\n"))
 
     def error(self, message: str) -> NoReturn:

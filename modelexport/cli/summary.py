@@ -105,7 +105,7 @@ def reshard_summary(result: ReshardResult) -> str:
 
 
 def _plan(result: ExportResult) -> Iterator[str]:
-    """Who reads what: the elements along the cut, per rank, or their range where there are many ranks."""
+    """The elements along the cut that each rank reads, or their range where there are many ranks."""
     few = result.tp <= 8
     ranks = [f"rank {rank}" for rank in range(result.tp)] if few else ["least", "most"]
     rows = [_cut(row, few) for row in result.cuts]

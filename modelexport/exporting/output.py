@@ -59,7 +59,7 @@ class ShardWriter:
         gather.connect(self._ranks, None, self._workspace)
 
     def wants_shared(self, task: TensorTask) -> bool:
-        """Whether what is made of ``task`` should lie in shared memory, because another rank will write it."""
+        """Returns whether the outputs of ``task`` should lie in shared memory, because another rank will write them."""
         return self._shares_all or (self._meets(task) and self._workspace is None)
 
     def _meets(self, task: TensorTask) -> bool:

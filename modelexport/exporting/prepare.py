@@ -51,7 +51,7 @@ class Prepared:
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether samples run through the model, for statistics or for static scales."""
+        """True if samples run through the model, for statistics or for static scales."""
         return self.plan.needs_ranges or self.plan.calibrated
 
     def warn(self) -> None:
@@ -135,7 +135,7 @@ def _autoquant(recipe: ExportRecipe, source: Source, checkpoint: Checkpoint) -> 
 
 
 def _target(recipe: ExportRecipe, checkpoint: Checkpoint, plan: ExportPlan) -> TargetPlan:
-    """Where the plan's tensors go: seen as a checkpoint that is yet to be cut for the target's parallelism."""
+    """The layout of the target: the planned tensors, cut for the target's parallelism."""
     whole = plan_layout(list(plan.outputs()), max_shard_bytes=recipe.max_shard_bytes)
     announced = announcement(plan)
     config = {key: value for key, value in (checkpoint.config or {}).items() if key not in QUANTIZATION_KEYS}
@@ -154,7 +154,7 @@ def _target(recipe: ExportRecipe, checkpoint: Checkpoint, plan: ExportPlan) -> T
 
 
 def announcement(plan: ExportPlan) -> Announcement | None:
-    """What config.json, and files beside it, say of a plan's quantisation; None where nothing is quantised."""
+    """The quantization config of a plan, for config.json and files beside it; None where nothing is quantised."""
     formats = plan.formats()
     if not formats and not plan.kv_cache:
         return None
@@ -163,7 +163,7 @@ def announcement(plan: ExportPlan) -> Announcement | None:
 
 
 def _warnings(prepared: Prepared) -> tuple[str, ...]:
-    """What engines are known to refuse of what will be written, and what its format has to say of the source."""
+    """Warnings of engines known to refuse the planned checkpoint, and notes of its format on the source."""
     recipe, plan = prepared.recipe, prepared.plan
     linears: dict[tuple[object, ...], Linear] = {}
     for step in plan.steps:
@@ -198,7 +198,7 @@ def _warnings(prepared: Prepared) -> tuple[str, ...]:
 
 
 def parse_assignment(recipe: ExportRecipe) -> Assignment | None:
-    """What ``--quant`` says; None where every linear keeps what it has."""
+    """The assignment that ``--quant`` describes; None where every linear keeps its number format."""
     method = checkpoint_formats.method_of(recipe.format)
     if recipe.quant == KEEP:
         return None
@@ -212,7 +212,7 @@ def parse_assignment(recipe: ExportRecipe) -> Assignment | None:
 
 
 def check_early(recipe: ExportRecipe) -> None:
-    """What is wrong though nothing heavy has been imported: the target, and what a calibration of words alone needs.
+    """Checks, before anything heavy is imported, the target and the files that calibration reads.
 
     Raises:
         UsageError: the target exists; or the text or the tokenizer is missing.
@@ -228,7 +228,7 @@ def check_early(recipe: ExportRecipe) -> None:
 
 
 def _check_calibration(recipe: ExportRecipe, source: Source, checkpoint: Checkpoint) -> None:
-    """What is seen at once, before ranks are started: the rest is said where the text is read.
+    """Checks what calibration needs, before ranks are started; the text itself is checked where it is read.
 
     Raises:
         PlanError: the source is quantised, or calibration cannot run it.

@@ -1,4 +1,4 @@
-"""What follows an export whose checkpoint stands already: figures of the demo model, and a push to the hub.
+"""The steps after an export is published: figures of the demo model, and a push to the hub.
 
 Neither can lose the checkpoint: it has its name before they begin.
 """

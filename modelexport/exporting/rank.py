@@ -1,4 +1,4 @@
-"""What one tensor-parallel rank does: read its shards, quantise them, hand them over, check what was written.
+"""One tensor-parallel rank: reads its shards, quantises them, writes them, checks what was written.
 
 Three stages run side by side: while step i is quantised (main thread), step i+1 is read and step i-1 is
 written (one thread each). Slots bound the memory: two of them hold source shards, two hold results, each
@@ -155,7 +155,7 @@ class RankExport:
         self.writer = ShardWriter(job.layout, staging, job.recipe.transport, job.workspace, dict(job.done))
 
     def open_reader(self) -> Reader:
-        """What reads the source."""
+        """Opens the reader of the source."""
         return Reader(self.job.source)
 
     def __enter__(self) -> RankExport:
@@ -310,7 +310,7 @@ class RankExport:
         return self.encoded(task, native, (weight.shape[0], weight.shape[1]))
 
     def _recoded(self, task: TensorTask, stored: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What the source has quantised: spelt by the target's method, or as the weight that it stands for."""
+        """A linear that is quantised in the source: re-encoded by the target's method, or decoded to its weight."""
         linear = task.stored
         assert linear is not None
         try:
@@ -333,7 +333,7 @@ class RankExport:
         return {task.parameter: torch.tensor(reached / FP8_MAX if reached > 0 else 1.0, dtype=torch.float32)}
 
     def _is_copied(self, task: TensorTask, weight: Tensor) -> bool:
-        """Whether a tensor that passes through leaves its slot: a norm must not hold up a whole layer's."""
+        """Returns whether a tensor that passes through is copied: a norm must not hold up a whole layer's buffer."""
         return not self.writer.wants_shared(task) and weight.nbytes <= SMALL_BYTES
 
     def _result_bytes(self, task: TensorTask, weight: Tensor) -> int:

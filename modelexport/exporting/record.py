@@ -152,7 +152,7 @@ def target_of_export(prepared: Prepared) -> Target:
 
 
 def _model_facts(prepared: Prepared) -> dict[str, Any]:
-    """What is known of the model beside its numbers: what it is, where it came from, and under which licence."""
+    """The facts of the model beside its numbers: its type, its origin and its licence."""
     source, config = prepared.source, prepared.checkpoint.config or {}
     said = read_card_metadata(source.directory)
     declared = next(iter(said.pop("base_model", [])), None)
@@ -174,7 +174,8 @@ def _model_facts(prepared: Prepared) -> dict[str, Any]:
 
 
 def _inherited(before: Mapping[str, Any] | None, made: Mapping[str, Any]) -> dict[str, Any]:
-    """What stays true of numbers that are only spelled anew: how they were rounded, and what was folded or rotated."""
+    """The parts of the source's record that hold for re-encoded numbers: their rounding, and what was folded or
+    rotated."""
     if before is None:
         return {}
     keys = ("calibration", "changed", "output_error")
@@ -184,7 +185,7 @@ def _inherited(before: Mapping[str, Any] | None, made: Mapping[str, Any]) -> dic
 
 
 def _fingerprint(prepared: Prepared) -> dict[str, Any]:
-    """What must be equal for an interrupted export to be resumed: the source's files and the settings."""
+    """The facts that must be equal for an interrupted export to be resumed: the source's files and the settings."""
     recipe = prepared.recipe
     return {
         "model": str(prepared.source.directory),
@@ -202,7 +203,7 @@ def _fingerprint(prepared: Prepared) -> dict[str, Any]:
 
 
 def _calibration_inputs(prepared: Prepared) -> dict[str, Any] | None:
-    """What calibration depends on, beside the model; None where there is none."""
+    """The settings and files that calibration depends on, beside the model; None where there is none."""
     recipe = prepared.recipe
     if not prepared.is_calibrated:
         return None

@@ -40,7 +40,7 @@ class TypeRow:
 
 @dataclass(frozen=True)
 class CutRow:
-    """How the modules of one name are cut.
+    """The cut of all modules of one name.
 
     Attributes:
         partition: ``column``, ``row`` or ``replicated``.
@@ -58,7 +58,7 @@ class CutRow:
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What an export wrote, or would write (``out`` None: a dry run).
+    """The result of an export, or of a dry run (``out`` is None then).
 
     Attributes:
         source_bytes, output_bytes: of the weights.

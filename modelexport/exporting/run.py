@@ -120,7 +120,7 @@ def run_as_launched(recipe: ExportRecipe, config: MultiprocessConfig) -> tuple[P
 
 
 def _preloaded(recipe: ExportRecipe) -> tuple[str, ...]:
-    """What the ranks share: kernels are compiled, or loaded, once for all of them."""
+    """The modules to import once for all ranks: kernels are compiled, or loaded, there."""
     further = CALIBRATION_PRELOAD if recipe.is_calibrated else ()
     return (*PRELOAD, *further, *kernels.modules(recipe.quant, recipe.observer))
 
@@ -141,7 +141,7 @@ def _job(prepared: Prepared, done: dict[str, Any], *, spread: bool = False) -> R
 
 
 def _rank_class(prepared: Prepared) -> type[RankExport]:
-    """How the ranks go about a layer: data-free, with static scales, or calibrated."""
+    """The layer strategy of the ranks: data-free, with static scales, or calibrated."""
     with without_collector():
         if prepared.plan.calibrated:
             from modelexport.exporting.calibrated.rank import CalibratedExport

@@ -1,4 +1,4 @@
-"""What ranks must know of each other before they quantise: the largest magnitudes that a scale depends on.
+"""Agreement of the ranks, before they quantise, on the largest magnitudes that a scale depends on.
 
 A maximum is exact in any order, and the squared errors of a search come whole rows at a time and are added in the order
 of the rows, so that the scales are those of the whole weight, whatever the cut.

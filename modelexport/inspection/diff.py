@@ -51,7 +51,7 @@ class TensorDifference:
 
 @dataclass
 class Diff:
-    """What two checkpoints have in common and what not.
+    """The result of comparing two checkpoints.
 
     Attributes:
         tensors, nbytes: that were compared, and their size in A.
@@ -70,7 +70,7 @@ class Diff:
 
     @property
     def equal(self) -> bool:
-        """Whether they hold the same."""
+        """True if both hold the same tensors."""
         return not self.differences
 
     def as_json(self) -> dict[str, Any]:
@@ -134,7 +134,8 @@ def _open(directory: str | os.PathLike[str], config: str | os.PathLike[str] | No
 
 
 def _no_part_of_the_model(checkpoint: Checkpoint) -> dict[str, str]:
-    """What no other checkpoint of the same model need have -> what it is. A head is a copy only if it is equal."""
+    """Tensors that another checkpoint of the same model need not have -> what they are. A head is a copy only if
+    equal."""
     try:
         check_ties(checkpoint)
         return left_out(checkpoint)
@@ -202,7 +203,7 @@ class _Comparison:
 
 
 def _unequal(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, float | None]:
-    """Which elements differ, and the largest difference; None where a value is no number.
+    """A mask of the elements that differ, and the largest difference; None where a value is no number.
 
     Of one dtype they differ by their bits; of two, by their values.
     """

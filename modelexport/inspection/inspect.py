@@ -48,7 +48,7 @@ class TypeRow:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     Attributes:
         format: the checkpoint format, as ``--format`` spells it.
@@ -111,7 +111,7 @@ def inspect_checkpoint(directory: Path | str, config: Path | str | None = None) 
 
 
 def describe(contents: Contents) -> Inspection:
-    """What ``inspect`` tells of a checkpoint that is open."""
+    """The :class:`Inspection` of an open checkpoint."""
     checkpoint, architecture = contents.checkpoint, contents.architecture
     quantization, modules = contents.quantization, contents.modules
     described = checkpoint.config or {}
@@ -260,7 +260,7 @@ def _record_summary(record: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _index_warnings(checkpoint: Checkpoint) -> Iterator[str]:
-    """What the index says beyond the places of tensors, which ``open_checkpoint`` has compared."""
+    """Warnings of an index, beyond the places of tensors, which ``open_checkpoint`` has compared."""
     if not has_file(checkpoint.directory, INDEX_NAME):
         return
     metadata = read_json(checkpoint.directory / INDEX_NAME).get("metadata")

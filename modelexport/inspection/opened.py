@@ -15,7 +15,7 @@ __all__ = ["Contents", "open_contents"]
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint's headers and its config.json say.
+    """A checkpoint, its config.json and its modules, from headers alone.
 
     Attributes:
         directory: as it was given.

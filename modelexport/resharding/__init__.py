@@ -74,7 +74,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class ReshardResult:
-    """What a resharding wrote, or would write (``out`` None: a dry run).
+    """The result of a resharding, or of a dry run (``out`` is None then).
 
     Attributes:
         source_format, format: the checkpoint formats, as ``--format`` spells them.
@@ -315,7 +315,7 @@ def _target(prepared: Prepared) -> Target:
 
 
 def engine_warnings(recipe: ReshardRecipe, record: Mapping[str, Any]) -> list[str]:
-    """What engines are known to refuse of a recorded checkpoint, as it is about to be written."""
+    """Warnings of engines known to refuse a recorded checkpoint in the form about to be written."""
     kind = (record.get("model") or {}).get("model_type", "")
     return warnings(recipe.format, linears_of(record), tp=recipe.tp, model=kind)
 

@@ -59,7 +59,7 @@ def units_of(info: TensorInfo) -> list[Unit]:
 
 
 def deal(sizes: Sequence[int], world: int) -> list[int]:
-    """Which rank takes each piece of work: balanced, and the same wherever it is computed."""
+    """The rank that takes each piece of work: balanced, and the same wherever it is computed."""
     if world == 1:
         return [0] * len(sizes)
     from modelexport.sharding.distribution import distribute_shards_to_ranks

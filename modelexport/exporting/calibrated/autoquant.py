@@ -1,4 +1,4 @@
-"""What autoquant needs before there is a plan: the errors of each format in each group of linears, and the choice."""
+"""autoquant, before there is a plan: the errors of each format in each group of linears, and the choice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a family scales into what, as folds of one layer's weights; and scales that were decided, put into the weights.
+"""A family's scalings as folds of one layer's weights; applies the scales that were chosen to the weights.
 
 Whatever is stored in the model's own dtype decides which scales there can be: a norm's weight is divided and rounded,
 and what it was divided by after rounding is what its readers are multiplied by; a router, or any linear that is not
@@ -162,7 +162,7 @@ def _rows_of_part(module: Module, dimensions: Dimensions, part: str) -> Range:
 
 
 def _columns(source: Module, part: str, reader: Module, dimensions: Dimensions) -> Tensor | None:
-    """Which feature of the source each input of the reader is, where that is not the one of its own number."""
+    """The feature of the source that each input of the reader is, where that is not the one of its own number."""
     axis = dict(source.axes).get(part)
     if axis != "kv_heads" or reader.axis != "heads" or dimensions.heads == dimensions.kv_heads:
         return None
@@ -200,7 +200,7 @@ def _held(share: Share, dim: int, size: int) -> Tensor:
 
 
 def _for_rows(held: Tensor, rows: Range, scale: Tensor) -> Tensor:
-    """What each row is divided by: 1 for those that are of another part."""
+    """The divisor of each row: 1 for those that are of another part."""
     divisor = torch.ones(held.numel(), dtype=torch.float32, device=scale.device)
     inside = (held >= rows[0]) & (held < rows[1])
     divisor[inside.to(scale.device)] = scale[(held[inside] - rows[0]).to(scale.device)]
@@ -208,7 +208,7 @@ def _for_rows(held: Tensor, rows: Range, scale: Tensor) -> Tensor:
 
 
 def _same_memory(part: Tensor, whole: Tensor) -> bool:
-    """Whether ``part`` lies within ``whole``."""
+    """Returns whether ``part`` lies within the memory of ``whole``."""
     start, size = whole.data_ptr(), whole.numel() * whole.element_size()
     return part.numel() > 0 and part.device == whole.device and start <= part.data_ptr() < start + size
 

@@ -1,4 +1,4 @@
-"""Which part of every decoder layer a rank computes while calibration samples run through it.
+"""The part of every decoder layer that a rank computes while calibration samples run through it.
 
 Engines' cuts: output features of what comes before a nonlinearity (heads, intermediate features), input features of
 what comes after it. They are made of tiles, next to each other, that are the same for any number of ranks; so hidden
@@ -52,7 +52,7 @@ class _Held:
 
 
 def forward_cut(family: Family, dimensions: Dimensions, rank: int, world: int) -> ForwardCut:
-    """What one of ``world`` ranks computes of each decoder layer.
+    """The part of each decoder layer that one of ``world`` ranks computes.
 
     Raises:
         PlanError: the family cuts along an axis that this does not know to cut.
@@ -121,7 +121,7 @@ def _heads(heads: int, kv_heads: int, rank: int, world: int) -> tuple[_Held, _He
 
 
 def _own(count: int, rank: int, world: int) -> Range:
-    """Which of ``count`` things belong to a rank: some, or, where there are more ranks, one that it shares."""
+    """The range of ``count`` units that belongs to a rank; where there are more ranks, one unit that it shares."""
     if world > count:
         return rank * count // world, rank * count // world + 1
     return even_ranges(count, world)[rank]

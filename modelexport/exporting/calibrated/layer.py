@@ -34,7 +34,7 @@ RARE = 64
 
 @dataclass
 class LayerReport:
-    """What is told of a layer that is done.
+    """The calibration figures of one quantised layer.
 
     Attributes:
         before, after: linear -> squared error of its outputs, as a part of their own square (see
@@ -106,7 +106,7 @@ class CalibratedLayer:
         self.before: OutputErrors | None = None
 
     def share(self, tensor: str) -> Share:
-        """Which part of a tensor this rank's forward pass holds."""
+        """The part of a tensor that this rank's forward pass holds."""
         module, _, parameter = tensor.rpartition(".")
         share = self.shares.get(module, WHOLE)
         return share if parameter == "weight" or share.dim == 0 else WHOLE  # a row-parallel linear's bias is whole
@@ -173,7 +173,7 @@ class CalibratedLayer:
                 )
 
     def _errors_to_nearest(self) -> OutputErrors:
-        """What rounding to nearest would do to the outputs, with nothing folded."""
+        """The output errors that rounding to nearest would cause, with nothing folded."""
         errors = OutputErrors()
         self._agree(search=False)
         for linear in self.quantised.values():
@@ -299,7 +299,8 @@ class CalibratedLayer:
             made.activations[linear.name] = self._rounding_of(linear)
 
     def _rounding_of(self, linear: Linear) -> Callable[[Tensor], Tensor]:
-        """What rounds a linear's inputs; one function for all that are given and round the same: it is called once."""
+        """The function that rounds a linear's inputs; the same one for all linears that share and round their inputs
+        alike."""
         number_format = linear.number_format
         assert number_format is not None
         key = (number_format.name, id(linear.inputs), linear.reach)
@@ -309,7 +310,7 @@ class CalibratedLayer:
         return self.roundings[key]
 
     def _take_others(self, made: Made) -> None:
-        """What is not quantised, in the source's dtype: it may have been folded, or rotated."""
+        """Takes the tensors that are not quantised, in the source's dtype: they may have been folded, or rotated."""
         for name, task in self.tasks.items():
             value = self.rows[name]
             if self.numbers[name] in made.native or task.quantised or not value.numel():

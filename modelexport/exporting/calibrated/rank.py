@@ -95,7 +95,7 @@ class CalibratedExport(RankExport):
             self.open.enter_context(self.runner)
 
     def _restored(self, index: int) -> bool:
-        """Whether the samples go on from what an earlier run has kept of them: on all ranks, or on none."""
+        """Returns whether the samples go on from the states that an earlier run kept: on all ranks, or on none."""
         path = self._kept(index)
         if not ranks.compute_and_broadcast(path.is_file):
             return False
@@ -109,7 +109,7 @@ class CalibratedExport(RankExport):
         phase(f"{current_phase().partition(' (batch')[0]} (batch {done} of {batches})")
 
     def _kept(self, index: int) -> Path:
-        """Where what goes into a layer is kept, for a run that takes this one up."""
+        """The file that keeps the inputs of a layer, for a run that resumes this one."""
         return self.beside / f"{index}.safetensors"
 
     # ------------------------------------------------------------ layers

@@ -22,7 +22,8 @@ Shares = Callable[[str], Share]
 
 
 def to_rows(tasks: Mapping[str, TensorTask], tensors: Mapping[str, Tensor], shares: Shares) -> dict[str, Tensor]:
-    """What this rank emits of each tensor, out of what the ranks' forward passes hold. All ranks call it together.
+    """The part of each tensor that this rank emits, re-cut from the parts that the ranks' forward passes hold.
+    Collective.
 
     Args:
         tasks: tensor's name -> its task. The same on all ranks.

@@ -80,7 +80,7 @@ class RotatedReader:
         }
 
     def tensor_dtype(self, name: str) -> torch.dtype:
-        """What :meth:`read` gives of a tensor where ``out`` does not say otherwise."""
+        """The dtype in which :meth:`read` returns a tensor unless ``out`` has another."""
         return torch.float32 if name in self._linears else torch_dtype(self.infos[name].dtype)
 
     def read(
@@ -328,12 +328,13 @@ class _Table:
 
 
 def _reads(module: Module) -> bool:
-    """Whether what it is given is the residual stream, after a norm."""
+    """Returns whether the module's input is the residual stream, after a norm."""
     return not module.axes if module.partition == "row" else module.across is None
 
 
 def _writes(module: Module) -> bool:
-    """Whether what it gives is as wide as the residual stream (of a norm or vector: whether it lies along it)."""
+    """Returns whether the module's output is as wide as the residual stream (a norm or vector: whether it lies along
+    it)."""
     return module.across is None if module.partition == "row" else not module.axes
 
 

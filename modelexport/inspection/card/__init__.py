@@ -154,7 +154,7 @@ def _quality(record: Mapping[str, Any], rows: list[Row]) -> Iterator[str]:
 
 
 def _output_errors(record: Mapping[str, Any]) -> Iterator[str]:
-    """What the linears compute on the calibration samples; of calibrated exports alone."""
+    """The output errors of the linears on the calibration samples; of calibrated exports alone."""
     errors = _mapping(record.get("output_error"))
     before, after = _mapping(errors.get("before")), _mapping(errors.get("after"))
     pairs = [(before[name], after[name]) for name in after if _is_number(before.get(name)) and _is_number(after[name])]

@@ -1,4 +1,4 @@
-"""What quantisation did to a model: perplexity, KL divergence to the source, and a sentence of each.
+"""The effect of quantisation on a model: perplexity, KL divergence from the source, and a sentence of each.
 
 Perplexity alone moves little on a small model; the mean KL divergence of the next-token distributions and
 the paired difference in loss (both models on the same tokens, so most of the noise between texts cancels)
@@ -279,7 +279,7 @@ class Evaluation:
         return value
 
     def lines(self) -> list[str]:
-        """What to print, a line each."""
+        """The printed lines."""
         c = self.comparison
         part = f"{self.windows} of {self.windows_in_text} windows of {self.window} tokens"
         return [

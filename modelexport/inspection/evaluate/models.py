@@ -58,7 +58,7 @@ class PlainTensors:
         self._untaken = set(self.names)
 
     def _list(self) -> None:
-        """Which tensors are a quantised linear's, and which are the model's as they are.
+        """Lists the tensors of quantised linears, and those that are stored as the model has them.
 
         Raises:
             CheckpointError: one is quantised, but config.json does not say how; or its tensors are not as it says.
@@ -113,7 +113,7 @@ class PlainTensors:
 
     @property
     def vocabulary(self) -> int:
-        """How many tokens there are, as config.json has it; 0 where it does not say."""
+        """The number of tokens in the vocabulary by config.json; 0 where it does not say."""
         size = (self.checkpoint.config or {}).get("vocab_size")
         return size if isinstance(size, int) else 0
 
@@ -123,7 +123,7 @@ class PlainTensors:
         return self.checkpoint.infos[name].shape if linear is None else linear.shape
 
     def is_decoded(self, name: str) -> bool:
-        """Whether reading ``name`` decodes a quantised linear, all of it."""
+        """Returns whether reading ``name`` decodes a whole quantised linear."""
         return name in self._linears
 
     def check_all_read(self, but: Collection[str] = ()) -> None:

@@ -38,7 +38,7 @@ _CHUNK_WEIGHTS = 1 << 23
 
 
 class Outputs:
-    """What a checkpoint's last layer makes of the windows, and the head that is to come: logits of a chunk at a time.
+    """The outputs of a checkpoint's last layer, and its head: logits of a chunk of windows at a time.
 
     Attributes:
         hidden: each batch's final hidden states, ``[windows, length, hidden]`` in ``dtype``.
@@ -98,7 +98,7 @@ class Outputs:
 
 
 def _bias_of(runner: LayerRunner, tensors: PlainTensors) -> str | None:
-    """What the checkpoint calls the head's bias; None where the model has none.
+    """The name of the head's bias in the checkpoint; None where the model has none.
 
     Raises:
         CheckpointError: the model has one, the checkpoint has not.
@@ -121,7 +121,7 @@ def _tied_to(model: Any) -> str | None:
 
 
 class _Hidden:
-    """What a model without its head returns, as far as heads look at it."""
+    """The output of a model without its head, as far as heads read it."""
 
     def __init__(self, last_hidden_state: Tensor) -> None:
         self.last_hidden_state = last_hidden_state
@@ -182,7 +182,7 @@ def through_layers(
 
 @contextmanager
 def _in_words(tensors: PlainTensors) -> Iterator[None]:
-    """What cannot be run, without the advice that is for calibration."""
+    """The message of an error, without the advice that is for calibration."""
     try:
         yield
     except PlanError as error:

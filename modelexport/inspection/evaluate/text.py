@@ -84,7 +84,7 @@ class TextEvaluation:
         return finite
 
     def lines(self) -> Iterator[str]:
-        """What to print, a line each."""
+        """The printed lines."""
         chosen = f"{self.windows} of {'' if self.all_of_text else 'the first '}{self.windows_in_text:,}"
         if self.windows == self.windows_in_text:
             chosen = f"{'all' if self.all_of_text else 'the first'} {self.windows}"
@@ -218,7 +218,7 @@ def _documents(
 
 
 def _is_demos(directory: Path) -> bool:
-    """Whether a tokenizer is the demo model's: the model then is the demo model, or was made of it."""
+    """Returns whether a tokenizer is the demo model's: the model then is the demo model, or was made of it."""
     own, other = demo_model_path() / "tokenizer.json", directory / "tokenizer.json"
     return other.is_file() and other.stat().st_size == own.stat().st_size and read_small(other) == read_small(own)
 

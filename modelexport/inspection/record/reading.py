@@ -64,7 +64,7 @@ def _check_calibration(path: Path, calibration: Mapping[str, Any]) -> None:
 
 
 def _check(path: Path, values: Mapping[Any, Any], kinds: Mapping[Any, Kind], where: str, needed: bool = False) -> None:
-    """What is there is of its kind; unless ``needed``, it may be missing or null."""
+    """Checks the type of a value; unless ``needed``, it may be missing or null."""
     for key, kind in kinds.items():
         value = values.get(key)
         if not isinstance(value, kind) and (needed or value is not None):

@@ -1,4 +1,4 @@
-"""What modelexport.json says of the tensors that were written: rows for people, and what decides which engine loads it.
+"""Rows of modelexport.json on the tensors that were written, and the facts that decide which engine loads them.
 
 Of the record alone: no weight is read, and torch is not imported. A record may be a stranger's: what is not of the
 kind that an export writes is passed over.
@@ -87,7 +87,7 @@ def rows_of(record: Mapping[str, Any]) -> list[Row]:
 
 
 def stored_of(record: Mapping[str, Any]) -> Stored:
-    """What of an exported checkpoint decides which engine loads it."""
+    """The facts of an exported checkpoint that decide which engine loads it."""
     recipe = _mapping(record.get("recipe"))
     ways = [recipe.get(f"target_{axis}", 1) for axis in ("tp", "pp", "ep")]
     model_type = _mapping(record.get("model")).get("model_type")

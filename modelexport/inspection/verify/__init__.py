@@ -39,7 +39,7 @@ RECORD_TOLERANCE_DB = 0.02
 
 @dataclass(frozen=True)
 class ModuleError:
-    """How far one linear is from its source.
+    """The quantisation error of one linear against its source.
 
     Attributes:
         sqnr_db: signal to quantisation noise; None where nothing was lost.
@@ -57,7 +57,7 @@ class ModuleError:
 
 @dataclass
 class Verification:
-    """What was looked at and what was found.
+    """The findings of a verification.
 
     Attributes:
         problems: what is wrong, one line each; empty: the checkpoint is good.
@@ -83,7 +83,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """True if no problem was found."""
         return not self.problems
 
     def as_json(self) -> dict[str, Any]:
@@ -243,7 +243,7 @@ def _judge_bytes(result: Verification, items: Sequence[AuditItem], checks: Seque
 
 
 def _compensated(record: Mapping[str, Any] | None) -> bool:
-    """Whether weights were rounded for the least error of outputs rather than of their own."""
+    """Returns whether weights were rounded for the least error of outputs rather than of their own."""
     algorithm = (record or {}).get("recipe", {}).get("algorithm")
     return isinstance(algorithm, str) and "gptq" in map(str.strip, algorithm.split("+"))
 
@@ -288,7 +288,7 @@ def _judge_errors(result: Verification, *, compensated: bool = False) -> None:
 
 
 def _deficit(module: ModuleError) -> float:
-    """How many dB worse than rounding to nearest."""
+    """The SQNR below that of rounding to nearest, in dB."""
     if module.sqnr_db is None:
         return -math.inf
     return (math.inf if module.nearest_db is None else module.nearest_db) - module.sqnr_db

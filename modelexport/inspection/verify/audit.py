@@ -202,7 +202,7 @@ _SCALE = re.compile(r"(?:weight|input|output|[qkv])_(?:global_)?scale|scales$|sc
 
 
 def value_faults(key: str, data: Tensor) -> dict[str, int]:
-    """What must not be in a tensor called ``key`` within its module -> how many of it there are; empty if none."""
+    """Values that a tensor called ``key`` within its module must not hold -> their number; empty if there are none."""
     code_mask = _NOT_A_NUMBER.get(data.dtype)
     if code_mask is not None:
         codes = data.view(torch.uint8) & code_mask

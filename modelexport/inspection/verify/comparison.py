@@ -32,7 +32,7 @@ _AT_MOST = 5
 
 @dataclass
 class Comparison:
-    """What can be compared with what.
+    """The tensors of a checkpoint that can be compared with the source, and their counterparts.
 
     Attributes:
         sources: full name of a tensor here, or the name of a quantised module -> the tensor of the source.
@@ -145,7 +145,7 @@ def plan_items(
     quantization: QuantizationConfig | None,
     fused: Mapping[str, str],
 ) -> list[AuditItem]:
-    """What to read together: a quantised linear with its source, and every other tensor by itself.
+    """The items to read together: a quantised linear with its source, and every other tensor by itself.
 
     What cannot be decoded is noted in ``comparison``.
 
@@ -176,7 +176,7 @@ def plan_items(
 def _decoder(
     module: StoredModule, weight: TensorInfo, quantization: QuantizationConfig | None
 ) -> tuple[Scheme, NumberFormat] | None:
-    """How config.json spells a module's tensors, and the number format that reads them; None where it is not so."""
+    """The scheme of a module in config.json and the number format that decodes it; None where there is none."""
     from modelexport.quantization import formats
 
     scheme = None if quantization is None else quantization.scheme_of(module.name)

@@ -41,7 +41,7 @@ class WrittenPiece:
 
 @dataclass(frozen=True)
 class AuditItem:
-    """What is audited together: one module's written tensors and the weight they were made from.
+    """One module of an audit: its written tensors and the weight they were made from.
 
     Attributes:
         tensors: name within the module -> where it lies in the checkpoint.
@@ -62,7 +62,7 @@ class AuditItem:
 
     @cached_property
     def axes(self) -> dict[str, Axes]:
-        """How the tensors go with the weight's dims; of those that the number format stores."""
+        """The dims of the weight along which each tensor of the number format runs."""
         if self.number_format is None or self.source is None:
             return {}
         method, shape = of_method(self.method), (self.source.shape[0], self.source.shape[1])
