@@ -45,8 +45,17 @@ def test_the_examples(tmp_path: Path) -> None:
     with running_hub() as server:
         hub = {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}
         done = subprocess.run(
-            [sys.executable, "-c", EXAMPLES, *FUNCTIONS], capture_output=True, text=True, timeout=200, check=False,
-            cwd=tmp_path, env={**os.environ, **hub, "NO_PROXY": "127.0.0.1", "PYTHONPATH":
-            str(Path(modelexport.__file__).parents[1])},
+            [sys.executable, "-c", EXAMPLES, *FUNCTIONS],
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+            cwd=tmp_path,
+            env={
+                **os.environ,
+                **hub,
+                "NO_PROXY": "127.0.0.1",
+                "PYTHONPATH": str(Path(modelexport.__file__).parents[1]),
+            },
         )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from modelexport.cli.summary import summary
 from modelexport.exporting import export
-from modelexport.exporting.result import ExportResult, TypeRow
+from modelexport.exporting.result import ExportResult, SummaryRow
 from modelexport.system.tables import size_text, table
 
 ROWS = [
-    TypeRow("model.embed_tokens", 1, "bf16", 27008, 54016, 16.0, None, None),
-    TypeRow("self_attn.q_proj", 12, "int4", 196608, 102000, 4.15, 18.987, "model.layers.3.self_attn.q_proj"),
+    SummaryRow("model.embed_tokens", 1, "bf16", 27008, 54016, 16.0, None, None),
+    SummaryRow("self_attn.q_proj", 12, "int4", 196608, 102000, 4.15, 18.987, "model.layers.3.self_attn.q_proj"),
 ]
 RESULT = ExportResult(
     source="org/name",

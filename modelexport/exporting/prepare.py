@@ -30,11 +30,11 @@ from modelexport.sharding.plan import Parallelism
 from modelexport.system.startup import without_collector
 from modelexport.system.terminal import note
 
-__all__ = ["Prepared", "announcement", "check_early", "parse_assignment", "prepare"]
+__all__ = ["PreparedExport", "announcement", "check_early", "parse_assignment", "prepare"]
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedExport:
     """An export before its first weight is read."""
 
     recipe: ExportRecipe
@@ -61,7 +61,7 @@ class Prepared:
                 note(f"warning: {warning}")
 
 
-def prepare(recipe: ExportRecipe, source: Source | None = None) -> Prepared:
+def prepare(recipe: ExportRecipe, source: Source | None = None) -> PreparedExport:
     """Read the headers and plan the export; no weight is read and nothing is written."""
     if "autoquant" not in recipe.algorithms:
         parse_assignment(recipe)  # before a download, for a wrong name's sake
@@ -94,7 +94,7 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> Prepared:
         if plan.needs_ranges or plan.calibrated:
             _check_calibration(recipe, source, checkpoint)
         _check_work(recipe, plan)
-        prepared = Prepared(recipe, source, checkpoint, plan, _target(recipe, checkpoint, plan))
+        prepared = PreparedExport(recipe, source, checkpoint, plan, _target(recipe, checkpoint, plan))
         if recipe.quant == KEEP:
             check_source(prepared.target, checkpoint)
         return replace(prepared, warnings=(*dropped, *_warnings(prepared)))
@@ -162,7 +162,7 @@ def announcement(plan: ExportPlan) -> Announcement | None:
     return of_method(plan.method).announce(announced)
 
 
-def _warnings(prepared: Prepared) -> tuple[str, ...]:
+def _warnings(prepared: PreparedExport) -> tuple[str, ...]:
     """Warnings of engines known to refuse the planned checkpoint, and notes of its format on the source."""
     recipe, plan = prepared.recipe, prepared.plan
     linears: dict[tuple[object, ...], Linear] = {}

@@ -16,7 +16,7 @@ from modelexport import __version__
 from modelexport.checkpoints.card_metadata import read_card_metadata
 from modelexport.checkpoints.formats.hf import RECORD, SideFiles
 from modelexport.exporting.plan import ExportPlan
-from modelexport.exporting.prepare import Prepared, announcement
+from modelexport.exporting.prepare import PreparedExport, announcement
 from modelexport.inspection.card import model_card
 from modelexport.inspection.record.reading import read_record
 from modelexport.jobs.side_files import cards, files_digest, inputs_of, source_config, target_of
@@ -121,7 +121,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def target_of_export(prepared: Prepared) -> Target:
+def target_of_export(prepared: PreparedExport) -> Target:
     """The target of an export, not yet begun."""
     recipe = prepared.recipe
     assert recipe.out is not None
@@ -151,7 +151,7 @@ def target_of_export(prepared: Prepared) -> Target:
     return Target(recipe.out, files, overwrite=recipe.overwrite, quiet=recipe.quiet)
 
 
-def _model_facts(prepared: Prepared) -> dict[str, Any]:
+def _model_facts(prepared: PreparedExport) -> dict[str, Any]:
     """The facts of the model beside its numbers: its type, its origin and its licence."""
     source, config = prepared.source, prepared.checkpoint.config or {}
     said = read_card_metadata(source.directory)
@@ -184,7 +184,7 @@ def _inherited(before: Mapping[str, Any] | None, made: Mapping[str, Any]) -> dic
     return {"recipe": {**made["recipe"], "algorithm": algorithm}, **kept}
 
 
-def _fingerprint(prepared: Prepared) -> dict[str, Any]:
+def _fingerprint(prepared: PreparedExport) -> dict[str, Any]:
     """The facts that must be equal for an interrupted export to be resumed: the source's files and the settings."""
     recipe = prepared.recipe
     return {
@@ -202,7 +202,7 @@ def _fingerprint(prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def _calibration_inputs(prepared: Prepared) -> dict[str, Any] | None:
+def _calibration_inputs(prepared: PreparedExport) -> dict[str, Any] | None:
     """The settings and files that calibration depends on, beside the model; None where there is none."""
     recipe = prepared.recipe
     if not prepared.is_calibrated:

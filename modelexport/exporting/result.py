@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from modelexport.exporting.plan import ExportPlan, full_name
-from modelexport.exporting.prepare import Prepared
+from modelexport.exporting.prepare import PreparedExport
 from modelexport.recipe import ExportRecipe
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class TypeRow:
+class SummaryRow:
     """One row of the summary: all modules of one name (``self_attn.q_proj``) taken together.
 
     Attributes:
@@ -82,7 +82,7 @@ class ExportResult:
     out: str | None
     quant: str
     tp: int
-    rows: list[TypeRow]
+    rows: list[SummaryRow]
     source_bytes: int
     output_bytes: int
     files: list[str]
@@ -108,17 +108,19 @@ class ExportResult:
         return {**fields, "evaluation": self.evaluation.as_json() if self.evaluation else None}
 
 
-def preview_of(prepared: Prepared) -> ExportResult:
+def preview_of(prepared: PreparedExport) -> ExportResult:
     """The result of a dry run."""
     return _result(prepared, prepared.source.label, None, {"left_out": prepared.plan.left_out}, 0.0)
 
 
-def result_of(prepared: Prepared, record: dict[str, Any], seconds: float) -> ExportResult:
+def result_of(prepared: PreparedExport, record: dict[str, Any], seconds: float) -> ExportResult:
     """The result of an export that published ``record``, after ``seconds``."""
     return _result(prepared, record["source"], prepared.recipe.out, record, seconds)
 
 
-def _result(prepared: Prepared, source: str, out: str | None, record: dict[str, Any], seconds: float) -> ExportResult:
+def _result(
+    prepared: PreparedExport, source: str, out: str | None, record: dict[str, Any], seconds: float
+) -> ExportResult:
     plan, recipe, target = prepared.plan, prepared.recipe, prepared.target
     return ExportResult(
         source=source,
@@ -178,7 +180,7 @@ def _kernels() -> str:
     return backend.name if backend.name == "fused" else f"{backend.name} ({backend.reason})"
 
 
-def _rows(plan: ExportPlan, sqnr: dict[str, float], errors: dict[str, dict[str, float]]) -> list[TypeRow]:
+def _rows(plan: ExportPlan, sqnr: dict[str, float], errors: dict[str, dict[str, float]]) -> list[SummaryRow]:
     """Group the plan's tensors by the module's name within its layer, in the plan's order."""
     sums: dict[str, dict[str, Any]] = {}
     for step in plan.steps:
@@ -205,7 +207,7 @@ def _rows(plan: ExportPlan, sqnr: dict[str, float], errors: dict[str, dict[str, 
             if full in sqnr:
                 row["worst"] = min(row["worst"], (sqnr[full], full))
     return [
-        TypeRow(
+        SummaryRow(
             path,
             len(row["modules"]),
             ", ".join(row["formats"]) or "-",

@@ -15,7 +15,7 @@ from modelexport.checkpoints.source import resolve_source
 from modelexport.distributed import launch
 from modelexport.distributed.launch import MultiprocessConfig
 from modelexport.errors import UsageError
-from modelexport.exporting.prepare import Prepared, parse_assignment, prepare
+from modelexport.exporting.prepare import PreparedExport, parse_assignment, prepare
 from modelexport.exporting.record import target_of_export
 from modelexport.jobs import hub
 from modelexport.jobs.hosts import agree, check_coherent, is_spread, run_as_rank
@@ -40,7 +40,7 @@ CALIBRATION_PRELOAD = (
 )
 
 
-def run_own_ranks(recipe: ExportRecipe) -> tuple[Prepared, dict[str, Any]]:
+def run_own_ranks(recipe: ExportRecipe) -> tuple[PreparedExport, dict[str, Any]]:
     """Exports in rank processes of our own; returns the record too."""
     if recipe.push_to_hub is not None:
         hub.check_login(recipe.push_to_hub)
@@ -88,11 +88,11 @@ def launcher_config(recipe: ExportRecipe) -> MultiprocessConfig | None:
     return found
 
 
-def run_as_launched(recipe: ExportRecipe, config: MultiprocessConfig) -> tuple[Prepared, dict[str, Any]]:
+def run_as_launched(recipe: ExportRecipe, config: MultiprocessConfig) -> tuple[PreparedExport, dict[str, Any]]:
     """Exports as one of the ranks that another launcher started; returns the record too."""
     from modelexport.distributed import ranks
 
-    def export_as_rank() -> tuple[Prepared, dict[str, Any]]:
+    def export_as_rank() -> tuple[PreparedExport, dict[str, Any]]:
         from modelexport.exporting.rank import run_rank
 
         if "autoquant" not in recipe.algorithms:
@@ -125,7 +125,7 @@ def _preloaded(recipe: ExportRecipe) -> tuple[str, ...]:
     return (*PRELOAD, *further, *kernels.modules(recipe.quant, recipe.observer))
 
 
-def _job(prepared: Prepared, done: dict[str, Any], *, spread: bool = False) -> RankJob:
+def _job(prepared: PreparedExport, done: dict[str, Any], *, spread: bool = False) -> RankJob:
     with without_collector():
         from modelexport.exporting.rank import RankJob
 
@@ -140,7 +140,7 @@ def _job(prepared: Prepared, done: dict[str, Any], *, spread: bool = False) -> R
     )
 
 
-def _rank_class(prepared: Prepared) -> type[RankExport]:
+def _rank_class(prepared: PreparedExport) -> type[RankExport]:
     """The layer strategy of the ranks: data-free, with static scales, or calibrated."""
     with without_collector():
         if prepared.plan.calibrated:
@@ -156,7 +156,7 @@ def _rank_class(prepared: Prepared) -> type[RankExport]:
         return RankExport
 
 
-def _heard(prepared: Prepared, done: Mapping[str, Any], *, shown: bool = True) -> AbstractContextManager[Heard]:
+def _heard(prepared: PreparedExport, done: Mapping[str, Any], *, shown: bool = True) -> AbstractContextManager[Heard]:
     recipe = prepared.recipe
     sizes = {step.id: step.output_bytes for step in prepared.plan.steps}
     return heard("export", sizes, done, quiet=recipe.quiet or recipe.json or not shown)

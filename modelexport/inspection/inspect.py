@@ -24,7 +24,7 @@ from modelexport.system.small_files import has_file, read_json
 
 
 @dataclass(frozen=True)
-class TypeRow:
+class InspectionRow:
     """All modules of one path within a layer that are stored alike.
 
     Attributes:
@@ -68,7 +68,7 @@ class Inspection:
     architectures: list[str]
     layers: int
     tied_embeddings: bool | None
-    rows: list[TypeRow]
+    rows: list[InspectionRow]
     parameters: int
     nbytes: int
     ratio: float
@@ -174,7 +174,7 @@ def tensor_parallel_sizes(architecture: Architecture, modules: Sequence[StoredMo
     return loadable_tp(limits, dims.kv_heads, dims.head_dim, kv_units), ""
 
 
-def _rows(modules: Sequence[StoredModule], architecture: Architecture) -> list[TypeRow]:
+def _rows(modules: Sequence[StoredModule], architecture: Architecture) -> list[InspectionRow]:
     """One row per path and format, in the family's order where it is known, else in the file's."""
     groups: dict[tuple[str, str, str], list[StoredModule]] = {}
     for module in modules:
@@ -191,7 +191,7 @@ def _rows(modules: Sequence[StoredModule], architecture: Architecture) -> list[T
         parameters, nbytes = sum(m.parameters for m in group), sum(m.nbytes for m in group)
         scales = {_scale_text(m) for m in group} - {""}
         rows.append(
-            TypeRow(
+            InspectionRow(
                 f"{stack}.*.{path}" if stack and len(stacks) > 1 else path,
                 group[0].kind,
                 len(group),

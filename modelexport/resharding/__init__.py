@@ -48,7 +48,7 @@ PRELOAD = ("torch", "modelexport.resharding.rank", "modelexport.models.preloadin
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedReshard:
     """A resharding before its first weight is read.
 
     Attributes:
@@ -147,13 +147,13 @@ def reshard(recipe: ReshardRecipe | None = None, **settings: Any) -> ReshardResu
     return _result(prepared, world, outcome, time.perf_counter() - began)
 
 
-def prepare(recipe: ReshardRecipe) -> Prepared:
+def prepare(recipe: ReshardRecipe) -> PreparedReshard:
     """Read the headers and plan everything; no weight is read and nothing is written."""
     with without_collector():  # a hundred thousand small objects: the collector would walk them over and over
         return _prepare(recipe)
 
 
-def _prepare(recipe: ReshardRecipe) -> Prepared:
+def _prepare(recipe: ReshardRecipe) -> PreparedReshard:
     formats.get(recipe.format)
     source = Path(os.path.expanduser(recipe.checkpoint))
     opened = open_model(source, recipe.config)
@@ -172,7 +172,9 @@ def _prepare(recipe: ReshardRecipe) -> Prepared:
     )
     check_source(target, checkpoint)
     record = read_record(checkpoint.directory)
-    return Prepared(recipe, checkpoint, target, plan_steps(rules, checkpoint.infos), record, tuple(dropped), drafts)
+    return PreparedReshard(
+        recipe, checkpoint, target, plan_steps(rules, checkpoint.infos), record, tuple(dropped), drafts
+    )
 
 
 def _check_out(recipe: ReshardRecipe) -> None:
@@ -201,7 +203,7 @@ def _check_spelling(recipe: ReshardRecipe, checkpoint: Checkpoint) -> None:
         )
 
 
-def _launch(recipe: ReshardRecipe) -> tuple[Prepared, int, dict[str, Any]]:
+def _launch(recipe: ReshardRecipe) -> tuple[PreparedReshard, int, dict[str, Any]]:
     """Reshard in processes of our own."""
     world = recipe.ranks or 1
     if world > 1:
@@ -244,10 +246,10 @@ def _launcher_config(recipe: ReshardRecipe) -> MultiprocessConfig | None:
     return found
 
 
-def _take_part(recipe: ReshardRecipe, config: MultiprocessConfig) -> tuple[Prepared, int, dict[str, Any]]:
+def _take_part(recipe: ReshardRecipe, config: MultiprocessConfig) -> tuple[PreparedReshard, int, dict[str, Any]]:
     """Reshard as one of the processes that another launcher started."""
 
-    def reshard_as_rank() -> tuple[Prepared, int, dict[str, Any]]:
+    def reshard_as_rank() -> tuple[PreparedReshard, int, dict[str, Any]]:
         from modelexport.resharding.rank import run_rank
 
         launch.phase("planning the resharding")
@@ -268,7 +270,7 @@ def _take_part(recipe: ReshardRecipe, config: MultiprocessConfig) -> tuple[Prepa
     return run_as_rank(config, reshard_as_rank)
 
 
-def _target(prepared: Prepared) -> Target:
+def _target(prepared: PreparedReshard) -> Target:
     recipe, checkpoint = prepared.recipe, prepared.checkpoint
     assert recipe.out is not None
 
@@ -320,7 +322,7 @@ def engine_warnings(recipe: ReshardRecipe, record: Mapping[str, Any]) -> list[st
     return warnings(recipe.format, linears_of(record), tp=recipe.tp, model=kind)
 
 
-def _job(prepared: Prepared, done: dict[str, Any], *, spread: bool) -> ReshardJob:
+def _job(prepared: PreparedReshard, done: dict[str, Any], *, spread: bool) -> ReshardJob:
     recipe = prepared.recipe
     assert recipe.out is not None
     exchange = recipe.exchange or ("auto" if spread else "direct")
@@ -336,7 +338,7 @@ def _job(prepared: Prepared, done: dict[str, Any], *, spread: bool) -> ReshardJo
     )
 
 
-def _heard(prepared: Prepared, done: Mapping[str, Any], *, shown: bool = True) -> AbstractContextManager[Heard]:
+def _heard(prepared: PreparedReshard, done: Mapping[str, Any], *, shown: bool = True) -> AbstractContextManager[Heard]:
     recipe = prepared.recipe
     sizes = {step.id: step.nbytes for step in prepared.steps}
     return heard("reshard", sizes, done, quiet=recipe.quiet or recipe.json or not shown)
@@ -352,7 +354,7 @@ def _reads(steps: Iterable[Step], world: int) -> list[int]:
 
 
 def _result(
-    prepared: Prepared, world: int, outcome: Mapping[str, Any] | None = None, seconds: float = 0.0
+    prepared: PreparedReshard, world: int, outcome: Mapping[str, Any] | None = None, seconds: float = 0.0
 ) -> ReshardResult:
     recipe, checkpoint, layout = prepared.recipe, prepared.checkpoint, prepared.target.layout
     return ReshardResult(

@@ -63,7 +63,7 @@ class LayerReport:
 
 
 @dataclass
-class Made:
+class QuantisedLayer:
     """A layer's tensors, as far as this rank emits them.
 
     Attributes:
@@ -82,7 +82,8 @@ class Made:
 
 
 class CalibratedLayer:
-    """A filled layer on its way to :class:`Made`: :meth:`fold` for each algorithm that folds, then :meth:`round`."""
+    """A filled layer on its way to :class:`QuantisedLayer`: :meth:`fold` for each algorithm that folds, then
+    :meth:`round`."""
 
     def __init__(
         self, job: RankJob, step: Step, runner: LayerRunner, filled: FilledLayer, scales: ScaleAgreement, rank: int
@@ -254,7 +255,7 @@ class CalibratedLayer:
     def _dtype(self, tensor: str) -> torch.dtype:
         return torch_dtype(self.tasks[tensor].info.dtype)
 
-    def round(self, rounding: Rounding) -> Made:
+    def round(self, rounding: Rounding) -> QuantisedLayer:
         """Round the linears; the layer's tensors are then those that are written, decoded."""
         self.look(frozenset(rounding.wants), rounding.name)
         phase(f"{self.step.id}: {rounding.name}")
@@ -264,7 +265,7 @@ class CalibratedLayer:
             if name in self.clips:
                 linear.weight = _clamped(linear.weight, self.clips[name])
         self._agree()
-        made = Made(report=self.report)
+        made = QuantisedLayer(report=self.report)
         after = OutputErrors()
         for group in self._groups():
             native = rounding.quantise(group)
@@ -286,7 +287,7 @@ class CalibratedLayer:
             groups.setdefault(id(linear if linear.inputs is None else linear.inputs), []).append(linear)
         return list(groups.values())
 
-    def _take(self, made: Made, linear: Linear, native: dict[str, Tensor], after: OutputErrors) -> None:
+    def _take(self, made: QuantisedLayer, linear: Linear, native: dict[str, Tensor], after: OutputErrors) -> None:
         name, number_format = f"{linear.name}.weight", linear.number_format
         assert number_format is not None
         target = self.rows[name]
@@ -309,7 +310,7 @@ class CalibratedLayer:
             self.roundings[key] = partial(number_format.fake_quantise_activations, tensors=small)
         return self.roundings[key]
 
-    def _take_others(self, made: Made) -> None:
+    def _take_others(self, made: QuantisedLayer) -> None:
         """Takes the tensors that are not quantised, in the source's dtype: they may have been folded, or rotated."""
         for name, task in self.tasks.items():
             value = self.rows[name]
@@ -318,7 +319,7 @@ class CalibratedLayer:
             made.plain[self.numbers[name]] = stored = value.to(torch_dtype(task.info.dtype))
             value.copy_(stored)  # what is written is what runs
 
-    def _cached(self, made: Made) -> None:
+    def _cached(self, made: QuantisedLayer) -> None:
         observed, index = self.observed, self.step.index
         assert observed is not None
         assert index is not None

@@ -20,7 +20,7 @@ from modelexport.distributed import ranks
 from modelexport.distributed.launch import current_phase, phase, report
 from modelexport.errors import CheckpointError
 from modelexport.exporting.calibrated.forward import forward_cut
-from modelexport.exporting.calibrated.layer import CalibratedLayer, Made
+from modelexport.exporting.calibrated.layer import CalibratedLayer, QuantisedLayer
 from modelexport.exporting.calibrated.rotation import RotatedReader
 from modelexport.exporting.calibrated.samples import forward_reader, shared_tokens
 from modelexport.exporting.plan import Step
@@ -141,7 +141,7 @@ class CalibratedExport(RankExport):
                 self.emit(module, task, {task.outputs[0].name: plain})
         return Quantised(layer, [(self.sources, shards.slot)], made.report.as_json())
 
-    def _calibrated(self, step: Step) -> Made:
+    def _calibrated(self, step: Step) -> QuantisedLayer:
         """All of the layer's tensors that this rank emits; the samples are moved on to the next layer."""
         index = step.index
         assert index is not None

@@ -38,7 +38,7 @@ _NOT_A_NUMBER = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
 
 
 @dataclass
-class Chunk:
+class AuditChunk:
     """Some rows of a module.
 
     Attributes:
@@ -112,7 +112,7 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def read_chunks(item: AuditItem, out_reader: Reader, source_reader: Reader | None) -> Iterator[Chunk]:
+def read_chunks(item: AuditItem, out_reader: Reader, source_reader: Reader | None) -> Iterator[AuditChunk]:
     """Read a module's tensors, and its source, in pieces of a few MB, each byte once.
 
     A chunk's tensors are valid until the next one of this thread is asked for.
@@ -120,7 +120,7 @@ def read_chunks(item: AuditItem, out_reader: Reader, source_reader: Reader | Non
     weight = item.source or max(item.tensors.values(), key=lambda info: info.nbytes)
     kept: dict[str, Tensor] = {}
     for rows in _row_chunks(weight, item.rows_together):
-        chunk = Chunk(rows, dict(kept), {}, None)
+        chunk = AuditChunk(rows, dict(kept), {}, None)
         for key, info in item.tensors.items():
             if key in kept:
                 continue
@@ -142,7 +142,7 @@ def read_chunks(item: AuditItem, out_reader: Reader, source_reader: Reader | Non
 
 def _check(
     item: AuditItem,
-    chunks: Iterator[Chunk],
+    chunks: Iterator[AuditChunk],
     pieces: Mapping[str, Sequence[WrittenPiece]],
     thorough: bool,
     amax: Tensor | None = None,

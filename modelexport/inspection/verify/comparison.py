@@ -31,7 +31,7 @@ _AT_MOST = 5
 
 
 @dataclass
-class Comparison:
+class SourceComparison:
     """The tensors of a checkpoint that can be compared with the source, and their counterparts.
 
     Attributes:
@@ -50,9 +50,9 @@ def compare_headers(
     architecture: Architecture,
     record: Mapping[str, Any] | None,
     source: Checkpoint | None,
-) -> Comparison:
+) -> SourceComparison:
     """Pair the tensors of a checkpoint with those of its source; empty where there is none."""
-    result = Comparison()
+    result = SourceComparison()
     if source is None:
         return result
     changed = _changed(record, result)
@@ -117,7 +117,7 @@ def compare_headers(
     return result
 
 
-def _changed(record: Mapping[str, Any] | None, result: Comparison) -> frozenset[str]:
+def _changed(record: Mapping[str, Any] | None, result: SourceComparison) -> frozenset[str]:
     """Tensors, or modules, whose values an export made others of, as its record says."""
     names = (record or {}).get("changed", [])
     if isinstance(names, list) and all(isinstance(name, str) for name in names):
@@ -141,7 +141,7 @@ def _untied_head(
 
 def plan_items(
     modules: Sequence[StoredModule],
-    comparison: Comparison,
+    comparison: SourceComparison,
     quantization: QuantizationConfig | None,
     fused: Mapping[str, str],
 ) -> list[AuditItem]:
