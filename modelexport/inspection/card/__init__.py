@@ -16,6 +16,7 @@ from modelexport.inspection.card.loading import loading_lines
 from modelexport.inspection.card.markdown import code, plain, table
 from modelexport.inspection.card.recipe import recipe_lines
 from modelexport.inspection.record.rows import Row, rows_of, stored_of
+from modelexport.quantization import algorithms
 from modelexport.system.tables import size_text
 
 __all__ = ["model_card"]
@@ -72,9 +73,9 @@ def _front_matter(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _algorithms(record: Mapping[str, Any]) -> list[str]:
-    """Those that leave something to be tagged with."""
-    names = str(_mapping(record.get("recipe")).get("algorithm", "")).split("+")
-    return [name for name in ("awq", "gptq", "rotation", "smoothquant") if name in names]
+    """Those that samples ran through the layers for."""
+    used = algorithms.used(_mapping(record.get("recipe")).get("algorithm"))
+    return [algorithm.name for algorithm in used if algorithm.needs_samples and algorithm.kind != "assign"]
 
 
 def _title(record: Mapping[str, Any]) -> Iterator[str]:

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import Any
 
 from modelexport.inspection.card.markdown import code, plain
-from modelexport.recipe import ALGORITHM_SETTINGS, ExportRecipe
+from modelexport.quantization import algorithms
+from modelexport.recipe import ExportRecipe, calibration_key, is_calibration, recorded_names
+from modelexport.settings import decides_bytes
 
 __all__ = ["recipe_lines", "recipe_of"]
 
-_DECIDING = ("quant", "group_size", "algorithm", "kv_cache", "format", "max_shard_bytes")
 _TARGET = ("target_tp", "target_pp", "target_ep")
-_CALIBRATION = ("samples", "length", "seed", "range", "experts")
 _ALWAYS = ("quant", "algorithm", "format")
 _OWN_TEXT = "modelexport's own text"
 
 
 def recipe_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that decide the bytes, as a recipe has them; those that are at their defaults are left out.
+    """Returns the settings that decide the bytes, as a recipe has them, without those that are at their defaults.
 
-    What autoquant chose stands in the place of autoquant.
+    An algorithm that chose the number formats is left out: they stand there themselves.
     """
     recipe, model = _mapping(record.get("recipe")), _mapping(record.get("model"))
     found: dict[str, Any] = {}
@@ -28,18 +29,22 @@ def recipe_of(record: Mapping[str, Any]) -> dict[str, Any]:
         found["model"] = model["hub_id"]
         if model.get("revision"):
             found["revision"] = model["revision"]
-    algorithms = [name for name in str(recipe.get("algorithm", "rtn")).split("+") if name != "autoquant"] or ["rtn"]
-    settings = [name for algorithm in algorithms for name in ALGORITHM_SETTINGS.get(algorithm, ())]
-    wanted = {**recipe, "algorithm": "+".join(algorithms)}
-    for name in (*_DECIDING, *settings, *_TARGET):
-        if name in wanted and (name in _ALWAYS or wanted[name] != _default(name)):
-            found[name] = wanted[name]
-    calibration = _mapping(record.get("calibration"))
-    if calibration and calibration.get("text") != _OWN_TEXT:
-        found["calib"] = calibration.get("text")
-    for name in _CALIBRATION:
-        if name in calibration and calibration[name] != _default(f"calib_{name}"):
-            found[f"calib_{name}"] = calibration[name]
+    default = ExportRecipe.algorithm
+    chosen = [algorithm.name for algorithm in algorithms.used(recipe.get("algorithm")) if algorithm.kind == "assign"]
+    used = [name for name in str(recipe.get("algorithm", default)).split("+") if name not in chosen] or [default]
+    calibration = dict(_mapping(record.get("calibration")))
+    if calibration.get("text") == _OWN_TEXT:
+        del calibration["text"]
+    own_keys = {field: key for key, field in recorded_names(used).items()}
+    wanted = {**recipe, "algorithm": "+".join(used)}
+    for spec in filter(decides_bytes, fields(ExportRecipe)):
+        held, key = wanted, spec.name
+        if is_calibration(spec.name):
+            held, key = calibration, calibration_key(spec.name)
+        elif "algorithm" in spec.metadata:
+            key = own_keys.get(spec.name, "")
+        if key in held and (spec.name in _ALWAYS or held[key] != spec.default):
+            found[spec.name] = held[key]
     return found
 
 
@@ -65,10 +70,12 @@ def recipe_lines(record: Mapping[str, Any]) -> Iterator[str]:
 
 def _remarks(record: Mapping[str, Any]) -> Iterator[str]:
     recipe, calibration = _mapping(record.get("recipe")), _mapping(record.get("calibration"))
-    if "autoquant" in str(recipe.get("algorithm", "")).split("+"):
+    for algorithm in algorithms.used(recipe.get("algorithm")):
+        if algorithm.kind != "assign":
+            continue
         yield (
-            f"The number formats were chosen by autoquant, within {plain(recipe.get('bits', '?'))} bits a weight among "
-            f"{code(recipe.get('candidates', '?'))}."
+            f"The number formats were chosen by {algorithm.name}, within {plain(recipe.get('bits', '?'))} bits a "
+            f"weight among {code(recipe.get('candidates', '?'))}."
         )
     if calibration:
         samples, length, text = (plain(calibration.get(key, "?")) for key in ("samples", "length", "text"))

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from modelexport.errors import UsageError, nearest
 from modelexport.models import checkpoint_formats
 from modelexport.models.engines import REFUSALS
 from modelexport.models.loading import LOADINGS, STAND_IN
+from modelexport.quantization import algorithms
 from modelexport.quantization import formats as number_formats
-from modelexport.recipe import ALGORITHM_SETTINGS, ALGORITHMS, ExportRecipe
+from modelexport.recipe import field_of
 from modelexport.system.tables import text_table
 from modelexport.system.terminal import show
 
@@ -42,7 +43,7 @@ def known() -> dict[str, Any]:
     return {
         "number_formats": list(numbers.values()),
         "checkpoint_formats": [_checkpoint_format(name) for name in checkpoint_formats.names()],
-        "algorithms": [_algorithm(name) for name in ALGORITHMS],
+        "algorithms": [_algorithm(name) for name in algorithms.names()],
         "loaded": [asdict(row) for row in LOADINGS],
         "refused": [asdict(row) for row in REFUSALS],
     }
@@ -59,10 +60,10 @@ def describe(name: str) -> dict[str, Any]:
         found["number_format"] = _number_format(name)
     if name in checkpoint_formats.names():
         found["checkpoint_format"] = _checkpoint_format(name)
-    if name in ALGORITHMS:
+    if name in algorithms.names():
         found["algorithm"] = _algorithm(name)
     if len(found) == 1:
-        names = {*number_formats.names(), *checkpoint_formats.names(), *ALGORITHMS}
+        names = {*number_formats.names(), *checkpoint_formats.names(), *algorithms.names()}
         raise UsageError(f"unknown format '{name}'{nearest(name, names)}")
     found["loaded"] = [
         asdict(row)
@@ -108,11 +109,8 @@ def _checkpoint_format(name: str) -> dict[str, Any]:
 
 
 def _algorithm(name: str) -> dict[str, Any]:
-    from modelexport.quantization import algorithms
-
-    fields = ExportRecipe.__dataclass_fields__
-    (found,) = algorithms.get([name])
-    settings = {key: fields[key].default for key in ALGORITHM_SETTINGS.get(name, ())}
+    found = algorithms.get(name)
+    settings = {field_of(name, spec.name): spec.default for spec in fields(found.Settings)}
     return {"name": name, "description": found.description, "settings": settings}
 
 
