@@ -73,7 +73,7 @@ def register(found: MutableMapping[str, Any], name: str, entry: Any, *, kind: st
         UsageError: the name is taken.
     """
     if name in found:
-        raise UsageError(f"plugin {module.__name__}: there is {kind} '{name}' already: give its own another name")
+        raise UsageError(f"plugin {module.__name__}: there is {kind} '{name}' already: give it another name")
     found[name] = entry
 
 

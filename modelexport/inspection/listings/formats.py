@@ -22,18 +22,6 @@ from modelexport.system.terminal import show
 
 __all__ = ["describe", "known", "print_formats"]
 
-CHECKPOINTS = {
-    "awq": "AutoAWQ's gemm words, in Hugging Face's files",
-    "dcp": "torch's distributed checkpoint (DCP), as FSDP and torchtitan write it",
-    "fp8-block": "DeepSeek's weight_scale_inv, in Hugging Face's files",
-    "gguf": "one file for llama.cpp",
-    "gptq": "GPTQ's words, in Hugging Face's files",
-    "hf": "safetensors with Hugging Face's names, compressed-tensors; sharded: a set of files for each rank",
-    "megatron": "Megatron-core's torch_dist",
-    "modelopt": "NVIDIA ModelOpt's names and hf_quant_config.json",
-    "trtllm": "TensorRT-LLM's config.json and rankN.safetensors",
-    "vllm-sharded": 'vLLM\'s load_format="sharded_state"',
-}
 _SHAPE = (4096, 4096)
 
 
@@ -102,7 +90,7 @@ def _number_format(name: str) -> dict[str, Any]:
 def _checkpoint_format(name: str) -> dict[str, Any]:
     return {
         "name": name,
-        "description": CHECKPOINTS[name],
+        "description": checkpoint_formats.description_of(name),
         "quant_method": checkpoint_formats.method_of(name).METHOD,
         "number_formats": [each for each in number_formats.names() if _holds(name, each)],
     }

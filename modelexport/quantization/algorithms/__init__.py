@@ -26,7 +26,7 @@ def registered() -> dict[str, type[Algorithm]]:
 
     own = [name for _, name, _ in pkgutil.iter_modules(__path__) if name != "base" and not name.startswith("_")]
     found = {name: importlib.import_module(f"{__name__}.{name}").ALGORITHM for name in own}
-    plugins.add(found, "ALGORITHM", kind="algorithm")
+    plugins.add(found, "ALGORITHM", kind="an algorithm")
     return dict(sorted(found.items(), key=lambda item: (KINDS.index(item[1].kind), item[0])))
 
 
