@@ -38,7 +38,7 @@ from torch import Tensor
 from modelexport.errors import PlanError, ValuesError
 from modelexport.quantization.algorithms import autoquant
 from modelexport.quantization.calibration import static_ranges
-from modelexport.quantization.calibration.cut import WHOLE, Share
+from modelexport.quantization.calibration.cut import WHOLE, ForwardShard
 
 if TYPE_CHECKING:
     from modelexport.quantization.calibration.layers import FilledLayer, LayerRunner, Observed
@@ -264,7 +264,7 @@ class _Trial:
         return static_ranges.choose(static_ranges.together(parts), self.method, number_format) if parts else 0.0
 
 
-def _part(whole: Tensor, share: Share) -> Tensor:
+def _part(whole: Tensor, share: ForwardShard) -> Tensor:
     """What a rank's forward pass holds of a weight."""
     if share.dim is None:
         return whole

@@ -20,7 +20,7 @@ from modelexport.exporting.plan import Step, full_name
 from modelexport.exporting.scales import ScaleAgreement
 from modelexport.quantization.algorithms.base import CalibratedLinear, Folding, Rounding
 from modelexport.quantization.calibration import static_ranges
-from modelexport.quantization.calibration.cut import WHOLE, Share
+from modelexport.quantization.calibration.cut import WHOLE, ForwardShard
 from modelexport.quantization.calibration.statistics import InputStatistics
 from modelexport.quantization.output_errors import OutputErrors, input_tensors
 
@@ -106,7 +106,7 @@ class CalibratedLayer:
         self.observed: Observed | None = None
         self.before: OutputErrors | None = None
 
-    def share(self, tensor: str) -> Share:
+    def share(self, tensor: str) -> ForwardShard:
         """The part of a tensor that this rank's forward pass holds."""
         module, _, parameter = tensor.rpartition(".")
         share = self.shares.get(module, WHOLE)

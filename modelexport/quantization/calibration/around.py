@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from modelexport.errors import ModelExportError, PlanError
-from modelexport.quantization.calibration.cut import WHOLE, Share
+from modelexport.quantization.calibration.cut import WHOLE, ForwardShard
 from modelexport.quantization.calibration.model import DYNAMIC, OF_MODELS, body, misshapen, unknown
 
-__all__ = ["Calls", "Surroundings"]
+__all__ = ["Calls", "ModelShell"]
 
 Calls = dict[tuple[int, ...], list[tuple[tuple[Any, ...], dict[str, Any]]]]
 """Shape of a batch's hidden states -> further arguments of each layer."""
 
 
-class Surroundings:
+class ModelShell:
     """A model without its layers. Arguments as :class:`~modelexport.quantization.calibration.layers.LayerRunner` has.
 
     Args:
@@ -43,7 +43,7 @@ class Surroundings:
         layers: Sequence[Any],
         inside: Sequence[str],
         names: Collection[str],
-        read: Callable[[str, Share], Tensor],
+        read: Callable[[str, ForwardShard], Tensor],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -124,7 +124,10 @@ class Surroundings:
     def _tensor(self, key: str, empty: Tensor, tokens: Tensor | None) -> Tensor:
         if key == self.embedding_key:
             rows = 1 if tokens is None or not tokens.numel() else tokens.numel()
-            wanted, share = (rows, *empty.shape[1:]), Share(0, _runs(tokens.tolist()) if tokens is not None else ())
+            wanted, share = (
+                (rows, *empty.shape[1:]),
+                ForwardShard(0, _runs(tokens.tolist()) if tokens is not None else ()),
+            )
         else:
             wanted, share = tuple(empty.shape), WHOLE
         if tokens is None or (share.dim == 0 and not tokens.numel()):

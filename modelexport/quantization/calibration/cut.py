@@ -26,7 +26,7 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True)
-class Share:
+class ForwardShard:
     """What one rank's forward pass holds of a linear's weight, ``[out_features, in_features]``.
 
     Attributes:
@@ -47,7 +47,7 @@ class Share:
     count: int = 0
 
 
-WHOLE = Share()
+WHOLE = ForwardShard()
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ class ForwardCut:
     """
 
     config: Mapping[str, int] = field(default_factory=dict)
-    shares: Mapping[str, Share] = field(default_factory=dict)
+    shares: Mapping[str, ForwardShard] = field(default_factory=dict)
     kv_heads: Range | None = None
 
-    def share(self, path: str) -> Share:
+    def share(self, path: str) -> ForwardShard:
         """What the rank holds of a linear, by its path within a layer (with an expert's number, or with ``*``)."""
         return self.shares.get(general(path), WHOLE)
 

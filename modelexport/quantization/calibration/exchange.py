@@ -78,7 +78,7 @@ class Exchange:
         """Gives every rank a buffer of all; the former ones stay until nobody reads them any more."""
         team = members(None)
         mesh = shared_mesh.mesh_of(team, self.objects(shared_mesh.standing(team)))
-        cargo = _Buffers(memory.shared_empty((2, nbytes), torch.uint8))
+        cargo = _ExchangedTensors(memory.shared_empty((2, nbytes), torch.uint8))
         others = {rank: tuple(other for other in range(self.world) if other != rank) for rank in range(self.world)}
         mesh.deliver([Piece(rank, 2 * nbytes, rank, others[rank]) for rank in others], cargo, keep=True)
         cargo.found[self.rank] = cargo.own
@@ -96,7 +96,7 @@ class Exchange:
         self._buffers = []
 
 
-class _Buffers:
+class _ExchangedTensors:
     """What ranks give each other: see :class:`~modelexport.distributed.shard_transport.Cargo`."""
 
     def __init__(self, own: Tensor) -> None:

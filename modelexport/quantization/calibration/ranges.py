@@ -18,7 +18,7 @@ from torch import Tensor
 
 from modelexport.errors import ValuesError
 from modelexport.quantization.calibration import static_ranges
-from modelexport.quantization.calibration.cut import ForwardCut, Share
+from modelexport.quantization.calibration.cut import ForwardCut, ForwardShard
 from modelexport.quantization.calibration.layers import DYNAMIC, LayerRunner, Observed
 from modelexport.quantization.calibration.statistics import InputStatistics
 from modelexport.quantization.calibration.text import LENGTH, SAMPLES, token_batches_from
@@ -52,7 +52,7 @@ class Ranges:
 def observe(
     config: Mapping[str, Any],
     names: Collection[str],
-    read: Callable[[str, Share], Tensor],
+    read: Callable[[str, ForwardShard], Tensor],
     tokens: Tensor,
     *,
     cut: ForwardCut | None = None,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from modelexport.errors import PlanError
 from modelexport.quantization import kernels
-from modelexport.quantization.formats.base import Grid, NumberFormat, Reach
+from modelexport.quantization.formats.base import Grid, NumberFormat, ScaleGranularity
 from modelexport.quantization.kernels import microscaling, microscaling_reference, reference
 
 __all__ = ["MicroscalingFormat", "MxActivationsFormat", "MxFormat", "NvFormat", "global_scale"]
@@ -116,7 +116,7 @@ class NvFormat(MicroscalingFormat):
     checkpoint_format: ClassVar[str] = "nvfp4-pack-quantized"
 
     @property
-    def reach(self) -> Reach:
+    def reach(self) -> ScaleGranularity:
         return "tensor"
 
     def _factor(self, tensors: Mapping[str, Tensor]) -> Tensor | None:

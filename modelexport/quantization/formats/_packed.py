@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from modelexport.quantization import kernels
-from modelexport.quantization.formats.base import Grid, NumberFormat, Reach
+from modelexport.quantization.formats.base import Grid, NumberFormat, ScaleGranularity
 from modelexport.quantization.kernels import reference, searching
 
 
@@ -36,7 +36,7 @@ class PackedFormat(NumberFormat):
     symmetric: ClassVar[bool] = True
 
     @property
-    def reach(self) -> Reach:
+    def reach(self) -> ScaleGranularity:
         return "row" if self.group_size == -1 else "block"
 
     @property

@@ -46,7 +46,7 @@ _DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-Reach = Literal["block", "row", "tensor"]
+ScaleGranularity = Literal["block", "row", "tensor"]
 OBSERVERS = ("amax", "mse")
 _BLOCK_ELEMENTS = 1 << 18
 
@@ -106,7 +106,7 @@ class NumberFormat(ABC):
         return cls(group_size=group_size, observer=observer, scale_dtype=scale_dtype)
 
     @property
-    def reach(self) -> Reach:
+    def reach(self) -> ScaleGranularity:
         """See the class."""
         return "block"
 
@@ -166,7 +166,7 @@ class NumberFormat(ABC):
         """The native tensors stored for a weight of that shape (``(out, in)``) and source dtype."""
         scales = DTYPE_NAMES[self.scale_dtype or dtype]
         found = []
-        for suffix, promise in compressed_tensors.promised(self.scheme(), (shape[0], shape[1])).items():
+        for suffix, promise in compressed_tensors.tensor_specs(self.scheme(), (shape[0], shape[1])).items():
             name = scales if scales in promise.dtypes else promise.dtypes[0]
             found.append(TensorSpec(suffix, _DTYPES[name], promise.shapes[0], promise.axes))
         return tuple(found)

@@ -65,7 +65,7 @@ class NumberFormatProtocol(Protocol):
 
 
 @dataclass(frozen=True)
-class Promise:
+class StoredTensorSpec:
     """A tensor that must be there: the dtypes and the shapes that it may have, and how it goes with the weight.
 
     What is written has the first shape, and the scales' dtype if that is among ``dtypes``, else the first of these.
@@ -219,7 +219,7 @@ class QuantizationConfig:
 
 
 @dataclass(frozen=True)
-class Part:
+class WeightSlice:
     """The rectangle of a linear's weight that some tensors belong to.
 
     Attributes:
@@ -233,7 +233,7 @@ class Part:
     extent: tuple[int, int]
 
     @classmethod
-    def whole(cls, shape: Sequence[int]) -> Part:
+    def whole(cls, shape: Sequence[int]) -> WeightSlice:
         """All of a weight of that shape."""
         return cls((shape[0], shape[1]), (0, 0), (shape[0], shape[1]))
 
@@ -266,7 +266,7 @@ def number_pattern(path: str) -> str:
 
 
 @dataclass(frozen=True)
-class Announced:
+class ModelQuantization:
     """What config.json is to say of a model.
 
     Attributes:
@@ -296,7 +296,7 @@ class Announced:
 
 
 @dataclass(frozen=True)
-class Announcement:
+class QuantizationFiles:
     """``quantization_config`` for config.json, and files beside it: name -> content."""
 
     config: dict[str, Any]
@@ -345,7 +345,7 @@ class Method(Protocol):
             CheckpointError: a part of it has the wrong type or is not known.
         """
 
-    def promised(self, scheme: Scheme, shape: tuple[int, int]) -> dict[str, Promise]:
+    def tensor_specs(self, scheme: Scheme, shape: tuple[int, int]) -> dict[str, StoredTensorSpec]:
         """The tensors, by suffix, that a linear of that shape (``[out, in]``) has under a scheme.
 
         Raises:
@@ -361,22 +361,22 @@ class Method(Protocol):
     def refusal(self, number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str | None:
         """Why the method cannot spell such a linear, and what can; None where it can."""
 
-    def extras(self, scheme: Scheme, shape: tuple[int, int]) -> dict[str, Promise]:
+    def extras(self, scheme: Scheme, shape: tuple[int, int]) -> dict[str, StoredTensorSpec]:
         """Tensors that such a linear may have besides; methods without any need not offer this."""
 
     def weight_multiplier(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
         """What the inputs are multiplied by before the linear, ``[in]``; methods without it need not offer this."""
 
-    def announce(self, announced: Announced) -> Announcement:
+    def quantization_files(self, announced: ModelQuantization) -> QuantizationFiles:
         """What config.json says of such a model."""
 
     def encode(
-        self, number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part
+        self, number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice
     ) -> dict[str, Tensor]:
         """Native tensors in the method's form."""
 
     def decode(
-        self, number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part
+        self, number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice
     ) -> dict[str, Tensor]:
         """The method's tensors in native form.
 

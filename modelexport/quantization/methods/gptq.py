@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from modelexport.errors import CheckpointError, PlanError, shown
 from modelexport.quantization.methods import _gptq
 from modelexport.quantization.methods.base import (
-    Announced,
-    Announcement,
-    Part,
-    Promise,
+    ModelQuantization,
     QuantizationConfig,
+    QuantizationFiles,
     Scheme,
+    StoredTensorSpec,
+    WeightSlice,
     is_size,
     mapping,
     optional,
@@ -138,13 +138,13 @@ def _scheme(value: Mapping[str, Any], name: str, layout: str, target: str) -> Sc
     return Scheme(shown(name), (target,), layout, weights, None, None, METHOD)
 
 
-def promised(scheme: Scheme, shape: tuple[int, int]) -> dict[str, Promise]:
+def tensor_specs(scheme: Scheme, shape: tuple[int, int]) -> dict[str, StoredTensorSpec]:
     """``qweight``, ``qzeros``, ``scales`` and ``g_idx`` of a linear ``[out, in]``.
 
     Raises:
         CheckpointError: its channels do not fill the words, or its groups do not divide its inputs.
     """
-    return _gptq.promised(scheme, shape)
+    return _gptq.tensor_specs(scheme, shape)
 
 
 def refusal(number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str | None:
@@ -172,7 +172,7 @@ def refusal(number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str 
     return None
 
 
-def announce(announced: Announced) -> Announcement:
+def quantization_files(announced: ModelQuantization) -> QuantizationFiles:
     """The number format of most modules; the others', and the modules that are kept, as ``dynamic`` rules.
 
     Raises:
@@ -204,7 +204,7 @@ def announce(announced: Announced) -> Announcement:
         "dynamic": dynamic,
         "meta": {"quantizer": [f"modelexport:{announced.version}"]},
     }
-    return Announcement(config)
+    return QuantizationFiles(config)
 
 
 def _settings(number_format: NumberFormatProtocol) -> dict[str, Any]:
@@ -225,12 +225,12 @@ def _pattern(name: str, settings: Mapping[str, Any]) -> str:
     return re.escape(name) if fused is None else f"{re.escape(parent)}\\.(?:{last}|{fused})"
 
 
-def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice) -> dict[str, Tensor]:
     """``weight_packed``, ``weight_scale``, ``weight_zero_point`` -> ``qweight``, ``qzeros``, ``scales``, ``g_idx``."""
     return _gptq.encode(number_format, tensors, part)
 
 
-def decode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+def decode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice) -> dict[str, Tensor]:
     """The inverse of :func:`encode`, and as well of what others write.
 
     Raises:
@@ -240,7 +240,7 @@ def decode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], p
     return _gptq.decode(number_format, tensors, part, minus_one=False)
 
 
-def dequantise(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> Tensor:
+def dequantise(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice) -> Tensor:
     """The weight, float32 ``[out, in]``, whatever ``g_idx`` says of its columns; they are in its own order.
 
     :func:`decode` refuses columns that were grouped by activation order, since no number format has a group of its own
