@@ -218,9 +218,9 @@ def largest(step: Step, task: TensorTask, weights: dict[str, torch.Tensor], rows
     """What a task's scales depend on beyond its own shard, from the whole weights."""
     number_format = task.number_format
     assert number_format is not None
-    if number_format.reach == "block" or number_format.searches_whole:
+    if number_format.scale_granularity == "block" or number_format.searches_whole:
         return None
-    if number_format.reach == "row":
+    if number_format.scale_granularity == "row":
         return number_format.amax(weights[task.info.name])[slice(*rows)]
     sharing = [weights[t.info.name] for t in step.tasks if t.quantised and t.shared_scale == task.shared_scale]
     return torch.stack([number_format.amax(weight) for weight in sharing]).amax(dim=0)

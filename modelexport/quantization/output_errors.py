@@ -71,8 +71,8 @@ def input_tensors(number_format: NumberFormat, linear: CalibratedLinear) -> dict
     """What a number format stores of a linear's inputs; empty where nothing."""
     if not number_format.has_static_inputs:
         return {}
-    assert linear.reach is not None, linear.name
-    scale = number_format.input_scale(linear.reach)
+    assert linear.input_amax is not None, linear.name
+    scale = number_format.input_scale(linear.input_amax)
     specs = number_format.specs(linear.shape, torch.float32)
     return {
         spec.suffix: torch.full(spec.shape, scale, dtype=spec.dtype)

@@ -245,7 +245,7 @@ class _Trial:
     ) -> Iterator[tuple[str, dict[str, Tensor]]]:
         weights = {name: self._read(name) for name in siblings}
         shared = None
-        if number_format.reach == "tensor" and not number_format.searches_whole:
+        if number_format.scale_granularity == "tensor" and not number_format.searches_whole:
             shared = torch.stack([number_format.amax(weight) for weight in weights.values()]).amax(dim=0)
         for name, weight in weights.items():
             reach = self._reach(name, group, number_format) if number_format.has_static_inputs else None

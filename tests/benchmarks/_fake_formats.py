@@ -33,7 +33,7 @@ class Int3Format(NumberFormat):
     default_group_size: ClassVar[int | None] = 128
 
     @property
-    def reach(self) -> ScaleGranularity:
+    def scale_granularity(self) -> ScaleGranularity:
         return "row" if self.group_size == -1 else "block"
 
     @property

@@ -188,7 +188,7 @@ class CalibratedLayer:
         amax = self.scales.agree(self.step, weights, search=search)
         reaches = self._reaches()
         for number, linear in numbers.items():
-            linear.amax, linear.reach = amax.get(number), reaches.get(linear.name)
+            linear.amax, linear.input_amax = amax.get(number), reaches.get(linear.name)
 
     def _reaches(self) -> dict[str, float]:
         """Linear -> the largest input that its static scale covers. Experts have one together."""
@@ -306,7 +306,7 @@ class CalibratedLayer:
         alike."""
         number_format = linear.number_format
         assert number_format is not None
-        key = (number_format.name, id(linear.inputs), linear.reach)
+        key = (number_format.name, id(linear.inputs), linear.input_amax)
         if key not in self.roundings:
             small = input_tensors(number_format, linear)
             self.roundings[key] = partial(number_format.fake_quantise_activations, tensors=small)

@@ -62,7 +62,7 @@ class RowScaledFormat(ByteFormat):
     """One scale per output channel, ``weight_scale`` ``[out, 1]``; inputs are rounded per token, at run time."""
 
     @property
-    def reach(self) -> ScaleGranularity:
+    def scale_granularity(self) -> ScaleGranularity:
         return "row"
 
     def _fill(self, weight: Tensor, amax: Tensor | None, out: Mapping[str, Tensor]) -> int:

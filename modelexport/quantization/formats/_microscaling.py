@@ -116,7 +116,7 @@ class NvFormat(MicroscalingFormat):
     checkpoint_format: ClassVar[str] = "nvfp4-pack-quantized"
 
     @property
-    def reach(self) -> ScaleGranularity:
+    def scale_granularity(self) -> ScaleGranularity:
         return "tensor"
 
     def _factor(self, tensors: Mapping[str, Tensor]) -> Tensor | None:

@@ -61,7 +61,7 @@ class NumberFormat(ABC):
         weight_bits: bits of a stored weight, scales not counted.
         checkpoint_format: compressed-tensors' name for how the native tensors are laid out.
         quantised: whether anything is rounded.
-        reach: how far the widest scale reaches: a block of the weight; a whole row, so that ranks that hold parts of
+        scale_granularity: of the widest scale: a block of the weight; a whole row, so that ranks that hold parts of
             a row must agree on its largest magnitude first; or the whole weight and the modules that engines fuse with
             it, of which all ranks must know the largest magnitude. See :meth:`amax`.
         group_sizes, default_group_size: of the formats with groups; -1 is a whole row.
@@ -106,14 +106,14 @@ class NumberFormat(ABC):
         return cls(group_size=group_size, observer=observer, scale_dtype=scale_dtype)
 
     @property
-    def reach(self) -> ScaleGranularity:
+    def scale_granularity(self) -> ScaleGranularity:
         """See the class."""
         return "block"
 
     @property
     def whole_rows(self) -> bool:
         """Whether a weight must not be cut within a row, though largest magnitudes are exchanged."""
-        return self.reach != "block" and self.observer != "amax"
+        return self.scale_granularity != "block" and self.observer != "amax"
 
     @property
     def alignment(self) -> tuple[int, int]:
@@ -210,7 +210,7 @@ class NumberFormat(ABC):
             refuse_indivisible(self.name, self.group_size, self.group_sizes, module, shape[1])
 
     def amax(self, weight: Tensor) -> Tensor:
-        """What the widest scale depends on, of this shard: float32 ``[rows]`` (reach "row") or ``[1]`` ("tensor").
+        """What the widest scale depends on, of this shard: float32 ``[rows]`` ("row") or ``[1]`` ("tensor").
 
         The largest magnitudes; non-finite for NaN or Inf. The maximum over shards is that of the whole.
 
@@ -218,10 +218,10 @@ class NumberFormat(ABC):
             ValueError: no scale reaches beyond a block.
         """
         self._check_weight(weight, "weight")
-        if self.reach == "block":
+        if self.scale_granularity == "block":
             raise ValueError(f"no scale of number format {self.name} reaches beyond a block")
         rows = kernels.row_amax(weight)
-        return rows if self.reach == "row" else rows.max().reshape(1) if rows.numel() else rows.new_zeros(1)
+        return rows if self.scale_granularity == "row" else rows.max().reshape(1) if rows.numel() else rows.new_zeros(1)
 
     @property
     def searches_whole(self) -> bool:
@@ -359,8 +359,8 @@ class NumberFormat(ABC):
             raise CheckpointError(f"{name}: its shape is {shape}, but a linear's weight is [out, in]")
 
     def _check_amax(self, amax: Tensor, rows: int, name: str) -> None:
-        if self.reach == "block":
+        if self.scale_granularity == "block":
             raise ValueError(f"{name}: amax was given, but no scale of number format {self.name} spans a row")
-        wanted = (rows,) if self.reach == "row" else (1,)
+        wanted = (rows,) if self.scale_granularity == "row" else (1,)
         if tuple(amax.shape) != wanted or amax.dtype != torch.float32:
             raise ValueError(f"{name}: amax is {amax.dtype} {tuple(amax.shape)}, not torch.float32 {wanted}")

@@ -32,7 +32,7 @@ class Fp8StaticFormat(ByteFormat):
     storage: ClassVar[torch.dtype] = torch.float8_e4m3fn
 
     @property
-    def reach(self) -> ScaleGranularity:
+    def scale_granularity(self) -> ScaleGranularity:
         return "tensor"
 
     @property
