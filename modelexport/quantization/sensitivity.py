@@ -1,4 +1,4 @@
-"""How much worse a model becomes where one group of its linears is in one number format, and all else as it was.
+"""The sensitivity of a model to each number format in each group of its linears, all else being as it was.
 
 What :mod:`~modelexport.quantization.algorithms.autoquant` chooses by. The error of a group and a format is measured
 
@@ -75,7 +75,7 @@ class Sensitivities:
 
 @dataclass(frozen=True)
 class Assigned:
-    """What autoquant has chosen.
+    """The number formats that autoquant has chosen.
 
     Attributes:
         quant: as ``--quant`` would say it.
@@ -197,7 +197,7 @@ def measure(
 
 
 def affordable(runner: LayerRunner, groups: Groups, shapes: Shapes, candidates: Mapping[str, NumberFormat]) -> bool:
-    """Whether measuring the KL divergence takes minutes rather than hours, and its hidden states little memory."""
+    """Returns whether measuring the KL divergence takes minutes, not hours, and its hidden states little memory."""
     tokens = sum(batch.numel() for batch in runner.batches)
     sizes = [sum(math.prod(shapes[name]) for group in layer for name in group) for layer in groups]
     trials = [
@@ -219,7 +219,7 @@ class _Trial:
         self._observed: Observed | None = None
 
     def run(self, group: Sequence[str], number_format: NumberFormat, before: Sequence[Tensor]) -> list[Tensor]:
-        """What the layer makes of ``before``; its weights are then what they were."""
+        """Returns the layer's outputs for ``before``; its weights are then what they were."""
         activations: dict[str, Callable[[Tensor], Tensor]] = {}
         dynamic = partial(number_format.fake_quantise_activations, tensors={})
         rounds_inputs = number_format.input_arguments() is not None
@@ -265,7 +265,7 @@ class _Trial:
 
 
 def _part(whole: Tensor, share: ForwardShard) -> Tensor:
-    """What a rank's forward pass holds of a weight."""
+    """The part of a weight that a rank's forward pass holds."""
     if share.dim is None:
         return whole
     return torch.cat([whole.narrow(share.dim, start, stop - start) for start, stop in share.spans], share.dim)
@@ -320,7 +320,7 @@ def _through(
     states: Sequence[Tensor],
     activations: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
 ) -> list[Tensor]:
-    """What a layer makes of hidden states, which the runner then has."""
+    """Runs hidden states through a layer; the runner then has its outputs."""
     _give(runner, states)
     runner.advance(layer, activations)
     found = list(runner.hidden)

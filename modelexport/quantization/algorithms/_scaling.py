@@ -1,4 +1,4 @@
-"""What smoothquant and awq share: magnitudes per feature of a fold, and scales that are fit to be folded."""
+"""The parts that smoothquant and awq share: magnitudes per feature of a fold, and scales that are fit to be folded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def quantised(fold: Fold) -> list[CalibratedLinear]:
 
 
 def given(linears: list[CalibratedLinear]) -> list[InputStatistics]:
-    """What they were given, each once; the same on all ranks."""
+    """The linears' input statistics, each once; the same on all ranks."""
     found = {id(linear.inputs): linear.inputs for linear in linears if linear.inputs is not None}
     return [inputs for inputs in found.values() if inputs.tokens]
 

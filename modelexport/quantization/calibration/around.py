@@ -1,4 +1,4 @@
-"""What surrounds a model's decoder layers: the embedding that makes the first one's input, and the final norm.
+"""The shell of a model's decoder layers: the embedding that makes the first one's input, and the final norm.
 
 transformers' own model runs, with something else in place of its layers. That also tells what it calls each layer with
 (positions, masks), which depends on nothing but a batch's shape. Of the embedding only the rows of the tokens at hand
@@ -93,7 +93,7 @@ class ModelShell:
                     self._through(torch.zeros_like(batch), None)
 
     def outputs(self, batches: Sequence[Tensor], hidden: Sequence[Tensor]) -> Iterator[Tensor]:
-        """What the output embedding is given, of the last layer's outputs. Errors as :meth:`first_inputs`."""
+        """Returns the output embedding's inputs, from the last layer's outputs. Errors as :meth:`first_inputs`."""
         with self._filled(_NONE):
             for number, batch in enumerate(batches):
                 _, out = self._through(torch.zeros_like(batch), hidden[number])
@@ -196,7 +196,7 @@ _NONE = torch.empty(0, dtype=torch.int64)
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Whether all tensors among arguments are the same."""
+    """Returns whether all tensors among arguments are the same."""
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and torch.equal(one, other)
     if isinstance(one, dict):

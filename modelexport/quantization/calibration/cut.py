@@ -1,4 +1,4 @@
-"""Which part of each weight a rank multiplies by while samples run through a layer, and in which pieces.
+"""The part of each weight that a rank multiplies by while samples run through a layer, and its tiles.
 
 A sum of floating-point numbers depends on its order, and a matrix product may depend on its shape. So that hidden
 states are the same to the bit on any number of ranks, every weight that is cut is multiplied in *tiles* that are the
@@ -27,7 +27,7 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 @dataclass(frozen=True)
 class ForwardShard:
-    """What one rank's forward pass holds of a linear's weight, ``[out_features, in_features]``.
+    """The shard of a linear's weight, ``[out_features, in_features]``, that one rank's forward pass holds.
 
     Attributes:
         dim: 0 where output features are cut (column-parallel), 1 where input features are (row-parallel), None where
@@ -67,7 +67,7 @@ class ForwardCut:
     kv_heads: Range | None = None
 
     def share(self, path: str) -> ForwardShard:
-        """What the rank holds of a linear, by its path within a layer (with an expert's number, or with ``*``)."""
+        """Returns the rank's shard of a linear, by its path within a layer (with an expert's number, or ``*``)."""
         return self.shares.get(general(path), WHOLE)
 
 

@@ -1,4 +1,4 @@
-"""How ranks tell each other numbers in the midst of a layer: some megabytes, thousands of times.
+"""The exchange of numbers between ranks in the midst of a layer: some megabytes, thousands of times.
 
 Ranks on one host write into buffers that all of them have mapped, and meet before they read. (With 4 MB from each of
 two ranks on two cores that takes 2 ms, gloo's ``all_gather`` 10 to 19; with 16 MB from each of four, 4 and 330.) Ranks
@@ -97,7 +97,7 @@ class Exchange:
 
 
 class _ExchangedTensors:
-    """What ranks give each other: see :class:`~modelexport.distributed.shard_transport.Cargo`."""
+    """The tensors that ranks exchange; see :class:`~modelexport.distributed.shard_transport.Cargo`."""
 
     def __init__(self, own: Tensor) -> None:
         self.own = own

@@ -56,7 +56,7 @@ class FilledLayer:
         self.linears = tuple(part.name for parts in self.products.values() for part in parts)
 
     def share(self, name: str) -> ForwardShard:
-        """What this rank holds of a linear."""
+        """Returns this rank's shard of a linear."""
         return self._cut.share(name.removeprefix(self._prefix))
 
 

@@ -59,7 +59,7 @@ _BATCH_TOKENS = 512  # enough for a matrix product to run at full speed on a thr
 
 @dataclass
 class Observed:
-    """What a layer's linears and its attention were given.
+    """The inputs of a layer's linears and of its attention.
 
     Attributes:
         inputs: linear -> statistics of its whole input, the same object for linears that were given the same tensor;
@@ -305,7 +305,7 @@ class LayerRunner:
             self._progress(done, len(numbers))
 
     def outputs(self) -> Iterator[Tensor]:
-        """What the output embedding is given, batch by batch, after the last layer has run."""
+        """Yields the output embedding's inputs, batch by batch, after the last layer has run."""
         return self._around.outputs(self.batches, self.hidden)
 
     def head_input(self) -> float:
@@ -317,7 +317,7 @@ class LayerRunner:
         return self._together is not None and self._together.world == 1
 
     def _seen(self, layer: FilledLayer, *, keep: bool) -> Iterator[LayerInputs]:
-        """What each batch gives the layer, in order. Alone, ``threads`` batches run at once; the pool is then idle."""
+        """Yields the layer's inputs by each batch, in order. Alone, ``threads`` batches run at once."""
 
         def one(number: int) -> LayerInputs:
             seen = LayerInputs()

@@ -151,7 +151,7 @@ def body(model: Any) -> Any:
 
 
 def _attention(parsed: Any) -> str:
-    """Which of transformers' attention functions: torch's own, where that does all that the model does.
+    """The name of transformers' attention function: torch's own, where that does all that the model does.
 
     It knows neither soft caps on scores nor sinks; the model's own function, head by head, does.
     """
@@ -252,7 +252,7 @@ def choosing_all(layer: nn.Module) -> Iterator[None]:
 
 
 def is_stacked(key: str) -> bool:
-    """Whether a layer's parameter holds the weights of all its experts."""
+    """Returns whether a layer's parameter holds the weights of all its experts."""
     return _STACKED.fullmatch(key) is not None
 
 

@@ -92,7 +92,7 @@ class ForwardRanks:
         return self._assemble(x.flatten(1), [[(a * x.shape[2], b * x.shape[2])] for a, b in heads])
 
     def own_columns(self, whole: Tensor, share: ForwardShard) -> Tensor:
-        """What :meth:`whole_input` was made of."""
+        """The columns that :meth:`whole_input` was made of."""
         if share.dim != 1 or self._exchange is None:
             return whole
         return torch.cat([whole[:, start:stop] for start, stop in share.spans], dim=1)

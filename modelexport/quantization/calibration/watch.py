@@ -43,7 +43,7 @@ class LinearRows:
 
 @dataclass
 class LayerInputs:
-    """What one batch gave a layer's linears and its attention, whole.
+    """The inputs of a layer's linears and of its attention by one batch, whole.
 
     Attributes:
         inputs: each different input ``[tokens, in_features]``, and the linears that it was given to.

@@ -1,4 +1,4 @@
-"""What the formats share that store a weight in bytes: int8 or float8_e4m3fn ``weight`` and its ``weight_scale``."""
+"""Base of the formats that store a weight in bytes: int8 or float8_e4m3fn ``weight`` and its ``weight_scale``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What NVFP4 and the MX formats share: small floats in groups along the input, each group with a scale of one byte.
+"""Base of NVFP4 and the MX formats: small floats in groups along the input, each group with a scale of one byte.
 
 e2m1, e4m3 and E8M0 are those of the OCP Microscaling Formats (MX) specification v1.0; NVFP4 is NVIDIA's. Tensors and
 rules are compressed-tensors' ("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized").
@@ -72,7 +72,7 @@ class MicroscalingFormat(NumberFormat):
         )
 
     def _factor(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
-        """What the scales are divided by."""
+        """The divisor of the scales."""
         return None
 
     def _fill(self, weight: Tensor, amax: Tensor | None, out: Mapping[str, Tensor]) -> int:

@@ -1,4 +1,4 @@
-"""What the formats share that pack integers of 4 or 8 bits into int32 words: compressed-tensors "pack-quantized"."""
+"""Base of the formats that pack integers of 4 or 8 bits into int32 words: compressed-tensors "pack-quantized"."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a number format is: how a linear's weight becomes stored tensors, and what engines are told of them.
+"""The base class of number formats: they turn a linear's weight into stored tensors, and describe these to engines.
 
 A weight is always ``[out_features, in_features]`` (or a shard of one), in bfloat16, float16 or float32.
 Scales are stored in the weight's dtype, as compressed-tensors checkpoints have them, and the weight is
@@ -112,7 +112,7 @@ class NumberFormat(ABC):
 
     @property
     def whole_rows(self) -> bool:
-        """Whether a weight must not be cut within a row, though largest magnitudes are exchanged."""
+        """True where a weight must not be cut within a row, though largest magnitudes are exchanged."""
         return self.scale_granularity != "block" and self.observer != "amax"
 
     @property
@@ -159,7 +159,7 @@ class NumberFormat(ABC):
 
     @property
     def has_static_inputs(self) -> bool:
-        """Whether it stores a number by which a linear's inputs are scaled, which calibration must tell."""
+        """True where it stores a number by which a linear's inputs are scaled, which calibration measures."""
         return self.quantised and self.scheme().has_static_inputs
 
     def specs(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[TensorSpec, ...]:
@@ -210,9 +210,9 @@ class NumberFormat(ABC):
             refuse_indivisible(self.name, self.group_size, self.group_sizes, module, shape[1])
 
     def amax(self, weight: Tensor) -> Tensor:
-        """What the widest scale depends on, of this shard: float32 ``[rows]`` ("row") or ``[1]`` ("tensor").
+        """Returns the magnitudes that the widest scale follows from: float32 ``[rows]`` ("row") or ``[1]`` ("tensor").
 
-        The largest magnitudes; non-finite for NaN or Inf. The maximum over shards is that of the whole.
+        The largest of this shard; non-finite for NaN or Inf. The maximum over shards is that of the whole.
 
         Raises:
             ValueError: no scale reaches beyond a block.
@@ -225,11 +225,11 @@ class NumberFormat(ABC):
 
     @property
     def searches_whole(self) -> bool:
-        """Whether its observer needs the errors of the whole weight before a scale is chosen; see :meth:`search`."""
+        """True where its observer needs the errors of the whole weight before a scale is chosen; see :meth:`search`."""
         return False
 
     def search_errors(self, weight: Tensor, amax: Tensor) -> Tensor:
-        """Where ``searches_whole``: the squared error of each row at each scale tried, float64 ``[rows, tried]``."""
+        """Returns each row's squared error at each scale tried, float64 ``[rows, tried]``, if ``searches_whole``."""
         raise NotImplementedError(f"{self.name} searches nothing that reaches beyond a row")
 
     def search(self, amax: Tensor, errors: Tensor) -> Tensor:
@@ -310,7 +310,7 @@ class NumberFormat(ABC):
         return out
 
     def grid(self, tensors: Mapping[str, Tensor]) -> Grid:
-        """What a weight's values can be, given native tensors of which only the scales and zero points are looked at.
+        """Returns the values that a weight can have, from native tensors' scales and zero points alone.
 
         Raises:
             ValueError: the format rounds nothing.

@@ -1,4 +1,4 @@
-"""Which kernels run: the fused ones on CPU where numba imports, else the plain torch ones; the same bits.
+"""The choice of kernels: the fused ones on CPU where numba imports, else the plain torch ones; the same bits.
 
 ``MODELEXPORT_KERNELS=reference|fused`` forces one. Tensors on other devices always take the reference.
 Nothing is imported until a kernel or :func:`backend` is first asked for; a launcher that forks its ranks
@@ -54,7 +54,7 @@ class Backend(NamedTuple):
 
 
 def backend() -> Backend:
-    """Which kernels CPU tensors take, and why.
+    """Returns the kernels that CPU tensors take, with the reason.
 
     Raises:
         UsageError: ``MODELEXPORT_KERNELS`` is neither "reference" nor "fused", or asks for what cannot run.
@@ -94,7 +94,7 @@ _FURTHER = {
 
 
 def modules(number_format: str, observer: str = "amax") -> tuple[str, ...]:
-    """What a process that will fork imports beforehand, to have the compiled kernels of a number format."""
+    """Returns the modules that a process imports before it forks, to have the compiled kernels of a number format."""
     names = [name for name, marks in _FURTHER.items() if any(mark in number_format for mark in marks)]
     if observer != "amax" and "microscaling_fused" not in names:
         names.append("compiled_search")

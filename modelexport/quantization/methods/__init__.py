@@ -1,4 +1,4 @@
-"""Quantisation methods: how checkpoints spell quantised linears; one file each, registered by being there.
+"""Quantisation methods: the encodings of quantised linears in checkpoints; one file each, registered by being there.
 
 Importing this package or any method does not import torch.
 """
@@ -72,7 +72,7 @@ def of_format(name: str) -> Method | None:
 
 
 def read_quantization_config(config: Mapping[str, Any] | None) -> QuantizationConfig | None:
-    """What config.json's content says of quantisation; None where the model is not quantised.
+    """Reads the quantization config in config.json's content; None where the model is not quantised.
 
     Of a method that is not known here only its name is read, and what it ignores.
 
@@ -104,7 +104,7 @@ def tensor_specs(scheme: Scheme, shape: tuple[int, int]) -> dict[str, StoredTens
 
 
 def extras(scheme: Scheme, shape: tuple[int, int]) -> dict[str, StoredTensorSpec]:
-    """Tensors, by suffix, that such a linear may have besides what is promised."""
+    """Returns the specs of tensors, by suffix, that such a linear may have besides."""
     own = getattr(methods().get(scheme.method), "extras", None)
     found: dict[str, StoredTensorSpec] = {} if own is None else own(scheme, shape)
     return found

@@ -33,7 +33,7 @@ _ACT_ORDER = (
 
 
 def is_act_ordered(scheme: Scheme) -> bool:
-    """Whether any column may belong to any group."""
+    """Returns whether any column may belong to any group."""
     return scheme.weights.get("actorder") == "group"
 
 
@@ -146,7 +146,7 @@ def dequantise(
 
 
 def _is_in_order(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice) -> bool:
-    """Whether each column is in the group that its place gives it."""
+    """Returns whether each column is in the group that its place gives it."""
     import torch
 
     g_idx = tensors["g_idx"]
@@ -177,7 +177,7 @@ def bits_of(number_format: NumberFormatProtocol) -> int:
 
 
 def is_symmetric(number_format: NumberFormatProtocol) -> bool:
-    """Whether its weights have no zero points."""
+    """True where its weights have no zero points."""
     return bool(number_format.weight_arguments().get("symmetric", True))
 
 

@@ -52,7 +52,7 @@ _SCALE_DTYPES = ("F16", "BF16", "F32")
 
 
 def read(value: Mapping[str, Any]) -> QuantizationConfig:
-    """What ``quantization_config`` says, of AutoAWQ, transformers, auto-round or ourselves.
+    """Reads the ``quantization_config`` of AutoAWQ, transformers, auto-round or ourselves.
 
     Raises:
         CheckpointError: another layout than "gemm", another number of bits, or a part of it has the wrong type.
@@ -114,7 +114,7 @@ def tensor_specs(scheme: Scheme, shape: tuple[int, int]) -> dict[str, StoredTens
 
 
 def refusal(number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str | None:
-    """Why a linear cannot be awq, and what to type instead; None where it can."""
+    """Returns why a linear cannot be awq, and what to type instead; None where it can."""
     if not number_format.quantised:
         return None
     weights = number_format.weight_arguments()

@@ -57,7 +57,7 @@ _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
 def read(value: Mapping[str, Any]) -> QuantizationConfig:
-    """What ``quantization_config`` says.
+    """Reads a ``quantization_config``.
 
     Raises:
         CheckpointError: a part of it has the wrong type, or a pattern is no regular expression.
@@ -158,7 +158,7 @@ def _packed(scheme: Scheme, shape: tuple[int, int], bits: int) -> dict[str, Stor
 
 
 def _static(part: Mapping[str, Any] | None, prefix: str) -> dict[str, StoredTensorSpec]:
-    """What calibrated activations store: a scale, and a zero point where they are not symmetric."""
+    """The tensors of calibrated activations: a scale, and a zero point where they are not symmetric."""
     if part is None or part.get("dynamic") is not False:
         return {}
     tensors = {f"{prefix}_scale": StoredTensorSpec(FLOATS, ((1,), ()))}

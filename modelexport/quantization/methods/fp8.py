@@ -58,7 +58,7 @@ _SUFFIXES = {  # how a layout names what the native form calls weight_scale and 
 
 
 def read(value: Mapping[str, Any]) -> QuantizationConfig:
-    """What ``quantization_config`` says.
+    """Reads a ``quantization_config``.
 
     Raises:
         CheckpointError: a part of it has the wrong type or is not known.
@@ -118,7 +118,7 @@ def layout(number_format: NumberFormatProtocol) -> str | None:
 
 
 def refusal(number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str | None:
-    """Why these checkpoints cannot hold such a linear, and what can; None where they can."""
+    """Returns why these checkpoints cannot hold such a linear, and what can; None where they can."""
     if layout(number_format) is None:
         return (
             f"a fp8 checkpoint holds fp8-block, or fp8-static of a whole model, not {number_format.name}; "

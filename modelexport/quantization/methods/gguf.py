@@ -73,7 +73,7 @@ _COMPRESSED = {"MXFP4": "mxfp4-pack-quantized"}
 
 
 def read(value: Mapping[str, Any]) -> QuantizationConfig:
-    """What ``quantization_config`` says: ``types``, a block type -> the modules that it means (or ``"Linear"``).
+    """Reads a ``quantization_config``: ``types``, a block type -> the modules that it means (or ``"Linear"``).
 
     That is ours: llama.cpp itself looks at the tensors.
 
@@ -123,7 +123,7 @@ def _block_type(scheme: Scheme) -> str | None:
 
 
 def refusal(number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str | None:
-    """Why there is no block type for such a linear, and which number formats have one; None where there is one."""
+    """Returns why no block type holds such a linear, and which number formats have one; None where one does."""
     scheme = number_format.scheme(METHOD)
     found = _block_type(scheme)
     if found == "Q4_1":

@@ -50,7 +50,7 @@ _FUSED |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 
 
 def read(value: Mapping[str, Any]) -> QuantizationConfig:
-    """What ``quantization_config`` says, of AutoGPTQ, GPTQModel, transformers or ourselves.
+    """Reads the ``quantization_config`` of AutoGPTQ, GPTQModel, transformers or ourselves.
 
     ``dynamic``'s rules are read in their order: those with "-:" keep modules, the others give modules other bits,
     groups or symmetry. Rules about anything that only decides how a weight was quantised change nothing here.
@@ -96,12 +96,12 @@ def read(value: Mapping[str, Any]) -> QuantizationConfig:
 
 
 def _is_ours(scheme: Scheme) -> bool:
-    """Whether its tensors are just as we would write them."""
+    """Returns whether its tensors are just as we would write them."""
     return "actorder" not in scheme.weights and scheme.symmetric is (scheme.format == "gptq")
 
 
 def _only(value: Mapping[str, Any]) -> str:
-    """What must be ahead in a name for its module to be quantised, as a regular expression; empty: nothing."""
+    """A regular expression that must match ahead in a name for its module to be quantised; empty: any name."""
     listed = value.get("modules_in_block_to_quantize") or []
     if not isinstance(listed, list):
         raise CheckpointError(
@@ -116,7 +116,7 @@ def _only(value: Mapping[str, Any]) -> str:
 
 
 def _scheme(value: Mapping[str, Any], name: str, layout: str, target: str) -> Scheme:
-    """What ``value`` says of the modules that ``target`` means."""
+    """The scheme of the modules that ``target`` means, from ``value``."""
     bits, group, symmetric = value.get("bits"), value.get("group_size", 128), value.get("sym", True)
     if bits not in _BITS or not is_size(bits):
         raise CheckpointError(
@@ -148,7 +148,7 @@ def tensor_specs(scheme: Scheme, shape: tuple[int, int]) -> dict[str, StoredTens
 
 
 def refusal(number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str | None:
-    """Why a linear cannot be gptq, and what to type instead; None where it can."""
+    """Returns why a linear cannot be gptq, and what to type instead; None where it can."""
     if not number_format.quantised:
         return None
     weights = number_format.weight_arguments()

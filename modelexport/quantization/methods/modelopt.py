@@ -103,7 +103,7 @@ _KNOWN = "fp8, fp8-static, fp8-block, int8-static, int8-wo (a whole row: -1), in
 
 
 def read(value: Mapping[str, Any]) -> QuantizationConfig:
-    """What config.json's ``quantization_config`` says, or hf_quant_config.json, whose content is ``quantization``.
+    """Reads config.json's ``quantization_config``, or hf_quant_config.json, whose content is ``quantization``.
 
     Raises:
         CheckpointError: a part of it has the wrong type, or the algorithm is not known.
@@ -254,7 +254,7 @@ def layout(number_format: NumberFormatProtocol) -> str | None:
 
 
 def refusal(number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str | None:
-    """Why modelopt's checkpoints cannot hold such a linear, and what can; None where they can."""
+    """Returns why modelopt's checkpoints cannot hold such a linear, and what can; None where they can."""
     algo = layout(number_format)
     if algo is None:
         why = {
@@ -376,7 +376,7 @@ def decode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], p
 
 
 def weight_multiplier(tensors: Mapping[str, Tensor]) -> Tensor | None:
-    """What the columns of the dequantised weight are multiplied by, ``[in]`` (or a part's), in any float dtype.
+    """Returns the factors of the dequantised weight's columns, ``[in]`` (or a part's), in any float dtype.
 
     Engines multiply a linear's inputs by ``pre_quant_scale`` before the product: W x (s * x) is (W * s) x. To
     dequantise such a linear, take ``pre_quant_scale`` out of the tensors before :func:`decode`. None where there is

@@ -50,7 +50,7 @@ _FUSED = (
 
 
 def read(value: Mapping[str, Any]) -> QuantizationConfig:
-    """What ``quantization_config`` says: the experts are MXFP4, the rest as it is.
+    """Reads a ``quantization_config``: the experts are MXFP4, the rest as it is.
 
     Raises:
         CheckpointError: the list of kept modules has the wrong type.
@@ -99,7 +99,7 @@ def decode_blocks(blocks: Tensor, scales: Tensor) -> list[dict[str, Tensor]]:
 
 
 def refusal(number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str | None:
-    """Why: it is only read."""
+    """Returns why it writes nothing: it is only read."""
     return _READ_ONLY
 
 

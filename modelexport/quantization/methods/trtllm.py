@@ -188,7 +188,7 @@ def _spelling(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> s
 
 
 def refusal(number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str | None:
-    """Why TensorRT-LLM's checkpoints cannot hold such a linear, and what can; None where they can."""
+    """Returns why TensorRT-LLM's checkpoints cannot hold such a linear, and what can; None where they can."""
     algo = _spelling(number_format.weight_arguments(), number_format.input_arguments())
     group, (rows, cols) = number_format.group_size, shape
     if algo is None or (algo == "W4A16_AWQ" and group not in GROUP_SIZES):
