@@ -1,4 +1,4 @@
-"""From one spelling of a quantised linear to another, or to the weight that it stands for."""
+"""Conversion of a quantised linear from one encoding to another, or to the weight that it stands for."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ def dequantise(
     Raises:
         CheckpointError: the tensors hold what the number format cannot say.
     """
-    spelling = of_method(method)
-    own, multiplier = getattr(spelling, "dequantise", None), getattr(spelling, "weight_multiplier", None)
+    encoder = of_method(method)
+    own, multiplier = getattr(encoder, "dequantise", None), getattr(encoder, "weight_multiplier", None)
     if own is not None:
         weight: Tensor = own(number_format, tensors, WeightSlice.whole(shape))
         return weight.to(dtype)
     columns = None if multiplier is None else multiplier(tensors)
     promises = tensor_specs(number_format.scheme(method), shape)
     needed = {suffix: tensor for suffix, tensor in tensors.items() if suffix in promises}
-    weight = number_format.dequantise(spelling.decode(number_format, needed, WeightSlice.whole(shape)))
+    weight = number_format.dequantise(encoder.decode(number_format, needed, WeightSlice.whole(shape)))
     return (weight if columns is None else weight * columns.float()).to(dtype)
 
 
 def recode(
     method: str, target: Method, number_format: NumberFormat, tensors: Mapping[str, Tensor], shape: tuple[int, int]
 ) -> dict[str, Tensor]:
-    """A linear's tensors as another method spells them: the same numbers.
+    """A linear's tensors as another method encodes them: the same numbers.
 
     Raises:
         CheckpointError: the other method cannot say them exactly; or it is the same method, but what it would say of

@@ -109,7 +109,7 @@ def assign(
             together, each with its own, and get the same to the bit; each rounds whole weights, a group at a time.
         groups: see :data:`Groups`; every linear that may be quantised, once.
         shapes: linear -> ``(out_features, in_features)`` of the whole.
-        candidates: as ``--quant`` spells it (``int4:64``) -> number format.
+        candidates: as ``--quant`` has it (``int4:64``) -> number format.
         budget: bits per weight over all linears in ``groups``.
         dtype: of the source's weights, in which scales are stored that have no dtype of their own.
         by, method, progress: see :func:`measure`.

@@ -284,7 +284,7 @@ class ModelQuantization:
     subtrees: Sequence[KeptSubtree] = ()
 
     def ignored(self) -> list[str]:
-        """Names of kept linears and heads, and patterns of kept subtrees as compressed-tensors spells them."""
+        """Names of kept linears and heads, and patterns of kept subtrees as compressed-tensors encodes them."""
         return [*self.unquantised, *(f"re:{subtree.pattern}" for subtree in self.subtrees)]
 
     def groups(self) -> list[tuple[NumberFormatProtocol, list[str]]]:

@@ -131,7 +131,7 @@ def quantization_files(announced: ModelQuantization) -> QuantizationFiles:
     """``quantization_config`` as DeepSeek's, with the list of kept modules as transformers names it.
 
     Raises:
-        PlanError: there are several number formats, or one without a spelling, or scales of a KV cache.
+        PlanError: there are several number formats, or one without an encoding, or scales of a KV cache.
     """
     layouts = {}
     for number_format, _ in announced.groups():
@@ -157,7 +157,7 @@ def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], p
     """Native tensors as DeepSeek has them (blocks), or vLLM (whole weights); nothing is rounded, nor widened.
 
     Raises:
-        PlanError: the number format has no spelling.
+        PlanError: the number format has no encoding.
     """
     word = layout(number_format)
     if word is None:
@@ -171,7 +171,7 @@ def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], p
 
 
 def decode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice) -> dict[str, Tensor]:
-    """Tensors of any spelling in native form; scales that are exponents (E8M0) become float32.
+    """Tensors of any encoding in native form; scales that are exponents (E8M0) become float32.
 
     Raises:
         CheckpointError: a scale is missing.
@@ -196,7 +196,7 @@ def decode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], p
 
 
 def dequantise(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice) -> Tensor:
-    """The weight, float32 ``[out, in]``, that tensors of any spelling stand for.
+    """The weight, float32 ``[out, in]``, that tensors of any encoding stand for.
 
     Raises:
         CheckpointError: a scale is missing.

@@ -63,7 +63,7 @@ class ReadOnly:
 
     def refusal(self, number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str | None:
         """It is not written."""
-        return "this spelling of gptq is read, not written: --format gptq"
+        return "this encoding of gptq is read, not written: --format gptq"
 
     def quantization_files(self, announced: ModelQuantization) -> QuantizationFiles:
         """It is not written."""

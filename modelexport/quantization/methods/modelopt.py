@@ -284,7 +284,7 @@ def quantization_files(announced: ModelQuantization) -> QuantizationFiles:
     """``quantization_config`` as modelopt's, with the group size that its readers take; and hf_quant_config.json.
 
     Raises:
-        PlanError: a number format has no spelling.
+        PlanError: a number format has no encoding.
     """
     layers: dict[str, dict[str, Any]] = {}
     for number_format, modules in announced.groups():
@@ -349,7 +349,7 @@ def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], p
     """Native tensors as modelopt has them; scales become float32, NVFP4's global ones multipliers.
 
     Raises:
-        PlanError: modelopt has no spelling of the number format.
+        PlanError: modelopt has no encoding of the number format.
         CheckpointError: a global scale is negative or NaN.
     """
     from modelexport.quantization.methods import _modelopt_tensors
@@ -365,7 +365,7 @@ def decode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], p
     (W4A8_AWQ, W4A8_NVFP4_FP8): what it has no place for is left out.
 
     Raises:
-        PlanError: modelopt has no spelling of the number format.
+        PlanError: modelopt has no encoding of the number format.
         CheckpointError: there is a ``pre_quant_scale`` (see :func:`weight_multiplier`) or a low-rank part, which the
             native form cannot say; or a global scale that cannot be inverted.
     """

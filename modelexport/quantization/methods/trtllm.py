@@ -1,4 +1,4 @@
-"""TensorRT-LLM's own checkpoints: how the files of ``trtllm-build --checkpoint_dir`` spell quantised linears.
+"""TensorRT-LLM's own checkpoints: how the files of ``trtllm-build --checkpoint_dir`` encode quantised linears.
 
 What is said here of names, dtypes and shapes is what TensorRT-LLM's loader takes
 (https://github.com/NVIDIA/TensorRT-LLM: ``preprocess_perlayer_weights`` in ``models/modeling_utils.py``, the parameters
@@ -138,7 +138,7 @@ def tensor_specs(scheme: Scheme, shape: tuple[int, int]) -> dict[str, StoredTens
     Raises:
         CheckpointError: the scheme is not known, or the shape does not go with it.
     """
-    algo = _spelling(scheme.weights, scheme.inputs)
+    algo = _algorithm_of(scheme.weights, scheme.inputs)
     if algo is None:
         raise CheckpointError(f"{scheme.name}: TensorRT-LLM has no word for {scheme.describe()}")
     rows, cols = shape
@@ -175,7 +175,7 @@ def tensor_specs(scheme: Scheme, shape: tuple[int, int]) -> dict[str, StoredTens
     }
 
 
-def _spelling(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> str | None:
+def _algorithm_of(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> str | None:
     """The algorithm that says the same as compressed-tensors' arguments, whatever its group size."""
     size = weights.get("group_size")
     for name, algo in _ALGOS.items():
@@ -189,7 +189,7 @@ def _spelling(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> s
 
 def refusal(number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str | None:
     """Returns why TensorRT-LLM's checkpoints cannot hold such a linear, and what can; None where they can."""
-    algo = _spelling(number_format.weight_arguments(), number_format.input_arguments())
+    algo = _algorithm_of(number_format.weight_arguments(), number_format.input_arguments())
     group, (rows, cols) = number_format.group_size, shape
     if algo is None or (algo == "W4A16_AWQ" and group not in GROUP_SIZES):
         why = _WHY_NOT.get(number_format.name, "choose ")
@@ -207,7 +207,7 @@ def refusal(number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str 
 
 
 def _known_spelling(number_format: NumberFormatProtocol) -> str:
-    algo = _spelling(number_format.weight_arguments(), number_format.input_arguments())
+    algo = _algorithm_of(number_format.weight_arguments(), number_format.input_arguments())
     if algo is None:
         raise PlanError(str(refusal(number_format, (0, 0))))
     return algo
@@ -219,7 +219,7 @@ def quantization_files(announced: ModelQuantization) -> QuantizationFiles:
     The container puts the former into TensorRT-LLM's config.json, and the whole into the model's own.
 
     Raises:
-        PlanError: a number format has no spelling, or there are several.
+        PlanError: a number format has no encoding, or there are several.
     """
     groups = announced.groups()
     algos = [(_known_spelling(number_format), number_format.group_size) for number_format, _ in groups]
@@ -242,7 +242,7 @@ def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], p
     """Native tensors as TensorRT-LLM has them; scales become float32, NVFP4's global ones multipliers.
 
     Raises:
-        PlanError: TensorRT-LLM has no spelling of the number format.
+        PlanError: TensorRT-LLM has no encoding of the number format.
         CheckpointError: a global scale is negative or NaN.
     """
     import torch
@@ -268,7 +268,7 @@ def decode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], p
     """TensorRT-LLM's tensors in native form.
 
     Raises:
-        PlanError: TensorRT-LLM has no spelling of the number format.
+        PlanError: TensorRT-LLM has no encoding of the number format.
         CheckpointError: a global scale cannot be inverted.
     """
     import torch
