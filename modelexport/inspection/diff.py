@@ -56,7 +56,7 @@ class TensorDifference:
 
 @dataclass
 class Diff:
-    """What two checkpoints have in common and what not.
+    """Differences between two checkpoints, and what they have in common.
 
     Attributes:
         tensors, nbytes: that were compared, and their size in A.
@@ -75,7 +75,7 @@ class Diff:
 
     @property
     def equal(self) -> bool:
-        """Whether they hold the same."""
+        """True if they hold the same."""
         return not self.differences
 
     def as_json(self) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def _open(directory: str | os.PathLike[str], config: str | os.PathLike[str] | No
 
 
 def _no_part_of_the_model(checkpoint: Checkpoint) -> dict[str, str]:
-    """What no other checkpoint of the same model need have -> what it is. A head is a copy only if it is equal."""
+    """Returns tensors that no other checkpoint of the model needs -> the reason; a head is a copy only if equal."""
     try:
         check_ties(checkpoint)
         return left_out(checkpoint)

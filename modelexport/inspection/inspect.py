@@ -1,4 +1,4 @@
-"""``modelexport inspect``: what lies in a checkpoint, told from its headers and config.json.
+"""``modelexport inspect``: the content of a checkpoint, from its headers and config.json.
 
 Any safetensors checkpoint, whoever wrote it. No tensor is read and torch is not imported, so that the answer
 takes a fraction of a second whatever the size.
@@ -28,7 +28,7 @@ from modelexport.system.terminal import columns, show
 
 
 @dataclass(frozen=True)
-class TypeRow:
+class InspectionRow:
     """All modules of one path within a layer that are stored alike.
 
     Attributes:
@@ -52,7 +52,7 @@ class TypeRow:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a checkpoint holds.
+    """The content of a checkpoint.
 
     Attributes:
         format: the checkpoint format, as ``--format`` spells it.
@@ -72,7 +72,7 @@ class Inspection:
     architectures: list[str]
     layers: int
     tied_embeddings: bool | None
-    rows: list[TypeRow]
+    rows: list[InspectionRow]
     parameters: int
     nbytes: int
     ratio: float
@@ -97,7 +97,7 @@ class Inspection:
 
 
 def inspect_checkpoint(directory: Path | str, config: Path | str | None = None) -> Inspection:
-    """Describe a checkpoint from its headers and its config.json.
+    """Describes a checkpoint from its headers and its config.json.
 
     Args:
         config: the model's config.json, where the checkpoint has none of its own.
@@ -109,7 +109,7 @@ def inspect_checkpoint(directory: Path | str, config: Path | str | None = None) 
 
 
 def describe(contents: Contents) -> Inspection:
-    """What ``inspect`` tells of a checkpoint that is open."""
+    """Returns the inspection of a checkpoint that is open."""
     checkpoint, architecture = contents.checkpoint, contents.architecture
     quantization, modules = contents.quantization, contents.modules
     described = checkpoint.config or {}
@@ -148,7 +148,7 @@ def describe(contents: Contents) -> Inspection:
 
 
 def tensor_parallel_sizes(architecture: Architecture, modules: Sequence[StoredModule]) -> tuple[list[int] | None, str]:
-    """Tensor-parallel sizes at which an engine can load the checkpoint; or None, and why that is not known."""
+    """Returns the tensor-parallel sizes at which an engine can load it; or None, and why that is not known."""
     family, dims = architecture.family, architecture.dimensions
     if family is None or dims is None:
         return None, architecture.reason
@@ -173,7 +173,7 @@ def tensor_parallel_sizes(architecture: Architecture, modules: Sequence[StoredMo
 
 
 def print_inspection(directory: Path, config: Path | None = None, *, as_json: bool) -> int:
-    """Print what a checkpoint holds; returns the exit status, 0."""
+    """Prints the content of a checkpoint; returns the exit status, 0."""
     inspection = inspect_checkpoint(directory, config)
     if as_json:
         show(json.dumps(inspection.as_json(), indent=1))
@@ -182,8 +182,8 @@ def print_inspection(directory: Path, config: Path | None = None, *, as_json: bo
     return 0
 
 
-def _rows(modules: Sequence[StoredModule], architecture: Architecture) -> list[TypeRow]:
-    """One row per path and format, in the family's order where it is known, else in the file's."""
+def _rows(modules: Sequence[StoredModule], architecture: Architecture) -> list[InspectionRow]:
+    """Returns one row per path and format, in the family's order where it is known, else in the file's."""
     groups: dict[tuple[str, str, str], list[StoredModule]] = {}
     for module in modules:
         groups.setdefault((module.stack, module.path, module.stored.number_format), []).append(module)
@@ -199,7 +199,7 @@ def _rows(modules: Sequence[StoredModule], architecture: Architecture) -> list[T
         parameters, nbytes = sum(m.parameters for m in group), sum(m.nbytes for m in group)
         scales = {_scale_text(m) for m in group} - {""}
         rows.append(
-            TypeRow(
+            InspectionRow(
                 f"{stack}.*.{path}" if stack and len(stacks) > 1 else path,
                 group[0].kind,
                 len(group),
@@ -232,7 +232,7 @@ def _layers(modules: Sequence[StoredModule]) -> int:
 
 
 def _texts(value: Any) -> list[str]:
-    """The items of a list; whatever else somebody wrote there is none."""
+    """Returns the items of a list as text; none of any other value."""
     return [str(item) for item in value] if isinstance(value, list) else []
 
 
@@ -268,7 +268,7 @@ def _record_summary(record: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _index_warnings(checkpoint: Checkpoint) -> Iterator[str]:
-    """What the index says beyond the places of tensors, which ``open_checkpoint`` has compared."""
+    """Checks the index beyond the places of tensors, which ``open_checkpoint`` has compared."""
     if not has_file(checkpoint.directory, INDEX_NAME):
         return
     metadata = read_json(checkpoint.directory / INDEX_NAME).get("metadata")

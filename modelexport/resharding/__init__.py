@@ -25,7 +25,7 @@ from modelexport.errors import UsageError
 from modelexport.exporting.record import target_of
 from modelexport.exporting.target import cards, files_digest, inputs_of, source_config
 from modelexport.inspection.card import model_card
-from modelexport.inspection.record.reading import read_record
+from modelexport.inspection.record.reading import ExportRecord, read_record
 from modelexport.inspection.record.rows import linears_of
 from modelexport.jobs.hosts import agree, is_spread, reshard_config, run_as_rank
 from modelexport.jobs.ranks import Heard, heard, own_ranks, single, take_part
@@ -292,7 +292,7 @@ def _target(prepared: Prepared) -> Target:
 def engine_warnings(recipe: ReshardRecipe, record: Mapping[str, Any]) -> list[str]:
     """What engines are known to refuse of a recorded checkpoint, as it is about to be written."""
     kind = (record.get("model") or {}).get("model_type", "")
-    return warnings(recipe.format, linears_of(record), tp=recipe.tp, model=kind)
+    return warnings(recipe.format, linears_of(ExportRecord.of(record)), tp=recipe.tp, model=kind)
 
 
 def _job(prepared: Prepared, done: dict[str, Any], *, spread: bool) -> ReshardJob:

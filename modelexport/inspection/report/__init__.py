@@ -1,4 +1,4 @@
-"""``modelexport report``: everything that is known of a checkpoint, on one page of HTML that needs no network."""
+"""``modelexport report``: the content of a checkpoint on one page of HTML that needs no network."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _LISTED = 5
 
 
 def print_report(checkpoint: Path, html: Path | None, config: Path | None, *, as_json: bool) -> int:
-    """Report on a checkpoint; returns the exit status, 0.
+    """Reports on a checkpoint; returns the exit status, 0.
 
     Args:
         html: where the page goes; None: a short text is printed instead.
         config: the model's config.json, where the checkpoint has none of its own.
-        as_json: print what the page shows as JSON.
+        as_json: print the page's content as JSON.
 
     Raises:
         CheckpointError: no checkpoint there, or a damaged one.
@@ -43,7 +43,7 @@ def print_report(checkpoint: Path, html: Path | None, config: Path | None, *, as
 
 
 def write_page(report: Report, path: Path) -> int:
-    """Write the page, see :func:`~modelexport.system.small_files.write_small`. Returns its bytes.
+    """Writes the page, see :func:`~modelexport.system.small_files.write_small`; returns its number of bytes.
 
     Raises:
         UsageError: ``path`` is a directory or takes no file, or its directory cannot be written to.
@@ -54,7 +54,7 @@ def write_page(report: Report, path: Path) -> int:
 
 
 def _text(report: Report) -> Iterator[str]:
-    """The page in a few lines."""
+    """Yields the report as a few lines of text."""
     inspection = report.inspection
     names = ", ".join(inspection.architectures) or inspection.model_type or "no architecture named"
     yield f"{report.name}: {names}, {inspection.layers} layers, {inspection.parameters:,} parameters"

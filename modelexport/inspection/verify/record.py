@@ -1,4 +1,4 @@
-"""Whether a checkpoint is what its modelexport.json says, in everything but the tensors' bytes."""
+"""Checks of a checkpoint against its modelexport.json, in everything but the tensors' bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a linear's tensors are those that rounding its source to nearest gives, by the number format's own rule.
+"""Comparison of a linear's tensors with its source rounded to nearest by the number format's own rule.
 
 What verify knows of a checkpoint without a record. Scales and weights then have one right value each, so that a single
 bit that is another one shows; unless the checkpoint was made in another way, which shows in that most linears differ.
@@ -42,7 +42,7 @@ def nearest(
 
 
 def unlike(rounded: Mapping[str, Tensor], native: Mapping[str, Tensor]) -> Counter[str]:
-    """How many elements of each native tensor are other ones, to the bit, of those that the weight decides."""
+    """Returns the number of elements that differ to the bit in each native tensor that the weight decides."""
     counts: Counter[str] = Counter()
     for suffix, ours in rounded.items():
         theirs = native.get(suffix)
@@ -61,7 +61,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def shared_maxima(items: Sequence[Item], source: Checkpoint | None, threads: int = 1) -> dict[str, Tensor]:
-    """What the scales depend on that reach over whole weights: ``Item.shared`` -> the largest magnitude.
+    """Returns the input of scales that span whole weights: ``Item.shared`` -> the largest magnitude.
 
     Modules that engines fuse share one.
     """
@@ -87,7 +87,7 @@ def _amax(item: Item, reader: Reader) -> Tensor:
 
 
 def judge(items: Iterable[Item], checks: Iterable[ModuleCheck]) -> tuple[list[str], list[str], set[str]]:
-    """What requantising says of a checkpoint without a record.
+    """Result of requantising a checkpoint without a record.
 
     Returns:
         Problems, a line each; what could not be checked, a line each; and the names of the tensors that are right.
