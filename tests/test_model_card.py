@@ -18,6 +18,7 @@ from modelexport.checkpoints.formats.hf import CARD, SOURCE_CARD
 from modelexport.cli import main
 from modelexport.exporting import export
 from modelexport.inspection.card import model_card
+from modelexport.inspection.record.reading import ExportRecord
 from modelexport.inspection.record.rows import rows_of, stored_of
 from modelexport.models.checkpoint_formats import names as checkpoint_formats
 from modelexport.models.loading import LOADINGS
@@ -114,7 +115,7 @@ def test_figures_are_the_record_s(demo: Path) -> None:
     record, card = record_of(demo), card_of(demo)
     worst = min(record["sqnr_db"], key=record["sqnr_db"].get)
     assert f"SQNR of the worst {record['sqnr_db'][worst]:.2f} dB (`{worst}`)" in card
-    rows = {row.name: row for row in rows_of(record)}
+    rows = {row.name: row for row in rows_of(ExportRecord.of(record))}
     stored = sum(path.stat().st_size for path in demo.glob("*.safetensors"))
     header = 8 + int.from_bytes((demo / "model.safetensors").read_bytes()[:8], "little")
     assert sum(row.nbytes for row in rows.values()) == stored - header
@@ -249,7 +250,7 @@ def test_convert_writes_its_own_card(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "modelexport convert SOURCE --format gptq --out CKPT" in card
     assert "its numbers as they were" in card
     assert (tmp_path / "gptq" / SOURCE_CARD).read_text() == FRONT, "the model's own, handed on"
-    assert stored_of(record_of(tmp_path / "gptq")).format == "gptq"
+    assert stored_of(ExportRecord.of(record_of(tmp_path / "gptq"))).format == "gptq"
 
 
 def test_a_card_that_somebody_edited_is_kept(demo: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from modelexport.distributed import launch
 from modelexport.distributed.launch import MultiprocessConfig
 from modelexport.errors import UsageError
 from modelexport.inspection.card import model_card
-from modelexport.inspection.record.reading import read_record
+from modelexport.inspection.record.reading import ExportRecord, read_record
 from modelexport.inspection.record.rows import linears_of
 from modelexport.jobs.hosts import agree, check_coherent, is_spread, run_as_rank
 from modelexport.jobs.ranks import Heard, heard, own_ranks, single, take_part
@@ -319,7 +319,7 @@ def _target(prepared: PreparedReshard) -> Target:
 def engine_warnings(recipe: ReshardRecipe, record: Mapping[str, Any]) -> list[str]:
     """Warnings of engines known to refuse a recorded checkpoint in the form about to be written."""
     kind = (record.get("model") or {}).get("model_type", "")
-    return warnings(recipe.format, linears_of(record), tp=recipe.tp, model=kind)
+    return warnings(recipe.format, linears_of(ExportRecord.of(record)), tp=recipe.tp, model=kind)
 
 
 def _job(prepared: PreparedReshard, done: dict[str, Any], *, spread: bool) -> ReshardJob:
