@@ -13,7 +13,8 @@ import time
 import traceback
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from dataclasses import replace
+from typing import TYPE_CHECKING, NoReturn
 
 from modelexport.cli.parsers import COMMANDS, export_parser, parser_of
 from modelexport.distributed.environment import external_rank
@@ -22,8 +23,11 @@ from modelexport.recipe import ExportRecipe
 from modelexport.resharding.recipe import ReshardRecipe
 from modelexport.settings import parse_assignments
 from modelexport.system.limits import limit_error
-from modelexport.system.startup import exempt_everything, interrupt_no_import
+from modelexport.system.startup import exempt_everything, interrupt_no_import, process_seconds
 from modelexport.system.terminal import flush, note, open_standard_streams, show
+
+if TYPE_CHECKING:
+    from modelexport.exporting.record import ExportResult
 
 __all__ = ["COMMANDS", "export_parser", "main", "parser_of", "run"]
 
@@ -122,21 +126,27 @@ def _exported(recipe: ExportRecipe) -> int:
     try:
         result = export(recipe)
     except HubError as error:  # what was exported stands: its summary is printed before what went wrong
-        if error.result is not None and not (recipe.json or recipe.quiet):
-            from modelexport.cli.summary import summary
-
-            show(summary(error.result), stands=f"{recipe.out} is complete")
+        if error.result is not None and not recipe.json:
+            _show_export(error.result, recipe)
         raise
-    if external_rank() not in (None, 0):
-        return 0
+    if external_rank() in (None, 0):
+        _show_export(result, recipe)
+    return 0
+
+
+def _show_export(result: ExportResult, recipe: ExportRecipe) -> None:
+    """Prints a result; its seconds are the process's, as whoever typed the command counts them: with the imports."""
+    if recipe.quiet and not recipe.json:
+        return
+    if not recipe.dry_run:
+        result = replace(result, seconds=process_seconds())
     stands = "" if recipe.dry_run else f"{recipe.out} is complete"
     if recipe.json:
         show(json.dumps(result.as_json(), indent=1), stands=stands)
-    elif not recipe.quiet:
+    else:
         from modelexport.cli.summary import summary
 
         show(summary(result), stands=stands)
-    return 0
 
 
 def _reshard(given: Namespace) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelexport.checkpoints.safetensors.file import Checkpoint, plan_layout
-from modelexport.checkpoints.source import Source, resolve_source
+from modelexport.checkpoints.source import Source, resolve_source, source_bytes
 from modelexport.distributed import launch
 from modelexport.distributed.launch import MultiprocessConfig
 from modelexport.errors import ModelExportError, UsageError
@@ -125,9 +125,10 @@ def _launch(recipe: ExportRecipe) -> tuple[Prepared, dict[str, Any]]:
 
 
 def _preloaded(recipe: ExportRecipe) -> tuple[str, ...]:
-    """What the ranks share: kernels are compiled, or loaded, once for all of them."""
-    further = CALIBRATION_PRELOAD if recipe.is_calibrated else ()
-    return (*PRELOAD, *further, *kernels.modules(recipe.quant, recipe.observer))
+    """What the ranks share: kernels are compiled, or loaded, once for all of them, where there is work for them."""
+    if recipe.is_calibrated:
+        return (*PRELOAD, *CALIBRATION_PRELOAD, *kernels.modules(recipe.quant, recipe.observer))
+    return (*PRELOAD, *kernels.modules(recipe.quant, recipe.observer, source_bytes(recipe.model)))
 
 
 def _take_part(recipe: ExportRecipe, config: MultiprocessConfig) -> tuple[Prepared, dict[str, Any]]:

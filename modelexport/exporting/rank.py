@@ -95,6 +95,7 @@ class RankExport:
         self.sources: Queue[Slot] = slots(2)
         self.results: Queue[Slot] = slots(2)
         kernels.set_threads(torch.get_num_threads())
+        kernels.expect(job.plan.source_bytes)
         gather.set_timeout(job.timeout)
         self.way = HandOver(job.layout, staging, job.transport, job.workspace, dict(job.done))
 
