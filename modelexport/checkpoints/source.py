@@ -43,6 +43,19 @@ def is_local(model: str | None) -> bool:
     return model is None or Path(os.path.expanduser(model)).exists()
 
 
+def source_bytes(model: str | None) -> int | None:
+    """Returns the size of the files of ``model``; None where it is not known before a download or a walk."""
+    from modelexport.assets import demo_model_path
+
+    directory = demo_model_path() if model is None else Path(os.path.expanduser(model))
+    try:
+        with os.scandir(directory) as entries:
+            files = list(entries)
+            return None if any(entry.is_dir() for entry in files) else sum(entry.stat().st_size for entry in files)
+    except OSError:
+        return None
+
+
 def resolve_source(model: str | None, revision: str | None = None) -> Source:
     """Find ``model``: None is the demo model, then a directory, then a hub id (downloaded to the hub's cache).
 

@@ -168,7 +168,7 @@ def _model_facts(prepared: PreparedExport) -> dict[str, Any]:
         "hub_id": source.hub_id,
         "revision": prepared.recipe.revision,
         "base_model": base,
-        "source_bytes": sum(step.source_bytes for step in prepared.plan.steps),
+        "source_bytes": prepared.plan.source_bytes,
         **said,
     }
 

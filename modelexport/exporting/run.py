@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from modelexport.checkpoints.source import resolve_source
+from modelexport.checkpoints.source import resolve_source, source_bytes
 from modelexport.distributed import launch
 from modelexport.distributed.launch import MultiprocessConfig
 from modelexport.errors import UsageError
@@ -120,9 +120,11 @@ def run_as_launched(recipe: ExportRecipe, config: MultiprocessConfig) -> tuple[P
 
 
 def _preloaded(recipe: ExportRecipe) -> tuple[str, ...]:
-    """The modules to import once for all ranks: kernels are compiled, or loaded, there."""
-    further = CALIBRATION_PRELOAD if recipe.is_calibrated else ()
-    return (*PRELOAD, *further, *kernels.modules(recipe.quant, recipe.observer))
+    """The modules to import once for all ranks: kernels are compiled, or loaded, there, where there is work for
+    them."""
+    if recipe.is_calibrated:
+        return (*PRELOAD, *CALIBRATION_PRELOAD, *kernels.modules(recipe.quant, recipe.observer))
+    return (*PRELOAD, *kernels.modules(recipe.quant, recipe.observer, source_bytes(recipe.model)))
 
 
 def _job(prepared: PreparedExport, done: dict[str, Any], *, spread: bool = False) -> RankJob:

@@ -13,16 +13,18 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from modelexport.checkpoints import formats as package
-from modelexport.checkpoints.safetensors.file import Checkpoint, Layout
 from modelexport.errors import UsageError, nearest
 from modelexport.quantization.methods import Method, methods, of_format, of_method
-from modelexport.sharding.rules import TensorRule
-from modelexport.sharding.shard_plan import ShardPlan
 
-Rules = Callable[..., list[TensorRule]]
+if TYPE_CHECKING:  # --help needs the names alone
+    from modelexport.checkpoints.safetensors.file import Checkpoint, Layout
+    from modelexport.sharding.rules import TensorRule
+    from modelexport.sharding.shard_plan import ShardPlan
+
+    Rules = Callable[..., list[TensorRule]]
 
 _NAME = re.compile(r'^NAME = "([\w-]+)"$', re.MULTILINE)
 

@@ -274,6 +274,11 @@ class ExportPlan:
         """The name under which a task's module is taken together with its like: of all layers, and all experts."""
         return task.module.general_path if task.path else _NUMBER.sub("*", step.layer)
 
+    @property
+    def source_bytes(self) -> int:
+        """Bytes of the tensors that are read."""
+        return sum(step.source_bytes for step in self.steps)
+
     def peak_rank_bytes(self) -> int:
         """Upper estimate of a rank's buffers: two steps' shards of the source and two of the output."""
         tp = self.parallelism.tp

@@ -39,8 +39,7 @@ def _fused() -> Any:
 
 def _of(tensor: Tensor) -> Any:
     """The module of kernels that such a tensor takes."""
-    on_cpu = tensor.device.type == "cpu" and tensor.numel() > 0
-    return _fused() if on_cpu and kernels.backend().name == "fused" else reference
+    return _fused() if kernels.is_fused(tensor) else reference
 
 
 def quantise(weight: Tensor, q: Tensor, scale: Tensor, factor: Tensor | None = None, *, search: bool = False) -> int:
