@@ -21,7 +21,7 @@ from modelexport.inspection.report import gather, print_report, render, write_pa
 from modelexport.inspection.report.html import clean, element
 from modelexport.inspection.verify import verify_checkpoint
 from modelexport.system.tables import size_text
-from tests._models import make_llama
+from tests.helpers.models import make_llama
 from tests.inspection._page import Page
 from tests.inspection._quantised import save_quantised
 

@@ -17,7 +17,7 @@ from modelexport.inspection.report.charts import Colours, heat_figures, heat_map
 from modelexport.inspection.report.figures import Cell, Grid, Naming, make_grid
 from modelexport.inspection.report.scales import ScaleCounts
 from modelexport.inspection.report.style import HEAT_STEPS, STYLE
-from tests._models import quantised_headers
+from tests.helpers.models import quantised_headers
 from tests.inspection._page import Page
 
 pytestmark = pytest.mark.timeout(180)
