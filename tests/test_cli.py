@@ -20,8 +20,8 @@ from modelexport.cli import export_parser, main
 from modelexport.errors import CheckpointError, ModelExportError, PlanError, RankFailedError, UsageError
 from modelexport.quantization import formats
 from modelexport.recipe import ExportRecipe
-from tests._cli_running import fails, listing, shell
-from tests._models import copy_checkpoint, make_llama
+from tests.helpers.cli_running import fails, listing, shell
+from tests.helpers.models import copy_checkpoint, make_llama
 
 FIELDS = {field.name: field for field in dataclasses.fields(ExportRecipe)}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import modelexport
-from tests._hub_server import TOKEN, running_hub
+from tests.helpers.hub_server import TOKEN, running_hub
 
 FUNCTIONS = ("export", "convert", "reshard", "inspect", "verify", "diff", "evaluate", "report", "push")
 

@@ -6,7 +6,7 @@
     python tests/benchmarks/bench_quality.py --json FILE       what FILE has already is not made again (delete it when
                                                                the code has changed)
 
-Models: the demo model, and the same made hard (``tests/_hard_model.py``: the same function, with the activation
+Models: the demo model, and the same made hard (``tests/helpers/hard_model.py``: the same function, with the activation
 outliers that large models have). Each cell is an export of 64 x 256 calibration tokens, in this process, decoded into
 float32 again and held against the source, whose log-probabilities are computed once.
 
@@ -37,9 +37,9 @@ from modelexport.exporting import export
 from modelexport.quantization.formats import int4
 from modelexport.quantization.formats.base import Grid
 from modelexport.quantization.kernels import reference
-from tests._hard_model import make_hard
 from tests.benchmarks._fake_formats import Int3Format
 from tests.benchmarks._quality import Figures, Reference, demo_samples, write_samples
+from tests.helpers.hard_model import make_hard
 
 SAMPLES, LENGTH = 64, 256
 MODELS = ("demo", "hard")

@@ -15,7 +15,7 @@ from modelexport.checkpoints.formats import hf_sharded
 from modelexport.errors import CheckpointError
 from modelexport.sharding.boxes import slices
 from modelexport.sharding.plan import Parallelism
-from tests.checkpoints._shards import Model, assert_same, make_model, reopen, round_trip, write
+from tests.helpers.format_models import Model, assert_same, make_model, reopen, round_trip, write
 
 SHAPES: dict[str, dict[str, Any]] = {
     "biased": {"attention_bias": True, "mlp_bias": True, "layers": 4, "heads": 8, "kv_heads": 2},

@@ -23,6 +23,7 @@ from tests.distributed import _master_worker_failures as failures
 from tests.distributed import _master_worker_handles as with_handles
 from tests.distributed import _master_worker_targets as targets
 from tests.distributed._launch_helpers import alive, wait_until
+from tests.helpers.marks import extended
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -110,9 +111,9 @@ NOTHING_LEFT = ("returned", (False, False, 0, 1))
     ("scenario", "world_size", "how"),
     [
         (targets.every_collective, 1, "file"),
-        (targets.every_collective, 2, "env"),
+        extended(targets.every_collective, 2, "env"),
         (targets.every_collective, 3, "tcp"),
-        (targets.every_collective, 4, "file"),
+        extended(targets.every_collective, 4, "file"),
         (targets.groups, 4, "tcp"),
         (targets.pairs, 3, "file"),
         (targets.dtypes, 2, "tcp"),

@@ -23,11 +23,12 @@ from tests.distributed import _ranks_programs as programs
 from tests.distributed import _ranks_targets as targets
 from tests.distributed._gather_targets import run_ranks
 from tests.distributed._launch_helpers import ROOT, failing, launch
+from tests.helpers.marks import few
 
 pytestmark = pytest.mark.timeout(120)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", few([1, 2, 4], 1, 4))
 def test_values_come_back_exactly_and_order_is_kept(world_size: int) -> None:
     events = launch(targets.works, world_size)
     assert sorted(event["rank"] for _, event in events) == list(range(world_size))
@@ -179,7 +180,7 @@ def _group_over(store: Any, world: int) -> list[Any]:
     return [dist.PrefixStore("default_pg", store) for _ in range(world)]
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", few([2, 3], 3))
 @pytest.mark.parametrize("seed", range(4))
 def test_random_programs_stay_in_step(world: int, seed: int) -> None:
     steps = programs.random_steps(seed, world, 40)

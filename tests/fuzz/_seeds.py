@@ -18,7 +18,7 @@ from modelexport.checkpoints.staging import staging_directory
 from modelexport.errors import PlanError
 from modelexport.exporting import export
 from modelexport.jobs.target_directory import Target
-from tests._models import copy_checkpoint, make_llama
+from tests.helpers.models import copy_checkpoint, make_llama
 
 VOCABULARY = 104
 SHAPE: dict[str, Any] = {"hidden": 128, "intermediate": 128, "heads": 4, "kv_heads": 2, "layers": 1}

@@ -14,7 +14,7 @@ from modelexport.errors import CheckpointError
 from modelexport.exporting import export
 from modelexport.inspection.card import model_card
 from modelexport.inspection.record.reading import ExportRecord, read_record
-from tests._models import copy_checkpoint, make_llama
+from tests.helpers.models import copy_checkpoint, make_llama
 
 CALIB: dict[str, Any] = {"calib_samples": 4, "calib_length": 16, "evaluate": False, "quiet": True}
 

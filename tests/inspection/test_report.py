@@ -22,7 +22,7 @@ from modelexport.inspection.report import gather, render, write_page
 from modelexport.inspection.report.charts import FormatColours, bar, shown_text
 from modelexport.inspection.verify import verify_checkpoint
 from modelexport.system.tables import size_text
-from tests._models import make_llama
+from tests.helpers.models import make_llama
 from tests.inspection._page import Page
 from tests.inspection._quantised import save_quantised
 

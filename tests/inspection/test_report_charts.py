@@ -17,7 +17,7 @@ from modelexport.inspection.report.charts import HEAT_STEPS, FormatColours, hist
 from modelexport.inspection.report.figures import Cell, ErrorGrid, ModuleKinds, make_grid
 from modelexport.inspection.report.page import TEMPLATES, environment
 from modelexport.inspection.report.scales import ScaleCounts
-from tests._models import quantised_headers
+from tests.helpers.models import quantised_headers
 from tests.inspection._page import Page
 
 pytestmark = pytest.mark.timeout(180)
