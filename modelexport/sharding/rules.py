@@ -13,7 +13,7 @@ Spread = Literal["even", "heads", "kv_heads", "padded"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class CutRange:
     """A range of a tensor's cut dimension that is divided by itself: the whole of it, or one module of a fused one.
 
     Attributes:
@@ -79,4 +79,4 @@ class TensorRule:
     expert: int | None = None
     experts: int = 0
     dim: int | None = None
-    parts: tuple[Part, ...] = ()
+    parts: tuple[CutRange, ...] = ()

@@ -44,7 +44,7 @@ def _inherited_fd(duplicate: Any) -> InheritedFd:
     return InheritedFd(duplicate.detach())
 
 
-class Call:
+class RankCall:
     """The function and its arguments. Unpickled late, so that what fails then is reported like any failure."""
 
     def __init__(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -81,8 +81,8 @@ class Call:
         return self._call
 
 
-def _late_call(data: bytes) -> Call:
-    call = Call.__new__(Call)
+def _late_call(data: bytes) -> RankCall:
+    call = RankCall.__new__(RankCall)
     call._call, call._data = None, data
     return call
 
@@ -144,7 +144,7 @@ class RankSpec:
     """
 
     config: MultiprocessConfig
-    call: Call
+    call: RankCall
     channel: InheritedFd
     board: InheritedFd
     listener: InheritedFd | None

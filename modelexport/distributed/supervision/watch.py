@@ -41,7 +41,7 @@ _LAUNCHER_PATIENCE = 0.5  # how long SIGTERM waits for the cause to arrive
 _GRACE_SECONDS = 3.0  # for the main thread to raise the cause by itself, when it may be inside native code
 
 
-class Watch:
+class PeerWatch:
     """One rank's part: made by every rank of the group once it has a store.
 
     Raises:

@@ -52,7 +52,7 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 @dataclass(eq=False)
-class _Member:
+class _WatchedRank:
     """A rank, as rank 0 sees it."""
 
     rank: int
@@ -75,7 +75,7 @@ class Hub:
 
     def __init__(self, listener: socket.socket, own: socket.socket, token: str, config: MultiprocessConfig) -> None:
         self._listener, self._token, self._world = listener, token, config.world_size
-        self._members = {0: _Member(0, own, Lines(own), since=time.monotonic())}
+        self._members = {0: _WatchedRank(0, own, Lines(own), since=time.monotonic())}
         self._told: dict[str, Any] | None = None
         self._thread = threading.Thread(target=self._run, name="modelexport-watch-hub", daemon=True)
 
@@ -113,7 +113,7 @@ class Hub:
             for key in list(selector.get_map().values()):
                 key.fileobj.close()  # type: ignore[union-attr]
 
-    def _greet(self, stranger: socket.socket, lines: Lines) -> _Member | None:
+    def _greet(self, stranger: socket.socket, lines: Lines) -> _WatchedRank | None:
         messages = lines.read() or [{}]
         rank: Any = messages[0].get("rank")
         known = hmac.compare_digest(str(messages[0].get("token")).encode(), self._token.encode())
@@ -121,14 +121,14 @@ class Hub:
             stranger.close()
             return None
         keep_alive(stranger)
-        member = self._members[rank] = _Member(rank, stranger, lines, since=time.monotonic())
+        member = self._members[rank] = _WatchedRank(rank, stranger, lines, since=time.monotonic())
         for message in messages[1:]:
             self._note(member, message)
         if self._told is not None:
             member.tell(self._told)
         return member
 
-    def _hear(self, member: _Member) -> bool:
+    def _hear(self, member: _WatchedRank) -> bool:
         """Take in what ``member`` said; False when it has hung up."""
         messages = member.lines.read()
         if messages is None:
@@ -143,7 +143,7 @@ class Hub:
             self._note(member, message)
         return True
 
-    def _note(self, member: _Member, message: dict[str, Any]) -> None:
+    def _note(self, member: _WatchedRank, message: dict[str, Any]) -> None:
         if "phase" in message:
             member.phase, member.waiting, member.since = message["phase"], message["waiting"], time.monotonic()
         elif "failed" in message and member.failure is None:

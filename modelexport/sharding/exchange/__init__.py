@@ -46,7 +46,7 @@ from modelexport.sharding.distribution import (
     sharded_tensors,
 )
 from modelexport.sharding.exchange import algorithms as _algorithms
-from modelexport.sharding.exchange.job import Job, _get_empty_tensor_for_exchange, prepare
+from modelexport.sharding.exchange.shard_exchange import ShardExchange, _get_empty_tensor_for_exchange, prepare
 from modelexport.sharding.tensor import ShardedTensor
 
 __all__ = [
@@ -69,7 +69,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_ALGORITHMS: dict[str, Callable[[Job], None]] = {
+_ALGORITHMS: dict[str, Callable[[ShardExchange], None]] = {
     "auto": _algorithms.directly,
     "broadcast": _algorithms.by_broadcasts,
     "gather_object": _algorithms.by_gather_object,
@@ -208,8 +208,8 @@ def _exchange(
     group: AnyGroup,
     report: ExchangeReport | None,
 ) -> dict[Any, torch.Tensor]:
-    job = prepare(call, loaded, unloaded, distribution, group, report, algorithm, tuple(_ALGORITHMS))
-    if job.pieces:
-        _ALGORITHMS[algorithm](job)
-    logger.debug("%s: %s", call, job.route.report)
-    return job.finish()
+    exchange = prepare(call, loaded, unloaded, distribution, group, report, algorithm, tuple(_ALGORITHMS))
+    if exchange.pieces:
+        _ALGORITHMS[algorithm](exchange)
+    logger.debug("%s: %s", call, exchange.route.report)
+    return exchange.finish()

@@ -120,7 +120,7 @@ class _OwnRank(threading.Thread):
             del item, tensors, answered
 
 
-class Ranks:
+class RankPool:
     """All ranks, as the master sees them.
 
     Attributes:

@@ -18,7 +18,7 @@ from modelexport.sharding.agreement import ExchangeReport, Route, agree, is_floa
 from modelexport.sharding.distribution import ShardDistribution, canonical_order
 from modelexport.sharding.tensor import ShardedTensor, order_key
 
-__all__ = ["Job", "_get_empty_tensor_for_exchange", "prepare"]
+__all__ = ["ShardExchange", "_get_empty_tensor_for_exchange", "prepare"]
 
 Loaded = Mapping[Any, torch.Tensor]
 Unloaded = Mapping[Any, ShardedTensor]
@@ -61,7 +61,7 @@ def _get_empty_tensor_for_exchange(
 
 
 @dataclass(eq=False)
-class Job:
+class ShardExchange:
     """What an algorithm has to do on this rank.
 
     Attributes:
@@ -132,7 +132,7 @@ def prepare(
     report: ExchangeReport | None,
     algorithm: str,
     known: Sequence[str],
-) -> Job:
+) -> ShardExchange:
     """Check this rank's arguments and compare with the others.
 
     Raises:
@@ -166,7 +166,7 @@ def prepare(
     needed = {shard_id: unloaded[shard_id] for shard_id in order if shard_id in unloaded and shard_id not in loaded}
     route.report.add(needed=sum(shard.nbytes for shard in needed.values()))
     metadata = {} if distribution is None else distribution.shard_to_metadata
-    return Job(route, order, pieces, metadata, needed, loaded, dict(loaded))
+    return ShardExchange(route, order, pieces, metadata, needed, loaded, dict(loaded))
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
