@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from modelexport.distributed import shared_mesh
 from modelexport.distributed.collectives.argument_check import exchange_texts
 from modelexport.distributed.collectives.groups import AnyGroup, Members, members
-from modelexport.distributed.shard_transport import Cargo, Piece, deliver, where_this_is
+from modelexport.distributed.delivery import shared_mesh
+from modelexport.distributed.delivery.pairwise import Piece, PieceBuffers, deliver, where_this_is
 from modelexport.errors import UsageError, nearest
 
 __all__ = ["ExchangeReport", "Route", "agree", "is_float8tensor", "raw", "team_of", "tell_all"]
@@ -73,18 +73,18 @@ class Route:
     records: Sequence[dict[str, Any]]
     report: ExchangeReport
 
-    def carry(self, pieces: Sequence[Piece], cargo: Cargo, *, keep: bool) -> None:
+    def carry(self, pieces: Sequence[Piece], buffers: PieceBuffers, *, keep: bool) -> None:
         """Bring the pieces to those who want them, by ``p2p`` or ``shared_memory``; see these modules."""
         me = self.team.position
         wanted = sum(piece.nbytes for piece in pieces if me in piece.targets)
         if self.algorithm == "p2p":
-            traffic = deliver(pieces, cargo, self.team, self.device)
+            traffic = deliver(pieces, buffers, self.team, self.device)
             assert traffic.received == wanted
             self.report.add(sent=traffic.sent, received=traffic.received, messages=traffic.messages)
             return
         assert self.algorithm == "shared_memory"
         try:
-            copied = self._mesh.deliver(pieces, cargo, keep=keep)
+            copied = self._mesh.deliver(pieces, buffers, keep=keep)
         except BaseException:
             shared_mesh.forget(self.team)
             raise

@@ -14,7 +14,7 @@ import torch
 
 from modelexport.distributed.collectives.byte_transport import flat_bytes
 from modelexport.distributed.collectives.groups import AnyGroup
-from modelexport.distributed.shard_transport import Piece
+from modelexport.distributed.delivery.pairwise import Piece
 from modelexport.errors import UsageError
 from modelexport.sharding.agreement import ExchangeReport, Route, agree, raw, team_of
 from modelexport.sharding.boxes import Box, extent, intersect, placed, relative, slices
@@ -86,7 +86,7 @@ def reshard(
 
 
 class _Assembly:
-    """This rank's part of the moves: the cargo of the exchange."""
+    """This rank's part of the moves: the buffers of its pieces (see ``PieceBuffers``)."""
 
     def __init__(
         self,

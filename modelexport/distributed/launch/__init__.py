@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, ParamSpec
 
 from modelexport.distributed.config import MultiprocessConfig
 from modelexport.distributed.environment import external_config
-from modelexport.distributed.grid import ParallelGroup, ProcessGrid, get_grid, grid_coordinates, init_grid
+from modelexport.distributed.launch.grid import ParallelGroup, ProcessGrid, get_grid, grid_coordinates, init_grid
 from modelexport.distributed.launch.process_group import (
     default_backend,
     get_distributed_backend,

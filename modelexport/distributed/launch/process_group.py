@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from modelexport.distributed.config import DEFAULT_TIMEOUT, MultiprocessConfig
 from modelexport.distributed.environment import external_config, interface_towards
-from modelexport.distributed.grid import forget_grid, init_grid
+from modelexport.distributed.launch.grid import forget_grid, init_grid
 from modelexport.distributed.supervision.status import phase_scope
 from modelexport.distributed.supervision.watch import PeerWatch
 from modelexport.errors import GatherError, UsageError

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelexport.distributed import collectives, shared_mesh
+from modelexport.distributed import collectives
 from modelexport.distributed.collectives.groups import members
-from modelexport.distributed.shard_transport import Piece, where_this_is
+from modelexport.distributed.delivery import shared_mesh
+from modelexport.distributed.delivery.pairwise import Piece, where_this_is
 from modelexport.distributed.transport import memory
 
 __all__ = ["Exchange"]
@@ -78,11 +79,11 @@ class Exchange:
         """Gives every rank a buffer of all; the former ones stay until nobody reads them any more."""
         team = members(None)
         mesh = shared_mesh.mesh_of(team, self.objects(shared_mesh.standing(team)))
-        cargo = _Buffers(memory.shared_empty((2, nbytes), torch.uint8))
+        buffers = _Buffers(memory.shared_empty((2, nbytes), torch.uint8))
         others = {rank: tuple(other for other in range(self.world) if other != rank) for rank in range(self.world)}
-        mesh.deliver([Piece(rank, 2 * nbytes, rank, others[rank]) for rank in others], cargo, keep=True)
-        cargo.found[self.rank] = cargo.own
-        self._buffers = [cargo.found[rank].view(2, nbytes) for rank in range(self.world)]
+        mesh.deliver([Piece(rank, 2 * nbytes, rank, others[rank]) for rank in others], buffers, keep=True)
+        buffers.found[self.rank] = buffers.own
+        self._buffers = [buffers.found[rank].view(2, nbytes) for rank in range(self.world)]
 
     def _by_collective(self, values: Sequence[Tensor], sizes: Sequence[int], like: Tensor) -> list[Tensor]:
         mine = like.new_zeros(max(sizes))
@@ -97,7 +98,7 @@ class Exchange:
 
 
 class _Buffers:
-    """What ranks give each other: see :class:`~modelexport.distributed.shard_transport.Cargo`."""
+    """What ranks give each other: see :class:`~modelexport.distributed.delivery.pairwise.PieceBuffers`."""
 
     def __init__(self, own: Tensor) -> None:
         self.own = own

@@ -14,7 +14,7 @@ import torch
 from modelexport.distributed.collectives import all_gather, broadcast
 from modelexport.distributed.collectives.argument_check import exchange_texts
 from modelexport.distributed.collectives.groups import AnyGroup, Group, Members
-from modelexport.distributed.shard_transport import Piece
+from modelexport.distributed.delivery.pairwise import Piece
 from modelexport.distributed.transport import mailbox
 from modelexport.errors import UsageError
 from modelexport.sharding.agreement import ExchangeReport, team_of, tell_all

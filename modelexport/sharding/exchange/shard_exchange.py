@@ -12,7 +12,7 @@ import torch
 
 from modelexport.distributed.collectives.byte_transport import flat_bytes
 from modelexport.distributed.collectives.groups import AnyGroup, Members
-from modelexport.distributed.shard_transport import Piece, as_flat_bytes
+from modelexport.distributed.delivery.pairwise import Piece, as_flat_bytes
 from modelexport.errors import UsageError
 from modelexport.sharding.agreement import ExchangeReport, Route, agree, is_float8tensor, raw, team_of
 from modelexport.sharding.distribution import ShardDistribution, canonical_order

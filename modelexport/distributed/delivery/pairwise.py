@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from modelexport.distributed.collectives.groups import Members
 
-__all__ = ["Cargo", "Piece", "Traffic", "as_flat_bytes", "deliver", "where_this_is"]
+__all__ = ["Piece", "PieceBuffers", "Traffic", "as_flat_bytes", "deliver", "where_this_is"]
 
 PACKED_BYTES = 1 << 20  # a message of several pieces has at most so many bytes
 ALONE_BYTES = 128 << 10  # larger pieces are worth a message of their own, which saves two copies
@@ -37,7 +37,7 @@ class Piece:
     targets: tuple[int, ...]
 
 
-class Cargo(Protocol):
+class PieceBuffers(Protocol):
     """What the pieces are, on this rank."""
 
     def outgoing(self, number: int) -> torch.Tensor:
@@ -76,12 +76,12 @@ def where_this_is() -> str:
     return f"{socket.gethostname()}/{boot}/{os.stat('/proc/self/ns/net').st_ino}/{os.geteuid()}"
 
 
-def deliver(pieces: Sequence[Piece], cargo: Cargo, team: Members, device: torch.device) -> Traffic:
+def deliver(pieces: Sequence[Piece], buffers: PieceBuffers, team: Members, device: torch.device) -> Traffic:
     """Bring every piece to its targets. Called by every rank of the group with the same ``pieces``.
 
     Args:
         pieces: in an order that all ranks share.
-        cargo: this rank's.
+        buffers: this rank's.
         team: the group.
         device: that the group's back end takes tensors from, the same kind on every rank.
 
@@ -105,13 +105,13 @@ def deliver(pieces: Sequence[Piece], cargo: Cargo, team: Members, device: torch.
             given, taken = sends[number : number + 1], receives[number : number + 1]
             nbytes = sum(piece.nbytes for message in given + taken for piece in message)
             while under_way and sum(each.nbytes for each in under_way) + nbytes > IN_FLIGHT_BYTES:
-                _finish(under_way.popleft(), cargo)
-            under_way.append(_start(given, taken, nbytes, cargo, team, (after, before), device))
+                _finish(under_way.popleft(), buffers)
+            under_way.append(_start(given, taken, nbytes, buffers, team, (after, before), device))
             traffic.messages += len(given)
             traffic.sent += sum(piece.nbytes for message in given for piece in message)
             traffic.received += sum(piece.nbytes for message in taken for piece in message)
     while under_way:
-        _finish(under_way.popleft(), cargo)
+        _finish(under_way.popleft(), buffers)
     return traffic
 
 
@@ -136,7 +136,7 @@ def _start(
     given: Sequence[Sequence[Piece]],
     taken: Sequence[Sequence[Piece]],
     nbytes: int,
-    cargo: Cargo,
+    buffers: PieceBuffers,
     team: Members,
     peers: tuple[int, int],
     device: torch.device,
@@ -144,29 +144,29 @@ def _start(
     # One batch each way: NCCL needs sends and receives that wait for each other to be started together.
     operations, parcels, landed = [], [], []
     for message in given:
-        data = [as_flat_bytes(cargo.outgoing(piece.number), device) for piece in message]
+        data = [as_flat_bytes(buffers.outgoing(piece.number), device) for piece in message]
         parcels.append(data[0] if len(data) == 1 else torch.cat(data))
         operations.append(dist.P2POp(dist.isend, parcels[-1], team.ranks[peers[0]], team.process_group))
     for message in taken:
         total = sum(piece.nbytes for piece in message)
         alone = len(message) == 1
-        data_in = cargo.incoming(message[0].number) if alone else torch.empty(total, dtype=torch.uint8, device=device)
+        data_in = buffers.incoming(message[0].number) if alone else torch.empty(total, dtype=torch.uint8, device=device)
         landed.append((message, data_in))
         operations.append(dist.P2POp(dist.irecv, data_in, team.ranks[peers[1]], team.process_group))
     return _Round(dist.batch_isend_irecv(operations), nbytes, parcels, landed)
 
 
-def _finish(ended: _Round, cargo: Cargo) -> None:
+def _finish(ended: _Round, buffers: PieceBuffers) -> None:
     for work in ended.works:
         work.wait()
     for message, data in ended.landed:
         if len(message) == 1:
-            cargo.arrived(message[0].number, data)
+            buffers.arrived(message[0].number, data)
             continue
         for piece, part in zip(message, data.split([piece.nbytes for piece in message]), strict=True):
-            place = cargo.incoming(piece.number)
+            place = buffers.incoming(piece.number)
             place.copy_(part)
-            cargo.arrived(piece.number, place)
+            buffers.arrived(piece.number, place)
 
 
 def as_flat_bytes(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from modelexport.distributed.collectives.groups import Members
+from modelexport.distributed.delivery.pairwise import Piece, PieceBuffers
 from modelexport.distributed.rendezvous import links as rendezvous
-from modelexport.distributed.shard_transport import Cargo, Piece
 from modelexport.distributed.transport import memory
 from modelexport.distributed.transport.payload import pack
 from modelexport.distributed.transport.receiving import Delivery, ReceivingLink, receive_from_all
@@ -64,12 +64,12 @@ class SharedMesh:
         for link in self._from.values():
             link.release_dropped()
 
-    def deliver(self, pieces: Sequence[Piece], cargo: Cargo, *, keep: bool) -> int:
+    def deliver(self, pieces: Sequence[Piece], buffers: PieceBuffers, *, keep: bool) -> int:
         """Bring every piece to its targets. Called by every rank of the group with the same ``pieces``.
 
         Args:
             pieces: in an order that all ranks share.
-            cargo: ``arrived`` gets a view of the giver's memory; ``incoming`` is not called.
+            buffers: ``arrived`` gets a view of the giver's memory; ``incoming`` is not called.
             keep: the views may be kept. False: ``arrived`` takes what it wants of them, and the memory is the
                 giver's again.
 
@@ -83,7 +83,7 @@ class SharedMesh:
         mine = [piece for piece in pieces if piece.source == self._me]
         targets = sorted({target for piece in mine for target in piece.targets})
         try:
-            copied, given = self._place(mine, cargo)
+            copied, given = self._place(mine, buffers)
             for target in targets:
                 wanted = {str(piece.number): given[piece.number] for piece in mine if target in piece.targets}
                 self._to[target].send(number, pack(wanted), self._seconds)
@@ -93,13 +93,13 @@ class SharedMesh:
             raise
         del given
         sources = sorted({piece.source for piece in pieces if self._me in piece.targets})
-        self._receive(number, [self._from[source] for source in sources], cargo, keep)
+        self._receive(number, [self._from[source] for source in sources], buffers, keep)
         return copied
 
-    def _place(self, mine: Sequence[Piece], cargo: Cargo) -> tuple[int, dict[int, torch.Tensor]]:
+    def _place(self, mine: Sequence[Piece], buffers: PieceBuffers) -> tuple[int, dict[int, torch.Tensor]]:
         given, copied = {}, 0
         for piece in mine:
-            data = cargo.outgoing(piece.number)
+            data = buffers.outgoing(piece.number)
             found = _in_arena(data, piece.nbytes)
             if found is None:
                 found = memory.shared_empty(piece.nbytes, torch.uint8)
@@ -109,26 +109,28 @@ class SharedMesh:
             given[piece.number] = found
         return copied, given
 
-    def _receive(self, number: int, links: Sequence[ReceivingLink], cargo: Cargo, keep: bool) -> None:
+    def _receive(self, number: int, links: Sequence[ReceivingLink], buffers: PieceBuffers, keep: bool) -> None:
         receive_from_all(links, number, self._seconds)
         for link in links:
             delivery, views = link.open(number)
             if keep:
-                self._hand_out(views, cargo)
+                self._hand_out(views, buffers)
                 link.finish(delivery)
             else:
-                self._consume(link, delivery, views, cargo)
+                self._consume(link, delivery, views, buffers)
 
-    def _consume(self, link: ReceivingLink, delivery: Delivery, views: dict[str, torch.Tensor], cargo: Cargo) -> None:
+    def _consume(
+        self, link: ReceivingLink, delivery: Delivery, views: dict[str, torch.Tensor], buffers: PieceBuffers
+    ) -> None:
         try:
-            self._hand_out(views, cargo)
+            self._hand_out(views, buffers)
         finally:
             link.finish(delivery)
 
     @staticmethod
-    def _hand_out(views: dict[str, torch.Tensor], cargo: Cargo) -> None:
+    def _hand_out(views: dict[str, torch.Tensor], buffers: PieceBuffers) -> None:
         for name in list(views):
-            cargo.arrived(int(name), views.pop(name))
+            buffers.arrived(int(name), views.pop(name))
 
     def close(self) -> None:
         """End the links. What others may still be reading is not used again."""
