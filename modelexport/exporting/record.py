@@ -20,7 +20,7 @@ from modelexport.exporting.prepare import Prepared, announcement
 from modelexport.inspection.card import model_card
 from modelexport.inspection.record.reading import read_record
 from modelexport.jobs.side_files import cards, files_digest, inputs_of, source_config, target_of
-from modelexport.jobs.target_directory import Target, TargetFiles
+from modelexport.jobs.target_directory import TargetDirectory, TargetDirectorySpec
 from modelexport.quantization.assignment import KEEP
 from modelexport.quantization.calibration.text import DATASET, file_of
 from modelexport.quantization.methods import methods
@@ -112,7 +112,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def target_of_export(prepared: Prepared) -> Target:
+def target_of_export(prepared: Prepared) -> TargetDirectory:
     """The target of an export, not yet begun."""
     recipe = prepared.recipe
     assert recipe.out is not None
@@ -126,7 +126,7 @@ def target_of_export(prepared: Prepared) -> Target:
     announced = announcement(prepared.plan)
     beside = {} if announced is None else announced.files
     stale, renamed = cards(prepared.checkpoint.directory)
-    files = TargetFiles(
+    files = TargetDirectorySpec(
         source=prepared.checkpoint,
         target=replace(prepared.target, side_files={**prepared.target.side_files, **beside}),
         fingerprint=_fingerprint(prepared),
@@ -139,7 +139,7 @@ def target_of_export(prepared: Prepared) -> Target:
         card=model_card,
         renamed=renamed,
     )
-    return Target(recipe.out, files, overwrite=recipe.overwrite, quiet=recipe.quiet)
+    return TargetDirectory(recipe.out, files, overwrite=recipe.overwrite, quiet=recipe.quiet)
 
 
 def _model_facts(prepared: Prepared) -> dict[str, Any]:

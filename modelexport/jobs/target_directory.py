@@ -21,8 +21,8 @@ MakeRecord = Callable[[SideFiles, Mapping[str, Path], dict[str, Any]], dict[str,
 
 
 @dataclass(frozen=True)
-class TargetFiles:
-    """What goes into a target beside the weights, and when it may be taken up again.
+class TargetDirectorySpec:
+    """Describes the files of a target besides its weights, and the conditions under which a run may be resumed.
 
     Attributes:
         source: the checkpoint that the weights come from; its tokenizer and the like come along.
@@ -47,10 +47,10 @@ class TargetFiles:
     renamed: Mapping[str, str] = field(default_factory=dict)
 
 
-class Target:
-    """``begin``, then the ranks write, then ``finish``; to be closed in any case."""
+class TargetDirectory:
+    """The staged checkpoint: ``begin``, then the ranks write the weights, then ``finish``. A context manager."""
 
-    def __init__(self, out: str, files: TargetFiles, *, overwrite: bool, quiet: bool) -> None:
+    def __init__(self, out: str, files: TargetDirectorySpec, *, overwrite: bool, quiet: bool) -> None:
         self._out, self._files, self._overwrite, self._quiet = out, files, overwrite, quiet
         self._staging: Staging | None = None
         self._side: SideFiles | None = None
@@ -114,7 +114,7 @@ class Target:
         paths = {str(path.relative_to(directory)): path for path in directory.rglob("*") if path.is_file()}
         return {name: path for name, path in paths.items() if name not in other}
 
-    def __enter__(self) -> Target:
+    def __enter__(self) -> TargetDirectory:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
