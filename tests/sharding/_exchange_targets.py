@@ -28,8 +28,8 @@ from modelexport.sharding.exchange import (
     exchange_loaded_tensors_broadcast,
     exchange_loaded_tensors_gather_object,
     exchange_loaded_tensors_gather_rounds,
+    shard_exchange,
 )
-from modelexport.sharding.exchange import job as exchange_job
 from modelexport.sharding.tensor import ShardedTensor, ShardId
 
 ALGORITHMS = ("broadcast", "gather_rounds", "gather_object", "p2p", "shared_memory", "auto")
@@ -322,7 +322,7 @@ def dies(rank: int, algorithm: str) -> dict[str, Any]:
     made = ShardDistribution({key: key for key in shards}, set(shards), described, {key: [0, 1, 2] for key in shards})
     rest = {key: shard for key, shard in described.items() if key != rank}
     if rank == 1:
-        exchange_job.raw = lambda tensor: os._exit(3)
+        shard_exchange.raw = lambda tensor: os._exit(3)
     began = time.monotonic()
     try:
         exchange_by_distribution({rank: shards[rank]}, rest, made, None, algorithm)

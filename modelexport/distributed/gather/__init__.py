@@ -51,7 +51,7 @@ _timeout: float | None = None
 
 
 def set_timeout(seconds: float | None) -> None:
-    """How long a gather waits for another rank, in seconds.
+    """Sets the seconds that a gather waits for another rank.
 
     None restores the default: the environment's ``MODELEXPORT_GATHER_TIMEOUT``, else the process group's own.
     """
@@ -172,7 +172,7 @@ def _channel(
     with _lock:
         channel = _channels.get(key)
     if channel is None:
-        # Not under the lock: another thread may be meeting other ranks meanwhile.
+        # Not under the lock: another thread may be connecting other ranks meanwhile.
         if path is None:
             channel = _SharedMemoryChannel(ranks, group, me, _seconds())
         else:
@@ -200,7 +200,7 @@ def _drop(channel: _Channel | None) -> None:
 def connect(
     ranks: Sequence[int], group: dist.ProcessGroup | None = None, workspace_path: Path | str | None = None
 ) -> None:
-    """Let ``ranks`` meet now instead of in their first gather; called by each of them, ranks outside may too.
+    """Connects ``ranks`` now instead of in their first gather; called by each of them, ranks outside may too.
 
     Raises:
         GatherError: a rank did not come in time, or cannot reach the first rank.
@@ -223,7 +223,7 @@ def get_configs_parallel(
         config: a tree of registered dataclasses, containers and scalars with tensors of any dtype and shape as
             leaves (see :mod:`modelexport.distributed.transport.tree`), or None for "nothing from this rank".
         ranks: global ranks; the first one gets the configs. A rank outside takes no part.
-        group: tells meetings of the same ranks apart; no collective runs on it.
+        group: keeps gathers of the same ranks apart; no collective runs on it.
         workspace_path: a directory that all ranks see; None gathers through shared memory.
 
     Yields:

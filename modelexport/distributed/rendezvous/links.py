@@ -1,4 +1,4 @@
-"""How ranks find each other before their first gather: through the process group's store, without a collective.
+"""Connections between ranks, made through the process group's store before the first gather, without a collective.
 
 The first rank listens on an abstract Unix socket (no file; its name is random) and puts the name and a secret into
 the store. The others connect, and each side checks that the other runs as the same user. From then on the gather
@@ -51,7 +51,7 @@ def default_store() -> Any:
 
 
 def group_key(ranks: Sequence[int], group: dist.ProcessGroup | None) -> str:
-    """A fresh store key for a meeting of ``ranks``: the same on each of them, another for each meeting."""
+    """A fresh store key for a rendezvous of ``ranks``: the same on each of them, another each time."""
     name = group.group_name if group is not None else "world"
     key = f"modelexport/gather/{name}/{'-'.join(map(str, ranks))}"
     counters = _generations.setdefault(default_store(), {})
@@ -103,7 +103,7 @@ def leave_note(key: str) -> None:
 
 
 def noted(key: str) -> bool:
-    """Whether a rank has left a note under ``key``."""
+    """Returns whether a rank has left a note under ``key``."""
     try:
         return bool(default_store().check([key]))
     except RuntimeError as error:

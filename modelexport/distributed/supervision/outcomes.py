@@ -1,4 +1,4 @@
-"""How a meeting of all ranks ends, as data that travels and as the error that every rank raises.
+"""The outcome of a rendezvous of all ranks, as data that travels and as the error that every rank raises.
 
 An outcome is a JSON object with a ``kind``: ``value``, ``failed`` (a rank raised), ``usage`` (calls that do not fit
 each other or the group) or ``missing`` (ranks that did not come, listed as ``blamed``). All but ``value`` have
@@ -33,7 +33,7 @@ def mark(error: BaseException, outcome: Outcome) -> None:
 
 
 def is_known(error: BaseException) -> bool:
-    """Whether all ranks know of ``error``."""
+    """Returns whether all ranks know of ``error``."""
     return hasattr(error, _OUTCOME)
 
 
@@ -67,7 +67,7 @@ def describe(error: BaseException, call: str, rank: int) -> Outcome:
 
 
 def error_of(outcome: Outcome, rank: int) -> Exception:
-    """What ``rank`` raises for an outcome that is no value."""
+    """Makes the exception that ``rank`` raises for an outcome that is no value."""
     summary = outcome["summary"]
     error: Exception
     if outcome["kind"] == "usage":
