@@ -22,7 +22,6 @@ from modelexport.errors import UsageError, nearest
 __all__ = ["ExchangeReport", "Route", "agree", "is_float8tensor", "raw", "team_of", "tell_all"]
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_DIRECT = ("p2p", "shared_memory")
 
 
 @dataclass

@@ -54,10 +54,6 @@ class Segment:
         self.memory = memoryview(self._map)
         self.address = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
 
-    def punch(self, offset: int, nbytes: int) -> None:
-        """Give back the pages of a range, which nobody may be using; reserve it again before the next write."""
-        self._map.madvise(mmap.MADV_REMOVE, offset, nbytes)
-
     def __del__(self) -> None:
         fd, self.fd = getattr(self, "fd", -1), -1
         if fd >= 0:

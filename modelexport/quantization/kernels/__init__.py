@@ -7,7 +7,6 @@ imports what :func:`modules` names beforehand, so that they inherit compiled ker
 
 from __future__ import annotations
 
-import importlib
 import os
 import threading
 from collections.abc import Callable
@@ -36,7 +35,6 @@ __all__ = [
     "set_threads",
     "split_rows",
     "squared_error",
-    "warm",
 ]
 
 _MIN_BYTES_PER_THREAD = 1 << 18
@@ -99,13 +97,6 @@ def modules(number_format: str, observer: str = "amax") -> tuple[str, ...]:
     if observer != "amax" and "microscaling_fused" not in names:
         names.append("compiled_search")
     return tuple(f"{__name__}.{name}" for name in ("fused", *names))
-
-
-def warm(number_format: str, observer: str = "amax") -> None:
-    """Compiles, or loads, the kernels of a number format, where CPU tensors take the fused ones."""
-    if backend().name == "fused":
-        for name in modules(number_format, observer):
-            importlib.import_module(name)
 
 
 _threads = 1
