@@ -51,12 +51,12 @@ T = TypeVar("T")
 
 
 def is_distributed() -> bool:
-    """Whether this process is in a process group (of any size). Creates none, and imports nothing."""
+    """Returns whether this process is in a process group (of any size). Creates none, and imports nothing."""
     return group_position() is not None
 
 
 def is_main_process() -> bool:
-    """Whether this is global rank 0; True without a process group. Creates none, and imports nothing."""
+    """Returns whether this is global rank 0; True without a process group. Creates none, and imports nothing."""
     return position()[0] == 0
 
 
@@ -181,7 +181,7 @@ def zero_first(is_main: bool, *, timeout: float | None = None) -> Iterator[None]
 
 
 class _ZeroOnly:
-    """What ``zero_only()`` returns; see there."""
+    """The context manager and decorator that ``zero_only()`` returns."""
 
     def __init__(self) -> None:
         self._blocks: list[AbstractContextManager[None]] = []

@@ -44,7 +44,10 @@ _MANIFEST = re.compile(r"rank-(\d{5})\.(\d{8})\.json")
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one rank published. ``state``: "data"; "nothing" (the rank passed None); "failed" (``error`` says why)."""
+    """Describes the payload that one rank published.
+
+    ``state`` is "data", "nothing" (the rank passed None) or "failed" (``error`` is the reason).
+    """
 
     run: str
     sequence: int
@@ -60,11 +63,11 @@ class Manifest:
 
 
 class NotYetError(Exception):
-    """What is awaited is not (wholly) there; the text says what is."""
+    """The awaited payload is missing or incomplete; the message says what is there."""
 
 
 class CorruptError(NotYetError):
-    """It is there and its bytes are wrong."""
+    """The awaited payload is there and its bytes are wrong."""
 
 
 class NFSWorkspace:
@@ -112,7 +115,7 @@ class NFSWorkspace:
 
     @property
     def is_initialized(self) -> bool:
-        """Whether there is a directory behind this workspace."""
+        """Returns whether there is a directory behind this workspace."""
         return self._path is not None
 
     def write_configs_and_weights(self, config_json: dict[str, Any] | None, weights: Mapping[str, Any] | None) -> None:
@@ -219,7 +222,7 @@ class NFSWorkspace:
             (self.directory / self._name(rank, sequence, kind)).unlink(missing_ok=True)
 
     def describe_missing(self, rank: int, sequence: int) -> str:
-        """Why ``rank``'s payload is not there, as far as the directory tells."""
+        """Describes the state of ``rank``'s missing payload, as far as the directory shows it."""
         try:
             self.fetch(rank, sequence)
             state = "complete only now"
@@ -258,7 +261,7 @@ class NFSWorkspace:
         self.close()
 
     def heartbeat_of(self, rank: int) -> str:
-        """When ``rank`` last showed a sign of life in this run, in words."""
+        """Describes the last heartbeat of ``rank`` in this run."""
         return last_heartbeat(self.directory, rank)
 
     def _need_directory(self) -> None:

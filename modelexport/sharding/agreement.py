@@ -1,4 +1,4 @@
-"""What ranks tell each other before tensors travel: what each has and needs, and what is wrong with its arguments.
+"""The exchange of metadata before tensors travel: each rank's shards and needs, and errors in its arguments.
 
 Where a rank's arguments are wrong, or ranks disagree, all of them raise the same error before anything is sent.
 """
@@ -26,7 +26,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass
 class ExchangeReport:
-    """What an exchange did on this rank; filled in where one is passed. Exchanges add up.
+    """Counters of an exchange on this rank; filled in where one is passed. Exchanges add up.
 
     Attributes:
         algorithm: the one that ran last, ``auto`` resolved.
@@ -56,7 +56,7 @@ class ExchangeReport:
 
 @dataclass(frozen=True)
 class Route:
-    """How the tensors of one exchange travel.
+    """The group, the algorithm and the device by which the tensors of one exchange travel.
 
     Attributes:
         team: the group; ranks are places in it.
@@ -199,7 +199,7 @@ def _check_one_host(call: str, records: Sequence[dict[str, Any]], team: Members)
 
 
 def is_float8tensor(tensor: torch.Tensor) -> bool:
-    """Whether this is Transformer Engine's ``Float8Tensor`` (which need not be installed to ask)."""
+    """Returns whether this is Transformer Engine's ``Float8Tensor`` (which need not be installed to ask)."""
     return any(
         kind.__name__ == "Float8Tensor" and kind.__module__.split(".")[0] == "transformer_engine"
         for kind in type(tensor).__mro__

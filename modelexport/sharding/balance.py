@@ -1,4 +1,4 @@
-"""Which rank handles which shard, so that all have about as many bytes to handle. Pure arithmetic, the same everywhere.
+"""Assignment of shards to ranks, so that all handle about as many bytes. Pure arithmetic, the same everywhere.
 
 ``greedy``: shards in the order (cross set last, held by fewest ranks first, largest first, id), each to the rank with
 the fewest bytes that holds it, ties to the lowest rank. ``balanced``: the same, and then shards are moved, or
@@ -204,7 +204,7 @@ class _Improvement:
         return best
 
     def _bundles(self, rank: int, other: int) -> list[_Bundle]:
-        """What ``rank`` may give to ``other`` at a time, by size: nothing, a shard, and where it has few, several."""
+        """Sets of shards that ``rank`` may give to ``other`` at once, by size: none, one, and of few shards several."""
         self._effort -= len(self._on[rank])
         movable = [item for item in self._on[rank] if other in self._able[item[1]]]
         most = next((count for count, limit in _BUNDLES if len(movable) <= limit), 1)

@@ -1,4 +1,4 @@
-"""Who handles which shard of a state dict that several ranks hold replicas of: worked out alike on every rank.
+"""Distribution of a state dict's shards over the ranks that hold replicas of them, worked out alike on every rank.
 
 A rank is named by its place in the group: for torch's own groups as torch numbers the members, for the handles of
 ``collectives.new_group`` in the order given there.
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class ShardDistribution(NamedTuple):
-    """Who handles which shard. It goes with one group of ranks, which it does not name.
+    """An assignment of shards to the ranks of one group, which it does not name.
 
     Attributes:
         main_rank_for_shard: for each shard the rank that saves or loads it.

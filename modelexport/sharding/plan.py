@@ -1,4 +1,4 @@
-"""How a dimension is cut over tensor-parallel ranks: pure arithmetic on sizes, no tensors and no models.
+"""Cuts of a dimension over tensor-parallel ranks: pure arithmetic on sizes, no tensors and no models.
 
 A rank *holds* what its part of the model computes with, and *owns* what it hands over. The two differ where
 ranks hold the same elements (key/value heads when there are fewer of them than ranks): each element is owned
@@ -57,7 +57,7 @@ class Parallelism:
 
 @dataclass(frozen=True)
 class Cut:
-    """Which part of a tensor each rank holds and owns.
+    """The ranges of a tensor that each rank holds and owns.
 
     Attributes:
         dim: the dimension that is cut, or None where every rank holds the whole tensor.
@@ -70,7 +70,7 @@ class Cut:
     owned: tuple[Range, ...]
 
     def owns(self, rank: int) -> bool:
-        """Whether ``rank`` emits any part of the tensor."""
+        """Returns whether ``rank`` emits any part of the tensor."""
         start, stop = self.owned[rank]
         return stop > start
 

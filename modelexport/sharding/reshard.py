@@ -109,7 +109,7 @@ class _Assembly:
         self._views: set[ShardId] = set()  # results that are complete, and not this rank's to write to
 
     def run(self) -> dict[ShardId, torch.Tensor]:
-        """What this rank wants."""
+        """Exchanges the pieces; returns the shards that this rank wants."""
         me = self._route.team.position
         self._route.report.add(needed=sum(move.nbytes for move in self._moves if me in move.targets))
         for shard in self._all:
@@ -173,7 +173,7 @@ class _Assembly:
                 yield shard
 
     def _take_own(self, shard: ShardedTensor) -> None:
-        """What this rank has of a shard itself."""
+        """Takes from this rank's own tensors what they hold of a shard."""
         for box in self._held.get(shard.key, ()):
             shared = intersect(box, shard.box)
             if shared is None:

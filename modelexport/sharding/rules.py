@@ -1,4 +1,4 @@
-"""How one tensor of a model may be cut over ranks: what a plan works on. Data, without tensors or models.
+"""Rules of how one tensor of a model may be cut over ranks, of which a plan is made. Data, without tensors or models.
 
 Whoever knows the model (its family, its number format) says for each tensor along which dimension it is cut and
 what must stay whole there; :mod:`modelexport.sharding.shard_plan` then cuts it for any parallelism.

@@ -49,7 +49,7 @@ def first_holder(part: CutRange, tp: int, rank: int) -> int:
 
 
 def part_problem(part: CutRange, tp: int) -> str | None:
-    """Why ``tp`` ranks cannot hold equal whole parts, with both numbers; None where they can."""
+    """The reason for which ``tp`` ranks cannot hold equal whole parts, with both numbers; None where they can."""
     if tp == 1 or part.spread == "padded":
         return None
     units, rest = divmod(part.size, part.unit)
@@ -82,7 +82,7 @@ def _unit_name(part: CutRange, units: int) -> str:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """What each rank holds; :func:`build_shard_plan` makes it.
+    """The rectangles that each rank holds; :func:`build_shard_plan` makes it.
 
     Attributes:
         rules: every tensor by name, in the model's order.
@@ -163,7 +163,7 @@ class ShardPlan:
         return tuple(sorted(grid.rank_of(t, p, e) for p in self.stages(name) for e in eps for t in tps))
 
     def is_first(self, name: str, rank: int, number: int = 0) -> bool:
-        """Whether the rank is the first that holds this rectangle: its main replica (arguments as for owners)."""
+        """Returns whether the rank is the first that holds this rectangle (its main replica); see :meth:`owners`."""
         rule, grid = self.rules[name], self.parallelism
         part, _ = self.held(name, rank)[number]
         tp, pp, ep = grid.coordinates(rank)
@@ -240,7 +240,7 @@ def count_experts(rules: Iterable[TensorRule]) -> int:
 
 
 def _has_experts(rule: TensorRule) -> bool:
-    """Whether expert parallelism divides it: one expert's tensor, or a stack of all."""
+    """Returns whether expert parallelism divides the tensor: one expert's tensor, or a stack of all."""
     return rule.expert is not None or rule.experts > 0
 
 
@@ -268,7 +268,7 @@ def build_shard_plan(rules: Sequence[TensorRule], parallelism: Parallelism, *, l
 
 
 def _tp_problems(rules: Iterable[TensorRule], tp: int) -> dict[str, list[str]]:
-    """What is wrong -> the modules where it is."""
+    """The problems of cutting for ``tp`` ranks: message -> the modules that have it."""
     found: dict[str, dict[str, None]] = defaultdict(dict)
     for kind, part in _different_parts(rules):
         problem = part_problem(part, tp)

@@ -49,7 +49,7 @@ _KINDS = (
 
 
 def has_file(directory: Path, name: str) -> bool:
-    """Whether a directory lists a file of that name. What cannot be read counts: opening it says what is wrong."""
+    """Returns whether a directory lists a file of that name, readable or not (opening it raises the error)."""
     return os.path.lexists(directory / name) and not (directory / name).is_dir()
 
 
@@ -208,7 +208,7 @@ def write_small(
 
 
 def _place(path: str | os.PathLike[str], label: str, error: type[ModelExportError]) -> os.stat_result | None:
-    """What is where a file is to be written; None where there is nothing yet."""
+    """The status of the path where a file is to be written; None where there is nothing yet."""
     try:
         status = os.stat(path)
     except FileNotFoundError:

@@ -22,7 +22,7 @@ _LATER = 0.02  # seconds
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """What is inside runs without the collector: imports, and plans of a hundred thousand small objects."""
+    """Pauses the garbage collector: for imports, and for plans of a hundred thousand small objects."""
     enabled = gc.isenabled()
     gc.disable()
     try:

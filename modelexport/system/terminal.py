@@ -1,4 +1,4 @@
-"""What the program prints: a result on stdout, notes and progress on stderr, whatever has become of either.
+"""Output of the program: a result on stdout, notes and progress on stderr, whatever has become of either.
 
 A stream may be closed, full, a pipe that nobody reads, or one that knows ASCII only. None of these undoes work that is
 done, and none ends in a traceback. Control characters of names that come from files never reach a terminal.
@@ -91,7 +91,7 @@ def progress_bar(*, quiet: bool, **options: Any) -> tqdm[Any]:
 
 
 def columns() -> int | None:
-    """How wide stdout's terminal is; None where it is none."""
+    """The width of stdout's terminal in columns; None where it is none."""
     stream = sys.stdout
     if stream is None or stream.closed or not stream.isatty():
         return None

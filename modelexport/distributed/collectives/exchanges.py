@@ -160,7 +160,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _direct(output: torch.Tensor, input: torch.Tensor, team: Members) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """What the back end can swap in place, chunked along dim 0 as the tensors are; None where it cannot."""
+    """``output`` and ``input`` in the form in which the back end exchanges them in place; None where it cannot."""
     device = team.carrier(input.device)
     if team.alone or team.reordered or not can_travel(output, device) or not can_travel(input, device):
         return None

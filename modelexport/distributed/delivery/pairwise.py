@@ -38,13 +38,13 @@ class Piece:
 
 
 class PieceBuffers(Protocol):
-    """What the pieces are, on this rank."""
+    """The memory of pieces on this rank: sent from, received into."""
 
     def outgoing(self, number: int) -> torch.Tensor:
-        """What to send of a piece: any strides, a dtype that torch can copy; asked for when its turn comes."""
+        """A piece that this rank sends: any strides, a dtype that torch can copy. Called when its turn comes."""
 
     def incoming(self, number: int) -> torch.Tensor:
-        """Where a piece is to be received: contiguous ``uint8 [nbytes]`` on the device of the exchange."""
+        """The memory to receive a piece in: contiguous ``uint8 [nbytes]`` on the device of the exchange."""
 
     def arrived(self, number: int, data: torch.Tensor) -> None:
         """The piece is in ``data``, which ``incoming`` gave."""
@@ -52,7 +52,7 @@ class PieceBuffers(Protocol):
 
 @dataclass
 class Traffic:
-    """What this rank has sent and received: bytes, and messages sent."""
+    """Bytes that this rank has sent and received, and the number of messages sent."""
 
     sent: int = 0
     received: int = 0

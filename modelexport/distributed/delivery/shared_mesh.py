@@ -170,7 +170,7 @@ _known: weakref.WeakKeyDictionary[Any, _Meshes] = weakref.WeakKeyDictionary()
 
 
 def standing(team: Members) -> list[int]:
-    """What each rank tells the others before it asks for the mesh: the number of its mesh (-1: none), those it had."""
+    """This rank's record for :func:`mesh_of`: the number of its mesh (-1: none), and how many meshes it has had."""
     meshes, name = _here(), _name(team)
     alive = meshes.alive.get(name)
     if alive is not None:

@@ -1,4 +1,4 @@
-"""What runs in a rank process that the launcher started.
+"""The main function of a rank process that the launcher started.
 
 The fork server imports this module before it forks, so it imports torch only inside functions: whether torch
 is preloaded is the caller's choice.
@@ -96,7 +96,7 @@ def _can_be_sent(value: Any) -> bool:
 
 
 def function_name(func: Callable) -> str:
-    """How to call a function in a message."""
+    """The name of a function for messages."""
     return getattr(func, "__qualname__", None) or repr(func)
 
 
@@ -113,7 +113,7 @@ def _bare_name(func: Callable) -> str:
 
 
 def _why_unreachable(func: Callable) -> str:
-    """Why a fresh process could not import ``func``, or "" where it can (as far as one can tell)."""
+    """The reason for which a fresh process could not import ``func``; "" where none is known."""
     while hasattr(func, "func") and callable(func.func):  # functools.partial
         func = func.func
     name = getattr(func, "__qualname__", "")

@@ -81,7 +81,7 @@ class RankHandle:
 
     @property
     def exitcode(self) -> int | None:
-        """How the process ended (see multiprocessing), None while it runs."""
+        """The exit code of the process, as multiprocessing's; None while it runs."""
         with CHILDREN:
             return self.process.exitcode
 
@@ -208,7 +208,7 @@ class Supervisor:
                 rank.release()
 
     def _settled(self) -> bool:
-        """Whether to stop listening: the root cause is known, or nothing better comes soon."""
+        """Returns whether to stop listening: the root cause is known, or no better one is to be expected."""
         failures = self._failures()
         if not failures:
             return False
@@ -242,7 +242,7 @@ class Supervisor:
         self._accuse(rank, text)
 
     def _is_stopped(self, rank: RankHandle, silence: float) -> bool:
-        """Whether the process is stopped and has given no sign of life for ``silence`` seconds."""
+        """Returns whether the process is stopped and has given no sign of life for ``silence`` seconds."""
         if not rank.up or self._clock - rank.beat_at < silence:
             return False
         try:

@@ -1,4 +1,4 @@
-"""Which of several failures came first and is no mere echo of another; and how a failure reads.
+"""Failures of ranks: the root cause among several, and their text.
 
 When a rank dies its peers fail too, a moment later: "connection closed by peer", or a time-out. Those echoes
 may even arrive first. So each failure has a level: 0 stands for itself, 1 may be an echo, 2 is one; the root
@@ -88,12 +88,12 @@ def passed_on(echo: Failure, rank: int, phase: str, *, returned: bool) -> Failur
 
 
 def settling_seconds(failures: Iterable[Failure]) -> float:
-    """How long after the first of ``failures`` to wait for a better one: longer while only echoes are known."""
+    """Seconds to wait after the first of ``failures`` for a better one: longer while only echoes are known."""
     return 0.1 if min(failure.level for failure in failures) == OWN else 0.5
 
 
 def level_of(error: BaseException) -> int:
-    """Whether an exception stands for itself, or tells that a peer closed a connection or did not come in time.
+    """The level of an exception: it stands for itself, or a peer closed a connection or did not come in time.
 
     An exception may say so itself by an attribute ``peer_failure`` (True or False). Otherwise its whole chain
     counts: an error raised while handling a lost peer is an echo too; a lost peer met while handling another

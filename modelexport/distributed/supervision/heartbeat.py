@@ -23,7 +23,7 @@ _FORSAKEN_SECONDS = 86400.0  # without a heartbeat, after which a process of ano
 
 
 def _machine() -> str:
-    """Where process ids mean the same: the host, its running kernel, and the namespace of process ids."""
+    """The scope in which process ids are unique: the host, its running kernel, the namespace of process ids."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{socket.gethostname()}/{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
 
@@ -110,7 +110,7 @@ class Heart:
 
 
 def last_heartbeat(directory: Path, rank: int) -> str:
-    """When ``rank`` last showed a sign of life, and what it was doing."""
+    """Describes, for messages, the last heartbeat of ``rank``: its time and the work under way."""
     try:
         state = json.loads(_path(directory, rank).read_text())
         size = f" of {state['bytes']} bytes" if state["bytes"] else ""

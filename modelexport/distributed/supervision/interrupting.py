@@ -56,7 +56,7 @@ class Interrupter:
             signal.pthread_kill(self._main.ident or 0, _SIGNAL)
 
     def overdue(self, seconds: float) -> bool:
-        """Whether SIGTERM came ``seconds`` ago and the main thread has not noticed. To be asked now and then."""
+        """Returns whether SIGTERM came ``seconds`` ago and the main thread has not handled it. To be polled."""
         if self._pipe is None:
             return False
         with contextlib.suppress(BlockingIOError):

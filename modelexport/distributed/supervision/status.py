@@ -1,4 +1,4 @@
-"""What this process is doing, told to whoever started it: ``phase``, ``phase_scope``, ``report``.
+"""Reports of this process's work to its launcher: ``phase``, ``phase_scope``, ``report``.
 
 In a rank that the launcher started, phases go to a shared page (see phase_board) and events, the outcome and
 failures go as JSON lines over a socket. In a process that runs by itself, or that another launcher (torchrun,
@@ -164,7 +164,7 @@ class RankStatus(Status):
                 self._released.set()
 
     def _in_collective(self) -> bool:
-        """Whether the main thread is inside torch.distributed: waiting for others, though it did not say so."""
+        """Returns whether the main thread is inside torch.distributed: it waits for others without a waiting phase."""
         if len(self._libraries) == 1 and "torch.distributed" in sys.modules:
             torch_distributed = os.path.dirname(sys.modules["torch.distributed"].__file__ or "")
             self._libraries = (*self._libraries, torch_distributed + os.sep)
@@ -188,7 +188,7 @@ def current_status() -> Status:
 
 
 def in_rank() -> bool:
-    """Whether this process is a rank that our launcher started."""
+    """Returns whether this process is a rank that our launcher started."""
     return isinstance(_status, RankStatus)
 
 
@@ -262,7 +262,7 @@ def phase_of_error(error: BaseException) -> Phase | None:
 
 
 def current_phase() -> str:
-    """What this process does now, in the words of its last :func:`phase`."""
+    """The text of this process's last :func:`phase`."""
     return _status.current()[0]
 
 

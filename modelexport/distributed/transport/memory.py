@@ -63,7 +63,7 @@ class ArenaStats:
 
 @dataclass(eq=False)
 class _Book:
-    """What is free and what is taken in one segment. Offsets in bytes, lists sorted."""
+    """The free and the taken ranges of one segment. Offsets in bytes, lists sorted."""
 
     segment: Segment
     reserved: int = 0  # pages below this offset exist

@@ -62,7 +62,7 @@ def _get_empty_tensor_for_exchange(
 
 @dataclass(eq=False)
 class ShardExchange:
-    """What an algorithm has to do on this rank.
+    """This rank's part of an exchange, for an algorithm to carry out; the ``PieceBuffers`` of its pieces.
 
     Attributes:
         route: the group, the device, the counters.
@@ -221,7 +221,7 @@ def _check_loaded(shard_id: Any, tensor: torch.Tensor, shard: ShardedTensor) -> 
 
 
 def _digest(order: Sequence[Any], distribution: ShardDistribution | None) -> str:
-    """What ranks compare to see that they have the same distribution."""
+    """A digest that is equal on ranks that have the same distribution."""
     digest = hashlib.sha256()
     for shard_id in order:
         assert distribution is not None
@@ -232,12 +232,12 @@ def _digest(order: Sequence[Any], distribution: ShardDistribution | None) -> str
 
 
 def _bits(order: Sequence[Any], chosen: Any) -> str:
-    """Which of ``order`` are chosen, as a hexadecimal number whose lowest bit is the first of them."""
+    """The members of ``order`` that are chosen, as a hexadecimal number whose lowest bit is the first of them."""
     return f"{int(''.join('1' if shard_id in chosen else '0' for shard_id in reversed(order)) or '0', 2):x}"
 
 
 def _pieces(call: str, order: Sequence[Any], distribution: ShardDistribution, route: Route) -> list[Piece]:
-    """What travels; the same on every rank, and so are the errors."""
+    """The pieces that travel; the same on every rank, and so are the errors."""
     team, records = route.team, route.records
     for rank, record in zip(team.ranks, records, strict=True):
         if record["digest"] != records[0]["digest"]:

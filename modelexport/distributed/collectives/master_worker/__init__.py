@@ -265,7 +265,7 @@ class Master:
 
 
 class RemoteRequest:
-    """What an asynchronous call returns to the master.
+    """The request that an asynchronous call returns to the master.
 
     Attributes:
         result: what the call returns, once waited for.
@@ -277,7 +277,7 @@ class RemoteRequest:
         self.result: Any = None
 
     def is_completed(self) -> bool:
-        """Whether all ranks have carried it out. Raises what made it fail."""
+        """Returns whether all ranks have carried the call out. Raises the exception that made it fail."""
         while self._work.missing and self._work.take(0.0):
             pass
         if not self._work.missing or self._work.failures():

@@ -1,4 +1,4 @@
-"""How the master of master-worker mode reaches every rank, and what it makes of their answers.
+"""The master's side of master-worker mode: sends commands to every rank and judges their answers.
 
 Each rank's commands are carried out in the order in which they were sent: the workers' by their main threads, the
 master's own by a thread of its own, so that the caller only waits, can be interrupted, and hears of a failed rank
@@ -34,7 +34,7 @@ _BLAME = {"died": 0, "own": 1, "silent": 2, "echo": 3}  # a lower one is the cau
 
 @dataclass
 class Outcome:
-    """What became of one rank's command."""
+    """The outcome of one rank's command."""
 
     rank: int
     reply: dict[str, Any] = field(default_factory=dict)
@@ -139,7 +139,7 @@ class RankPool:
         self._own.start()
 
     def is_own_thread(self) -> bool:
-        """Whether the caller is the thread that carries out the master's own rank's commands."""
+        """Returns whether the caller is the thread that carries out the master's own rank's commands."""
         return threading.current_thread() is self._own
 
     def forget(self, number: int) -> None:

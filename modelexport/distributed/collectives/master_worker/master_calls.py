@@ -1,4 +1,4 @@
-"""What each rank has to call when the master calls a collective: its arguments, rank by rank.
+"""The calls that carry out a master's collective on every rank: functions and arguments, rank by rank.
 
 Most collectives are called alike everywhere. ``gather`` and ``scatter`` take their list on one rank only, and a send
 on one rank is a receive on another.
