@@ -126,7 +126,7 @@ def cores() -> int:
 
 
 def share_cores(local_world_size: int) -> None:
-    """Give torch in this process its part of the machine's cores; ``OMP_NUM_THREADS``, where set, says how many."""
+    """Gives torch in this process its part of the machine's cores; ``OMP_NUM_THREADS``, where set, says how many."""
     import torch
 
     # Ranks that spin while they wait take the cores from those that work.

@@ -32,7 +32,7 @@ def is_spread(config: MultiprocessConfig) -> bool:
 
 
 def check_coherent(out: str | None, instead: str) -> None:
-    """Refuse ``direct`` onto file systems that lose one of two clients' writes to the same page."""
+    """Refuses ``direct`` onto file systems that lose one of two clients' writes to the same page."""
     kind = None if out is None else filesystem_type(Path(out).resolve().parent)
     if kind in _NOT_COHERENT:
         raise UsageError(
@@ -59,7 +59,7 @@ def filesystem_type(path: Path) -> str | None:
 
 
 def agree(checkpoint: Checkpoint, recipe: Settings) -> None:
-    """Let all ranks compare what they are about to read, and what they were told.
+    """Checks that all ranks see the same source and were given the same settings.
 
     Raises:
         RankFailedError: on every rank, where two of them see different sources or were given different settings.

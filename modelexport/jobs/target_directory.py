@@ -1,4 +1,4 @@
-"""The checkpoint in the making, as the one process sees it that publishes it: staging, side files, record, rename."""
+"""The checkpoint under construction, in the process that publishes it: staging, side files, record, rename."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class TargetDirectory:
         self._side: SideFiles | None = None
 
     def begin(self) -> dict[str, Any]:
-        """Open the staging directory and put everything into it but the weights.
+        """Opens the staging directory and puts everything into it but the weights.
 
         Returns:
             The steps that an interrupted run has finished, with their records: none if a weight file had to be made.
@@ -82,7 +82,7 @@ class TargetDirectory:
         return {} if made else dict(self._staging.done)
 
     def finish(self, outcome: dict[str, Any]) -> dict[str, Any]:
-        """Write index, record and card, and publish; returns the record (empty where there is none).
+        """Writes index, record and card, and publishes; returns the record (empty where there is none).
 
         Args:
             outcome: the first rank's result.

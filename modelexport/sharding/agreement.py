@@ -73,7 +73,7 @@ class Route:
     report: ExchangeReport
 
     def carry(self, pieces: Sequence[Piece], buffers: PieceBuffers, *, keep: bool) -> None:
-        """Bring the pieces to those who want them, by ``p2p`` or ``shared_memory``; see these modules."""
+        """Brings the pieces to the ranks that want them, by ``p2p`` or ``shared_memory``; see these modules."""
         me = self.team.position
         wanted = sum(piece.nbytes for piece in pieces if me in piece.targets)
         if self.algorithm == "p2p":
@@ -112,7 +112,7 @@ def agree(
     tensors: Callable[[], Sequence[torch.Tensor]],
     report: ExchangeReport | None,
 ) -> Route:
-    """Tell the others what ``describe`` says, hear from all, choose the way.
+    """Exchanges the ranks' records, checks that they agree, and chooses the algorithm and the device.
 
     Args:
         call: the public function, for messages.

@@ -77,7 +77,7 @@ def uncovered(box: Box, covers: Iterable[Box]) -> list[Box]:
 
 
 def tile(box: Box, covers: Iterable[Box]) -> Iterator[tuple[int, Box]]:
-    """Cut ``box`` up over ``covers``: (number of the cover, what is taken of it), no element twice.
+    """Cuts ``box`` up over ``covers``: (number of the cover, what is taken of it), no element twice.
 
     Where covers overlap (replicas) the first one counts. What no cover reaches is not yielded.
     """

@@ -58,7 +58,7 @@ def distribute_shards_to_ranks(
     *,
     algorithm: str = "greedy",
 ) -> dict[T, int]:
-    """Spread shards over the ranks that hold them, so that each rank has about as many bytes to handle.
+    """Spreads shards over the ranks that hold them, so that each rank has about as many bytes to handle.
 
     A pure function: every rank that calls it with the same arguments, in whatever order its dicts are, gets the same.
 
@@ -89,7 +89,7 @@ def determine_main_replica_uniform_distribution(
     *,
     algorithm: str = "greedy",
 ) -> ShardDistribution | None:
-    """Agree on who saves, or loads, which shard. One exchange of metadata; then each rank works out the same by itself.
+    """Agrees on the rank that saves, or loads, each shard, by one exchange of metadata.
 
     Args:
         sharded_state_dict: nested dicts, lists and tuples with :class:`ShardedTensor` leaves; others are ignored.

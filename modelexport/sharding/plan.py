@@ -76,7 +76,7 @@ class Cut:
 
 
 def even_cut(size: int, unit: int, parts: int) -> tuple[Range, ...]:
-    """Cut ``size`` into ``parts`` ranges on multiples of ``unit``, the first ones larger by one unit.
+    """Cuts ``size`` into ``parts`` ranges on multiples of ``unit``, the first ones larger by one unit.
 
     Ranges may be empty where there are fewer units than parts.
 
@@ -96,7 +96,7 @@ def even_cut(size: int, unit: int, parts: int) -> tuple[Range, ...]:
 
 
 def block_cut(size: int, block: int, parts: int) -> tuple[Range, ...]:
-    """Cut ``size`` into ranges that begin on multiples of ``block``; the last block may be short."""
+    """Cuts ``size`` into ranges that begin on multiples of ``block``; the last block may be short."""
     whole = even_cut(-(-size // block) * block, block, parts)
     return tuple((min(start, size), min(stop, size)) for start, stop in whole)
 
@@ -116,7 +116,7 @@ def group_query_cut(heads: int, kv_heads: int, head_dim: int, parts: int, *, uni
 
 
 def owned_ranges(held: Sequence[Range]) -> tuple[Range, ...]:
-    """Give each element to the first rank that holds it; ``held`` is in rank order with rising ends."""
+    """Gives each element to the first rank that holds it; ``held`` is in rank order with rising ends."""
     owned = []
     reached = 0
     for start, stop in held:

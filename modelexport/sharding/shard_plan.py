@@ -245,7 +245,7 @@ def _has_experts(rule: TensorRule) -> bool:
 
 
 def build_shard_plan(rules: Sequence[TensorRule], parallelism: Parallelism, *, layers: int) -> ShardPlan:
-    """Cut every tensor for ``parallelism``.
+    """Cuts every tensor for ``parallelism``.
 
     Args:
         rules: every tensor of the model, in its order.

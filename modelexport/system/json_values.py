@@ -1,4 +1,4 @@
-"""Values of a JSON object that a stranger wrote: each of the kind that is needed, or an error that names its key."""
+"""Checked values of an untrusted JSON object: each of the kind that is needed, or an error that names its key."""
 
 from __future__ import annotations
 

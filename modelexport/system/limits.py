@@ -33,7 +33,7 @@ _ULIMITS = {
 
 
 def limit_error(error: BaseException) -> ModelExportError | None:
-    """The error to tell people where ``error``, or what it came of, is a limit that was reached; else None.
+    """The error to show where ``error``, or one in its chain, is a limit that was reached; else None.
 
     An error that is a sentence already, and does not name the limit, is given as that sentence with the limit behind
     it.

@@ -1,4 +1,4 @@
-"""Pieces of data from the rank that has each to the ranks that want it, pairwise: nobody else gets a byte.
+"""Pairwise delivery of pieces of data, from the rank that has each to the ranks that want it and to no other.
 
 All ranks know the list of pieces, so messages need no header, and the bytes on the wire are those of the pieces.
 The ranks go through ``W - 1`` steps: in step ``k`` each sends to the rank ``k`` after it and receives from the one
@@ -61,7 +61,7 @@ class Traffic:
 
 @dataclass
 class _Round:
-    """A message each way, under way."""
+    """The messages under way, at most one in each direction."""
 
     works: list[Any]
     nbytes: int
@@ -70,14 +70,14 @@ class _Round:
 
 
 def where_this_is() -> str:
-    """The place that ranks must share to share memory: machine, network namespace (abstract sockets), user."""
+    """An id that is equal for ranks that can share memory: machine, network namespace (abstract sockets), user."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     return f"{socket.gethostname()}/{boot}/{os.stat('/proc/self/ns/net').st_ino}/{os.geteuid()}"
 
 
 def deliver(pieces: Sequence[Piece], buffers: PieceBuffers, team: Members, device: torch.device) -> Traffic:
-    """Bring every piece to its targets. Called by every rank of the group with the same ``pieces``.
+    """Brings every piece to its targets. Called by every rank of the group with the same ``pieces``.
 
     Args:
         pieces: in an order that all ranks share.

@@ -1,4 +1,4 @@
-"""Every rank of one host gives pieces of its memory to every other: mapped there, not copied.
+"""Pieces of memory that the ranks of one host map from each other instead of copying them.
 
 The links are those of a gather (see ``link``), one for each ordered pair of ranks. A piece that lies in the giver's
 arena is given as it is; another is copied into the arena, once, whoever wants it.
@@ -60,12 +60,12 @@ class SharedMesh:
             self._to[place] = rendezvous.connect_to_first(key, ranks, team.rank, _UNACKNOWLEDGED, seconds)
 
     def release_dropped(self) -> None:
-        """Tell the givers what has been let go of since; before an exchange, and before ranks next meet."""
+        """Acknowledges to the senders the views that were dropped; before an exchange, and before a new rendezvous."""
         for link in self._from.values():
             link.release_dropped()
 
     def deliver(self, pieces: Sequence[Piece], buffers: PieceBuffers, *, keep: bool) -> int:
-        """Bring every piece to its targets. Called by every rank of the group with the same ``pieces``.
+        """Brings every piece to its targets. Called by every rank of the group with the same ``pieces``.
 
         Args:
             pieces: in an order that all ranks share.
@@ -133,7 +133,7 @@ class SharedMesh:
             buffers.arrived(int(name), views.pop(name))
 
     def close(self) -> None:
-        """End the links. What others may still be reading is not used again."""
+        """Closes the links. Memory that other ranks may still be reading is not used again."""
         for receiving in self._from.values():
             receiving.release_dropped()
             receiving.close()
@@ -201,7 +201,7 @@ def mesh_of(team: Members, standings: Sequence[Sequence[int]]) -> SharedMesh:
 
 
 def forget(team: Members) -> None:
-    """After a failed exchange: hangs up, so that all ranks that wait for this one fail too, and next time meet anew."""
+    """Closes a group's mesh after a failed exchange, so that ranks that wait for this one fail too."""
     alive = _here().alive.pop(_name(team), None)
     if alive is not None:
         alive[1].close()

@@ -64,7 +64,7 @@ class WorkspaceChannel:
             sweep_dead_runs(Path(path), self._workspace.directory)
 
     def _find_first(self, path: Path, opened: dict[str, str], seconds: float) -> None:
-        """Wait until what the first rank has put into the workspace is there for this rank too.
+        """Waits until what the first rank has put into the workspace is there for this rank too.
 
         Raises:
             LostPeerError: the first rank has left already.

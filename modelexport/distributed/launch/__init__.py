@@ -1,4 +1,4 @@
-"""Starts rank processes, each in a process group, and answers for them: any failure is raised here, by name.
+"""Starts rank processes, each in a process group, and raises the first failure of any of them, with its rank.
 
 ::
 

@@ -249,7 +249,7 @@ def _leave(watching: PeerWatch | None, *, failed: bool = False) -> None:
 
 
 def _close_gathers(failed: bool) -> None:
-    """End the gathers of this group, which otherwise last until the process ends."""
+    """Ends the gathers of this group, which otherwise last until the process ends."""
     gather: Any = sys.modules.get("modelexport.distributed.gather")
     if gather is not None:
         try:

@@ -133,7 +133,7 @@ def _why_unreachable(func: Callable) -> str:
 
 @dataclass
 class RankSpec:
-    """All that a rank process is told at its start.
+    """The arguments of a rank process.
 
     Attributes:
         channel: its end of the socket to the launcher.
@@ -154,7 +154,7 @@ class RankSpec:
 
 
 def main(spec: RankSpec) -> None:
-    """Joins the group, runs the function, says how it went."""
+    """Joins the group, runs the function, reports the outcome."""
     for fd in spec.close_fds:
         os.close(fd)
     _end_with_launcher(spec.config.launch_method)

@@ -1,4 +1,4 @@
-"""The launcher's side of a running group: hears every rank, finds who failed first, ends the others."""
+"""The launcher's side of a running group: receives every rank's reports, finds the first failure, ends the others."""
 
 from __future__ import annotations
 
@@ -359,7 +359,7 @@ def _kill_later(ranks: Sequence[RankHandle], left: list[RankHandle], kill_at: fl
 
 
 def _clear_up(ranks: Sequence[RankHandle]) -> None:
-    """Remove what the ranks of a failed run, all of them ended, left in workspaces."""
+    """Removes the files of a failed run's ranks, all of them ended, from workspaces."""
     if all(rank.ended_well for rank in ranks):
         return  # each has cleared up by itself; what it left somebody may still be going to read
     for rank in ranks:

@@ -1,4 +1,4 @@
-"""Rendezvous of all ranks of the process group: each says what it has, one outcome is the same for all.
+"""Rendezvous of all ranks of the process group: each contributes a value, and all get the same outcome.
 
 A rendezvous uses the process group's store and no collective, so it is the same with every back end, costs no device,
 and can say who has not come. Each has a number; every rank counts by itself, so all must go through the same
@@ -200,7 +200,7 @@ class Rendezvous:
             return encode(fn(*args))
 
     def barrier(self) -> None:
-        """All ranks come."""
+        """Waits for all ranks."""
         self._settle(b"", lambda values: b"")
 
     def share(self, value: bytes, rank: int) -> Any:
@@ -321,7 +321,7 @@ class Rendezvous:
         return message({"kind": "value"}, decide([value for _, value in parts]))
 
     def _absence(self, seconds: float) -> Outcome:
-        """The outcome when this rank has waited for too long."""
+        """Makes the outcome of a rank that has waited for too long."""
         found = [self._box.peek(f"{self._path}/from/{rank}") for rank in range(self.world_size)]
         calls = {rank: parse(data)[0]["call"] for rank, data in enumerate(found) if data is not None}
         missing = [rank for rank in range(self.world_size) if rank not in calls]
@@ -361,7 +361,7 @@ class Rendezvous:
 
 
 def _stay(box: Mailbox, path: str, world_size: int, seconds: float) -> bool:
-    """Rank 0 waits, but not for long, until those who wait for the outcome of a rendezvous have read it."""
+    """Waits on rank 0, for ``seconds`` at most, until the other ranks have read the outcome of a rendezvous."""
     deadline = time.monotonic() + seconds
     with contextlib.suppress(StoreGoneError):
         for place in (f"{path}/from/{rank}" for rank in range(1, world_size)):
@@ -389,7 +389,7 @@ def only_here(what: str) -> Iterator[None]:
 
 @contextmanager
 def announced(what: str) -> Iterator[None]:
-    """An error inside, on any rank, is raised by all ranks at their next rendezvous; here it is raised as it is."""
+    """Makes all ranks raise an error of the body at their next rendezvous; here it is raised as it is."""
     try:
         with phase_scope(f"running {what}"):
             yield

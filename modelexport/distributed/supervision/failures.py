@@ -46,7 +46,7 @@ class Failure:
     indirect: bool = False  # an echo of a rank that was waited for and may have been waiting itself
 
     def error(self) -> RankFailedError:
-        """The exception to raise for it."""
+        """The exception to raise for this failure."""
         error = RankFailedError(
             self.rank, self.phase, self.summary, self.rank_traceback, user_error=self.user_error, final=self.final
         )
@@ -55,7 +55,7 @@ class Failure:
 
 
 class EndedByLauncherError(SystemExit):
-    """SIGTERM: whoever started this process wants it to end, most often because another one has ended."""
+    """SIGTERM from the process's launcher, most often because another rank has ended."""
 
     def __init__(self) -> None:
         super().__init__(128 + signal.SIGTERM)
@@ -81,7 +81,7 @@ def root_cause(failures: Iterable[Failure]) -> Failure:
 
 
 def passed_on(echo: Failure, rank: int, phase: str, *, returned: bool) -> Failure:
-    """``echo`` as the failure of ``rank``, which it blames, which did ``phase`` and may have ``returned``."""
+    """Rewrites ``echo`` as the failure of ``rank``, which it blames; ``phase`` and ``returned`` are that rank's."""
     what = "its function has returned, and " if returned else ""
     text = f"{what}rank {echo.rank} found, while {echo.phase}: {echo.summary}"
     return replace(echo, rank=rank, phase=phase, summary=text)

@@ -51,7 +51,7 @@ class Interrupter:
             self._formers[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def interrupt(self) -> None:
-        """Raise in the main thread, if it can be reached."""
+        """Raises in the main thread, if it can be reached."""
         if self._formers:
             signal.pthread_kill(self._main.ident or 0, _SIGNAL)
 
@@ -65,7 +65,7 @@ class Interrupter:
         return self._asked is not None and not self.raised and time.monotonic() - self._asked > seconds
 
     def close(self) -> None:
-        """Put the former handlers back."""
+        """Puts the former handlers back."""
         if self._pipe is not None:
             signal.set_wakeup_fd(-1)
             for fd in self._pipe:

@@ -28,7 +28,7 @@ class RefusalError(UsageError):
 
 
 def mark(error: BaseException, outcome: Outcome) -> None:
-    """Keeps with ``error`` the outcome that it tells of, which all ranks know."""
+    """Attaches to ``error`` its outcome, which all ranks know."""
     setattr(error, _OUTCOME, outcome)
 
 
@@ -38,7 +38,7 @@ def is_known(error: BaseException) -> bool:
 
 
 def difference(calls: dict[int, str]) -> str:
-    """Says so where ranks are in different calls."""
+    """Describes a mismatch of the ranks' calls; "" where all are in the same one."""
     ranks: dict[str, list[int]] = {}
     for rank, call in calls.items():
         ranks.setdefault(call, []).append(rank)
@@ -53,7 +53,7 @@ def difference(calls: dict[int, str]) -> str:
 
 
 def describe(error: BaseException, call: str, rank: int) -> Outcome:
-    """The outcome that ``error`` on ``rank`` makes."""
+    """Makes the outcome of ``error`` on ``rank``."""
     known: Outcome | None = getattr(error, _OUTCOME, None)
     if known is not None:
         return known

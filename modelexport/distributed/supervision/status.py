@@ -204,7 +204,7 @@ def report(event: dict) -> None:
 
 
 def leaves_behind(directory: str | os.PathLike[str]) -> None:
-    """Tells of a run's directory in a workspace, in which this rank is going to have files.
+    """Registers a run's directory in a workspace, in which this rank is going to have files.
 
     Should the run fail, the launcher (or rank 0, where ranks watch each other) removes them once this rank's process
     has ended, however it ended.
@@ -213,7 +213,7 @@ def leaves_behind(directory: str | os.PathLike[str]) -> None:
 
 
 def phase(text: str, *, waiting: bool = False) -> None:
-    """Says what this rank does now; counts as progress. Takes a few microseconds.
+    """Sets the text of what this rank does now; counts as progress. Takes a few microseconds.
 
     Args:
         text: as it shall read after "rank 3 failed while", e.g. ``"quantising model.layers.3"``. Cut at 984 bytes.
@@ -244,7 +244,7 @@ class phase_scope:
 
 
 def _keep_phase(error: BaseException) -> None:
-    """Note on ``error`` what this thread did when it arose."""
+    """Attaches to ``error`` the phase in which it arose."""
     # Not in a table: that would keep the error's frames and their tensors.
     if not hasattr(error, "_modelexport_phase"):
         error._modelexport_phase = _status.of_thread()  # type: ignore[attr-defined]
@@ -268,7 +268,7 @@ def current_phase() -> str:
 
 @contextmanager
 def local_status(on_event: Callable[[int, dict], None] | None, rank: int = 0) -> Iterator[Status]:
-    """For a rank that no launcher of ours started: events go straight to ``on_event``."""
+    """Passes events straight to ``on_event``, in a rank that no launcher of ours started."""
     status = Status(on_event, rank)
     former = use(status)
     try:

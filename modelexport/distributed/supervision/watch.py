@@ -1,4 +1,4 @@
-"""Ranks that no launcher of ours sees whole (torchrun, srun, several machines) watch each other.
+"""The ranks' watch over each other, where no launcher of ours sees all of them (torchrun, srun, several machines).
 
 Each rank keeps a TCP connection to rank 0. It says there what it is doing; its failure, if it has one; and that it
 has finished. The end of the connection before that is the end of its process. Rank 0 finds the root cause as a
@@ -42,7 +42,7 @@ _GRACE_SECONDS = 3.0  # for the main thread to raise the cause by itself, when i
 
 
 class PeerWatch:
-    """One rank's part: made by every rank of the group once it has a store.
+    """One rank's part of the watch, made by every rank of the group once it has a store.
 
     Raises:
         LostPeerError: rank 0 cannot be reached.
@@ -80,7 +80,7 @@ class PeerWatch:
     # ------------------------------------------------------------ for the main thread
 
     def fail(self, error: BaseException) -> BaseException:
-        """Tell the others of this rank's error; returns what to raise: ``error`` itself, or the cause of it."""
+        """Reports this rank's error; returns the exception to raise: ``error`` itself, or the job's root cause."""
         self._interrupter.raised = True
         if self._cause is None:
             text, _ = phase_of_error(error) or current_status().of_thread()
@@ -93,7 +93,7 @@ class PeerWatch:
         return cause.error()
 
     def finish(self) -> None:
-        """Say that this rank's work is done, and wait until that of all ranks is.
+        """Reports that this rank's work is done, and waits until that of all ranks is.
 
         Raises:
             RankFailedError: another rank failed meanwhile.
@@ -106,7 +106,7 @@ class PeerWatch:
             raise error
 
     def close(self, *, wait: bool = True) -> None:
-        """Stop watching. With ``wait`` rank 0 does so after the others."""
+        """Stops watching. With ``wait`` rank 0 does so after the others."""
         self._closed.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -153,7 +153,7 @@ class PeerWatch:
             self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def _judge(self, cause: Failure) -> None:
-        """The cause is known: let the main thread raise it, and end the process should it be stuck."""
+        """Makes the main thread raise the root cause; ends the process should it be stuck."""
         if self._cause is not None:
             return
         self._cause = cause

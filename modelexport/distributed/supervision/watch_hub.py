@@ -1,4 +1,4 @@
-"""Rank 0's part of the ranks' watch over each other: hears all, finds the cause, tells all (see watch)."""
+"""Rank 0's hub of the ranks' watch (see watch): collects reports, finds the root cause, sends it to all ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Lines:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Let the kernel find out within half a minute that the other machine is gone."""
+    """Lets the kernel find out within half a minute that the other machine is gone."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 30_000)):
         if hasattr(socket, name):  # not on every system
@@ -83,7 +83,7 @@ class Hub:
         self._thread.start()
 
     def join(self, seconds: float) -> None:
-        """Wait until every rank has hung up."""
+        """Waits until every rank has hung up."""
         self._thread.join(seconds)
 
     def _run(self) -> None:
@@ -129,7 +129,7 @@ class Hub:
         return member
 
     def _hear(self, member: _WatchedRank) -> bool:
-        """Take in what ``member`` said; False when it has hung up."""
+        """Receives messages of ``member``; False when it has hung up."""
         messages = member.lines.read()
         if messages is None:
             if self._told is None or "cause" in self._told:
@@ -157,7 +157,7 @@ class Hub:
         return [member.failure for member in self._members.values() if member.failure is not None]
 
     def _decide(self) -> None:
-        """Tell all ranks what to do, once that is clear."""
+        """Sends all ranks the verdict once it is clear: the root cause, or that all have finished."""
         if self._told is not None:
             return
         failures = self._failures()

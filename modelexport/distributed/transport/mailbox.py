@@ -23,7 +23,7 @@ _NOTHING = b"?"  # shorter than any message's first piece
 
 
 class StoreGoneError(LostPeerError):
-    """The store does not answer: nobody can be told anything any more."""
+    """The store does not answer, so that no rank can be reached."""
 
 
 def encode(value: Any) -> bytes:

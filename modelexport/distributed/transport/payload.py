@@ -69,7 +69,7 @@ class Payload:
 
 
 def pack(config: Any) -> Payload:
-    """Describe ``config`` (see :mod:`modelexport.distributed.transport.tree`) as a payload; copies no tensor data."""
+    """Describes ``config`` (see :mod:`modelexport.distributed.transport.tree`) as a payload; copies no tensor data."""
     text, tensors = _tree.split(config)
     order = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)  # stable: else the tree's order
     entries, fields, unnamed, offset = [], {}, {}, 0

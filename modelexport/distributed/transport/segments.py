@@ -105,7 +105,7 @@ def _file_directory() -> str:
 
 
 def reserve(segment: Segment, start: int, end: int) -> int:
-    """Make the pages from ``start`` to at least ``end`` exist; returns how many bytes were added.
+    """Makes the pages from ``start`` to at least ``end`` exist; returns how many bytes were added.
 
     Raises:
         GatherError: there is no room for them.
@@ -168,7 +168,7 @@ class Mapping:
         return self.memory[offset : offset + nbytes]
 
     def consumed(self, end: int) -> None:
-        """Note that pages up to ``end`` were read here; when all mappings' come to a lot, drop this one's.
+        """Counts pages up to ``end`` as read here; drops this mapping's when all mappings' exceed a limit.
 
         Only this process's page table entries go, the bytes stay in the sender's memory: otherwise all that senders
         ever had in flight would count as resident in the first rank too. Entering the pages anew costs more than

@@ -60,7 +60,7 @@ def register_config(cls: type[T]) -> type[T]:
 
 
 def split(tree: Any) -> tuple[str, dict[str, torch.Tensor]]:
-    """Take ``tree`` apart into JSON text and its tensors by name.
+    """Takes ``tree`` apart into JSON text and its tensors by name.
 
     Args:
         tree: registered dataclasses, dict, OrderedDict, list, tuple, ``torch.Size``, None, bool, int, float, str,

@@ -1,4 +1,4 @@
-"""The exchange algorithms that are made of collectives: everybody gets every shard, and keeps what it needs.
+"""The exchange algorithms, most of them made of collectives: every rank gets every shard, and keeps what it needs.
 
 They count as sent what a rank hands out times the ranks that get it, however the back end routes it.
 """
@@ -26,12 +26,12 @@ __all__ = ["by_broadcasts", "by_gather_object", "by_gather_rounds", "directly", 
 
 
 def directly(exchange: ShardExchange) -> None:
-    """``p2p`` and ``shared_memory``: each shard to those who need it and to no other."""
+    """``p2p`` and ``shared_memory``: each shard to the ranks that need it and to no other."""
     exchange.route.carry(exchange.pieces, exchange, keep=True)
 
 
 def by_broadcasts(exchange: ShardExchange) -> None:
-    """A broadcast of each shard that anybody needs, source by source."""
+    """A broadcast of each shard that any rank needs, source by source."""
     team = exchange.route.team
     group = team.process_group
     for piece in exchange.pieces:

@@ -1,4 +1,4 @@
-"""One exchange of loaded shards: who has and who needs which, checked on all ranks before any of them is sent."""
+"""One exchange of loaded shards: the ranks' holdings and needs, checked on all ranks before any shard is sent."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def prepare(
     algorithm: str,
     known: Sequence[str],
 ) -> ShardExchange:
-    """Check this rank's arguments and compare with the others.
+    """Checks this rank's arguments and compares them with the others'.
 
     Raises:
         UsageError: on every rank, with the rank that is to blame.
