@@ -1,4 +1,4 @@
-"""Rank processes and what passes between them. Knows nothing of models; builds on ``torch.distributed``.
+"""Rank processes and the data that pass between them. Knows nothing of models; builds on torch's process groups.
 
 - :mod:`~modelexport.distributed.launch`: processes, the process group, the grid of tensor, pipeline and data ranks
 - :mod:`~modelexport.distributed.supervision`: heartbeats, phases, and the root cause of a failed job

@@ -16,10 +16,10 @@ import torch
 from modelexport.distributed.collectives.argument_check import exchange_texts
 from modelexport.distributed.collectives.groups import AnyGroup, Members, members
 from modelexport.distributed.delivery import shared_mesh
-from modelexport.distributed.delivery.pairwise import Piece, PieceBuffers, deliver, where_this_is
+from modelexport.distributed.delivery.pairwise import Piece, PieceBuffers, deliver, host_identity
 from modelexport.errors import UsageError, nearest
 
-__all__ = ["ExchangeReport", "Route", "agree", "is_float8tensor", "raw", "team_of", "tell_all"]
+__all__ = ["ExchangeReport", "Route", "agree", "exchange_records", "is_float8tensor", "raw", "team_of"]
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -137,10 +137,10 @@ def agree(
         # Looked up only where it decides: not every machine can say where it is.
         record |= {"cuda": cuda, "able": torch.cuda.is_available()}
         if team.size > 1 and algorithm in ("auto", "shared_memory"):
-            record |= {"host": where_this_is(), "mesh": shared_mesh.standing(team)}
+            record |= {"host": host_identity(), "mesh": shared_mesh.mesh_record(team)}
     except Exception as error:
         failure = error
-    records = tell_all(call, team, record, failure)
+    records = exchange_records(call, team, record, failure)
     for rank, said in zip(team.ranks, records, strict=True):
         if said["algorithm"] != records[0]["algorithm"]:
             raise UsageError(
@@ -160,7 +160,9 @@ def agree(
     return Route(team, algorithm, device, records, report)
 
 
-def tell_all(call: str, team: Members, record: dict[str, Any], failure: Exception | None) -> list[dict[str, Any]]:
+def exchange_records(
+    call: str, team: Members, record: dict[str, Any], failure: Exception | None
+) -> list[dict[str, Any]]:
     """Every rank's record, in the group's order: one exchange of metadata.
 
     Args:

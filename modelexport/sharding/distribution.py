@@ -13,7 +13,7 @@ import torch
 
 from modelexport.distributed.collectives.groups import AnyGroup, Members
 from modelexport.errors import UsageError
-from modelexport.sharding.agreement import team_of, tell_all
+from modelexport.sharding.agreement import exchange_records, team_of
 from modelexport.sharding.balance import distribute
 from modelexport.sharding.tensor import ShardedTensor, ShardId, order_key
 
@@ -113,7 +113,7 @@ def determine_main_replica_uniform_distribution(
         mine["shards"] = _described(sharded_state_dict)
     except UsageError as error:
         failure = error
-    records = tell_all(call, team, mine, failure)
+    records = exchange_records(call, team, mine, failure)
     if team.alone:
         return None
     for rank, record in zip(team.ranks, records, strict=True):

@@ -52,7 +52,7 @@ def reshard(
             :func:`modelexport.sharding.exchange.exchange_by_distribution`.
         share: a result may be memory that is not its own: a view of a held tensor of which it is a part, or with
             ``shared_memory`` of another rank's, where it is one rectangle of that. Write to none of these.
-        report: is told what it cost.
+        report: counters that the exchange adds to.
 
     Returns:
         By shard id one contiguous tensor for each of ``wanted`` (with ``share``, views may have strides).

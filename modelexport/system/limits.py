@@ -45,8 +45,8 @@ def limit_error(error: BaseException) -> ModelExportError | None:
     if not isinstance(error, ModelExportError):
         return LimitError(f"{what}: {then}" if then else what)
     text = str(error)
-    told = not then or "ulimit" in text or then in text
-    return None if told else LimitError(f"{text}; {then}")
+    explained = not then or "ulimit" in text or then in text
+    return None if explained else LimitError(f"{text}; {then}")
 
 
 def advice(error: OSError) -> str:

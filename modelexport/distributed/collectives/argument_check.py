@@ -35,10 +35,10 @@ def checking(check: bool | None) -> bool:
 
 
 class Agreement:
-    """``with Agreement("broadcast", team, check) as call:`` what this rank brings is looked at, then all compare.
+    """Compares the ranks' arguments at the end of ``with Agreement("broadcast", team, check) as call:``.
 
-    The block validates this rank's arguments and names them with :meth:`says`. What it raises is raised on every rank
-    where the check is on.
+    The block validates this rank's arguments and declares them (:meth:`declare`). An error that it raises is raised on
+    every rank where the check is on.
     """
 
     def __init__(self, name: str, team: Members, check: bool | None) -> None:
@@ -52,7 +52,7 @@ class Agreement:
     def __enter__(self) -> Agreement:
         return self
 
-    def says(self, tensor: torch.Tensor | None = None, **facts: Any) -> None:
+    def declare(self, tensor: torch.Tensor | None = None, **facts: Any) -> None:
         """Declares facts that must be the same on every rank."""
         if not self._on:
             return

@@ -197,7 +197,7 @@ def new_group(
     """
     with Agreement("new_group", members(None), check) as call:
         found = check_ranks(ranks)
-        call.says(ranks=found)
+        call.declare(ranks=found)
     return make_group(found, timeout, backend)
 
 

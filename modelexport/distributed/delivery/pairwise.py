@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from modelexport.distributed.collectives.groups import Members
 
-__all__ = ["Piece", "PieceBuffers", "Traffic", "as_flat_bytes", "deliver", "where_this_is"]
+__all__ = ["Piece", "PieceBuffers", "Traffic", "as_flat_bytes", "deliver", "host_identity"]
 
 PACKED_BYTES = 1 << 20  # a message of several pieces has at most so many bytes
 ALONE_BYTES = 128 << 10  # larger pieces are worth a message of their own, which saves two copies
@@ -69,7 +69,7 @@ class _Round:
     landed: list[tuple[Sequence[Piece], torch.Tensor]]
 
 
-def where_this_is() -> str:
+def host_identity() -> str:
     """An id that is equal for ranks that can share memory: machine, network namespace (abstract sockets), user."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()

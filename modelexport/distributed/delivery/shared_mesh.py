@@ -25,7 +25,7 @@ from modelexport.distributed.transport.payload import pack
 from modelexport.distributed.transport.receiving import Delivery, ReceivingLink, receive_from_all
 from modelexport.distributed.transport.sending import SendingLink
 
-__all__ = ["SharedMesh", "forget", "mesh_of", "standing"]
+__all__ = ["SharedMesh", "forget", "mesh_of", "mesh_record"]
 
 _UNACKNOWLEDGED = 2  # payloads that a receiver may be behind with
 
@@ -45,12 +45,12 @@ class SharedMesh:
         self._from: dict[int, ReceivingLink] = {}
         try:
             for place in range(team.size):
-                self._meet(place, team, f"{key}/{place}", seconds)
+                self._connect(place, team, f"{key}/{place}", seconds)
         except BaseException:
             self.close()
             raise
 
-    def _meet(self, place: int, team: Members, key: str, seconds: float) -> None:
+    def _connect(self, place: int, team: Members, key: str, seconds: float) -> None:
         others = [other for other in range(team.size) if other != place]
         ranks = [team.ranks[place], *(team.ranks[other] for other in others)]
         if place == self._me:
@@ -169,7 +169,7 @@ class _Meshes:
 _known: weakref.WeakKeyDictionary[Any, _Meshes] = weakref.WeakKeyDictionary()
 
 
-def standing(team: Members) -> list[int]:
+def mesh_record(team: Members) -> list[int]:
     """This rank's record for :func:`mesh_of`: the number of its mesh (-1: none), and how many meshes it has had."""
     meshes, name = _here(), _name(team)
     alive = meshes.alive.get(name)
@@ -178,21 +178,21 @@ def standing(team: Members) -> list[int]:
     return [alive[0] if alive is not None else -1, meshes.made.get(name, 0)]
 
 
-def mesh_of(team: Members, standings: Sequence[Sequence[int]]) -> SharedMesh:
+def mesh_of(team: Members, records: Sequence[Sequence[int]]) -> SharedMesh:
     """The mesh of a group, which lasts as long as its process group. Called by all ranks together.
 
     Args:
         team: the group.
-        standings: every rank's :func:`standing`. Where a rank has none, or another one, all meet anew.
+        records: every rank's :func:`mesh_record`. Where a rank has none, or another one, all make a new one.
 
     Raises:
         GatherError: as :class:`SharedMesh`.
     """
     meshes, name = _here(), _name(team)
-    numbers = {alive for alive, _ in standings}
+    numbers = {alive for alive, _ in records}
     if numbers == {-1} or len(numbers) > 1:
         forget(team)
-        number = max(made for _, made in standings)
+        number = max(made for _, made in records)
         meshes.made[name] = number + 1
         key = f"modelexport/mesh/{name[0]}/{'-'.join(map(str, team.ranks))}/{number}"
         seconds = float(rendezvous.default_store().timeout.total_seconds())

@@ -129,7 +129,7 @@ class Supervisor:
         """Returns None when every rank is done and gone, else the root cause of the failure."""
         with self._selector:
             for rank in self._ranks:
-                self._selector.register(rank.channel, selectors.EVENT_READ, (self._hear, rank))
+                self._selector.register(rank.channel, selectors.EVENT_READ, (self._receive, rank))
                 self._selector.register(rank.process.sentinel, selectors.EVENT_READ, (self._exited, rank))
             while not all(rank.exited for rank in self._ranks):
                 for key, _ in self._selector.select(0.02 if self._failures() else self._tick):
@@ -160,7 +160,7 @@ class Supervisor:
                 rank.beat_at = self._clock
             rank.state = state
 
-    def _hear(self, rank: RankHandle) -> None:
+    def _receive(self, rank: RankHandle) -> None:
         if rank.hung_up:
             return
         messages = rank.messages()
@@ -182,7 +182,7 @@ class Supervisor:
     def _exited(self, rank: RankHandle) -> None:
         rank.more = True
         while rank.more and not rank.hung_up:
-            self._hear(rank)
+            self._receive(rank)
         exitcode = rank.exitcode
         if exitcode is None:
             return

@@ -69,7 +69,7 @@ def position() -> tuple[int, int]:
     return group_position() or (0, 1)
 
 
-class _Ledger:
+class _RendezvousState:
     """This process's state of the rendezvous over one process group's store."""
 
     def __init__(self, prefix: str) -> None:
@@ -100,20 +100,20 @@ class _Ledger:
         self.next.pop()
 
 
-_ledgers: weakref.WeakKeyDictionary[Any, _Ledger] = weakref.WeakKeyDictionary()
+_states: weakref.WeakKeyDictionary[Any, _RendezvousState] = weakref.WeakKeyDictionary()
 
 
-def _group(rank: int) -> tuple[Any, _Ledger]:
-    """The process group's store, and the ledger that goes with it."""
+def _group(rank: int) -> tuple[Any, _RendezvousState]:
+    """The process group's store, and the state that goes with it."""
     from modelexport.distributed.rendezvous.links import default_store
 
     store = default_store()
-    ledger = _ledgers.get(store)
-    if ledger is None:
+    state = _states.get(store)
+    if state is None:
         # A group made anew over the same store must not read what the former one has left.
         generation = Mailbox(store).count(f"modelexport/ranks/joined/{rank}")
-        ledger = _ledgers[store] = _Ledger(f"modelexport/ranks/{generation}")
-    return store, ledger
+        state = _states[store] = _RendezvousState(f"modelexport/ranks/{generation}")
+    return store, state
 
 
 class Rendezvous:
@@ -143,17 +143,17 @@ class Rendezvous:
         self.rank, self.world_size = position()
         if self.world_size == 1:
             return self
-        self._store, self._ledger = _group(self.rank)
-        if not self._ledger.lock.acquire(blocking=False):
+        self._store, self._state = _group(self.rank)
+        if not self._state.lock.acquire(blocking=False):
             raise UsageError(f"{self.call} was called while another thread is in such a call; use one thread at a time")
-        if self._ledger.only_here:
-            self._ledger.lock.release()
+        if self._state.only_here:
+            self._state.lock.release()
             raise UsageError(
-                f"{self.call} was called inside {self._ledger.only_here}, where the other ranks do not call it; "
+                f"{self.call} was called inside {self._state.only_here}, where the other ranks do not call it; "
                 "call it outside, on every rank"
             )
         self._box = Mailbox(self._store)
-        self._path, around = self._ledger.begin()
+        self._path, around = self._state.begin()
         self._outcomes = [f"{path}/outcome" for path in [self._path, *around]]
         return self
 
@@ -166,8 +166,8 @@ class Rendezvous:
                 self._fail(error)
         finally:
             if self.world_size > 1:
-                self._ledger.end()
-                self._ledger.lock.release()
+                self._state.end()
+                self._state.lock.release()
         if error is not None:
             _announce(error, self.call)
         return False
@@ -217,7 +217,7 @@ class Rendezvous:
             if rank == self.rank:
                 gathered.extend(values)
             else:
-                self._ledger.stale_keys += self._box.put(place, join(values))
+                self._state.stale_keys += self._box.put(place, join(values))
             return b""
 
         def fetch() -> None:
@@ -276,7 +276,7 @@ class Rendezvous:
 
     def _contribute(self, more: Outcome, value: bytes) -> None:
         self._contributed = True
-        self._past_keys = list(self._ledger.stale_keys)
+        self._past_keys = list(self._state.stale_keys)
         self._mine = self._box.put(f"{self._path}/from/{self.rank}", message({"call": self.call, **more}, value))
 
     def _wait(self, failure: Outcome | None = None) -> bytes:
@@ -301,7 +301,7 @@ class Rendezvous:
 
     def _offer(self, outcome: bytes) -> bytes:
         found, keys = self._box.offer(self._outcomes[0], outcome)
-        self._ledger.stale_keys += keys[1:]
+        self._state.stale_keys += keys[1:]
         return found
 
     def _decide(self, decide: Callable[[list[bytes]], bytes] | None) -> bytes:
@@ -337,7 +337,7 @@ class Rendezvous:
     def _conclude(self, found: bytes, read: Callable[[], None] | None = None) -> tuple[Outcome, bytes]:
         """Takes note of the outcome, and leaves the store tidy; returns the outcome and the value with it."""
         outcome, value = parse(found)
-        stale_keys = self._ledger.stale_keys
+        stale_keys = self._state.stale_keys
         self._settled = True
         if outcome["kind"] != "value":
             # Nothing is deleted: a rank that comes late looks at it.
@@ -379,12 +379,12 @@ def only_here(what: str) -> Iterator[None]:
     if world_size == 1:
         yield
         return
-    ledger = _group(rank)[1]
-    former, ledger.only_here = ledger.only_here, what
+    state = _group(rank)[1]
+    former, state.only_here = state.only_here, what
     try:
         yield
     finally:
-        ledger.only_here = former
+        state.only_here = former
 
 
 @contextmanager
@@ -404,8 +404,8 @@ def _announce(error: BaseException, what: str) -> None:
         return  # nobody to tell, or all know
     # Where the store is gone nobody can be told, and this error counts, not that.
     with contextlib.suppress(StoreGoneError):
-        store, ledger = _group(rank)
-        box, path = Mailbox(store), ledger.next_path()
+        store, state = _group(rank)
+        box, path = Mailbox(store), state.next_path()
         box.offer(f"{path}/outcome", message(describe(error, what, rank)))
         if rank == 0:
             _stay(box, path, world_size, _READ_FAILURE)

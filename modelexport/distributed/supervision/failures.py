@@ -139,10 +139,10 @@ def exception_message(error: BaseException) -> dict[str, Any]:
             "exit_status": error.exit_status,
             "final": error.final,
         }
-    told = limit_error(error) or error
-    user_error = isinstance(told, ModelExportError)
+    shown = limit_error(error) or error
+    user_error = isinstance(shown, ModelExportError)
     if user_error:
-        summary = str(told)
+        summary = str(shown)
     else:
         lines = traceback.format_exception_only(type(error), error)
         # The last entry is the exception; those before it belong to a SyntaxError's source line.

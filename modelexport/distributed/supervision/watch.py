@@ -120,7 +120,7 @@ class PeerWatch:
 
     def _run(self) -> None:
         said: Any = None
-        told: set[str] = set()
+        registered: set[str] = set()
         arrivals = select.poll()
         arrivals.register(self._socket, select.POLLIN)
         while not self._closed.is_set():
@@ -128,8 +128,8 @@ class PeerWatch:
             if now != said:
                 said = now
                 self._send({"phase": now[0], "waiting": now[1]})
-            for directory in current_status().directories - told:
-                told.add(directory)
+            for directory in current_status().directories - registered:
+                registered.add(directory)
                 self._send({"leaves": directory})
             if self._interrupter.overdue(_GRACE_SECONDS):
                 os._exit(128 + signal.SIGTERM)

@@ -65,7 +65,7 @@ class _WatchedRank:
     directories: list[Path] = field(default_factory=list)
     failure: Failure | None = None
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # the end of a connection is noticed where it is read
             self.connection.sendall(json.dumps(message).encode() + b"\n")
 
@@ -76,7 +76,7 @@ class Hub:
     def __init__(self, listener: socket.socket, own: socket.socket, token: str, config: MultiprocessConfig) -> None:
         self._listener, self._token, self._world = listener, token, config.world_size
         self._members = {0: _WatchedRank(0, own, Lines(own), since=time.monotonic())}
-        self._told: dict[str, Any] | None = None
+        self._verdict: dict[str, Any] | None = None
         self._thread = threading.Thread(target=self._run, name="modelexport-watch-hub", daemon=True)
 
     def start(self) -> None:
@@ -93,7 +93,7 @@ class Hub:
             selector.register(own.connection, selectors.EVENT_READ, own)
             connected = 1
             while connected:
-                patience = 0.02 if self._failures() and self._told is None else 0.5
+                patience = 0.02 if self._failures() and self._verdict is None else 0.5
                 for key, _ in selector.select(patience):
                     connection: Any = key.fileobj
                     if key.data is None:
@@ -105,7 +105,7 @@ class Hub:
                         if member is not None:
                             selector.register(connection, selectors.EVENT_READ, member)
                             connected += 1
-                    elif not self._hear(key.data):
+                    elif not self._receive(key.data):
                         selector.unregister(connection)
                         connection.close()
                         connected -= 1
@@ -124,15 +124,15 @@ class Hub:
         member = self._members[rank] = _WatchedRank(rank, stranger, lines, since=time.monotonic())
         for message in messages[1:]:
             self._note(member, message)
-        if self._told is not None:
-            member.tell(self._told)
+        if self._verdict is not None:
+            member.send(self._verdict)
         return member
 
-    def _hear(self, member: _WatchedRank) -> bool:
+    def _receive(self, member: _WatchedRank) -> bool:
         """Receives messages of ``member``; False when it has hung up."""
         messages = member.lines.read()
         if messages is None:
-            if self._told is None or "cause" in self._told:
+            if self._verdict is None or "cause" in self._verdict:
                 for directory in member.directories:
                     remove_rank(directory, member.rank)
             if not member.finished and member.failure is None:
@@ -158,7 +158,7 @@ class Hub:
 
     def _decide(self) -> None:
         """Sends all ranks the verdict once it is clear: the root cause, or that all have finished."""
-        if self._told is not None:
+        if self._verdict is not None:
             return
         failures = self._failures()
         if failures:
@@ -166,9 +166,9 @@ class Hub:
             if len(failures) == self._world or waited > settling_seconds(failures):
                 cause = asdict(self._blame(root_cause(failures)))
                 del cause["time"]  # of this machine's clock
-                self._tell({"cause": cause})
+                self._send_all({"cause": cause})
         elif len(self._members) == self._world and all(member.finished for member in self._members.values()):
-            self._tell({"released": 1})
+            self._send_all({"released": 1})
 
     def _blame(self, cause: Failure) -> Failure:
         """For an echo: the rank that the others waited for, or that left what they cannot use."""
@@ -183,7 +183,7 @@ class Hub:
         text = f"no news of it for {time.monotonic() - slowest.since:.3g} s; rank {cause.rank} gave up: {cause.summary}"
         return Failure(slowest.rank, cause.time, OWN, slowest.phase, text)
 
-    def _tell(self, message: dict[str, Any]) -> None:
-        self._told = message
+    def _send_all(self, message: dict[str, Any]) -> None:
+        self._verdict = message
         for member in self._members.values():
-            member.tell(message)
+            member.send(message)

@@ -17,7 +17,7 @@ from torch import Tensor
 from modelexport.distributed import collectives
 from modelexport.distributed.collectives.groups import members
 from modelexport.distributed.delivery import shared_mesh
-from modelexport.distributed.delivery.pairwise import Piece, where_this_is
+from modelexport.distributed.delivery.pairwise import Piece, host_identity
 from modelexport.distributed.transport import memory
 
 __all__ = ["Exchange"]
@@ -30,7 +30,7 @@ class Exchange:
 
     def __init__(self) -> None:
         self.rank, self.world = collectives.get_rank(), collectives.get_world_size()
-        self._one_host = len(set(self.objects(where_this_is()))) == 1
+        self._one_host = len(set(self.objects(host_identity()))) == 1
         # A rank may write its next numbers while others still read its last, so each has two places. It is not a round
         # further on than any other: they meet in each.
         self._buffers: list[Tensor] = []  # uint8 [2, bytes] of each rank
@@ -78,7 +78,7 @@ class Exchange:
     def _meet(self, nbytes: int) -> None:
         """Gives every rank a buffer of all; the former ones stay until nobody reads them any more."""
         team = members(None)
-        mesh = shared_mesh.mesh_of(team, self.objects(shared_mesh.standing(team)))
+        mesh = shared_mesh.mesh_of(team, self.objects(shared_mesh.mesh_record(team)))
         buffers = _Buffers(memory.shared_empty((2, nbytes), torch.uint8))
         others = {rank: tuple(other for other in range(self.world) if other != rank) for rank in range(self.world)}
         mesh.deliver([Piece(rank, 2 * nbytes, rank, others[rank]) for rank in others], buffers, keep=True)

@@ -178,7 +178,7 @@ def exchange_by_distribution(
             ``p2p``: each shard goes once to each rank that needs it and to no other;
             ``shared_memory``: on one host, it is mapped by the ranks that need it (see the module);
             ``auto``: the latter where all ranks are on one host and exchange host memory, else ``p2p``.
-        report: is told what it cost.
+        report: counters that the exchange adds to.
 
     Returns:
         By shard id ``loaded_tensors`` (the very tensors) and what ``unloaded_shards`` names.

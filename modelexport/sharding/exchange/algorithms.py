@@ -17,7 +17,7 @@ from modelexport.distributed.collectives.groups import AnyGroup, Group, Members
 from modelexport.distributed.delivery.pairwise import Piece
 from modelexport.distributed.transport import mailbox
 from modelexport.errors import UsageError
-from modelexport.sharding.agreement import ExchangeReport, team_of, tell_all
+from modelexport.sharding.agreement import ExchangeReport, exchange_records, team_of
 from modelexport.sharding.distribution import canonical_order
 from modelexport.sharding.exchange.shard_exchange import ShardExchange
 from modelexport.sharding.tensor import ShardId, order_key
@@ -126,7 +126,7 @@ def gather_objects(call: str, objects: Mapping[Any, Any], group: AnyGroup) -> di
         names = [[repr(order_key(shard_id)), str(shard_id)] for shard_id in ids]
     except Exception as error:
         failure = error
-    _check_names(call, [record["ids"] for record in tell_all(call, team, {"ids": names}, failure)], team)
+    _check_names(call, [record["ids"] for record in exchange_records(call, team, {"ids": names}, failure)], team)
     if team.alone:
         return dict(objects)
     result: dict[Any, Any] = {}

@@ -70,12 +70,12 @@ class Work:
     def answered(self, rank: int, text: str, tensors: list[Tensor], error: Exception | None = None) -> None:
         """A rank has carried its command out, or tells of an error; from any thread."""
         reply = json.loads(text)
-        told = reply.pop("error", None)
+        raised = reply.pop("error", None)
         outcome = Outcome(rank, reply, tensors)
-        if told is not None:
-            outcome.failure = self._failure(rank, told["summary"], told["rank_traceback"], told["user_error"])
+        if raised is not None:
+            outcome.failure = self._failure(rank, raised["summary"], raised["rank_traceback"], raised["user_error"])
             outcome.error = error
-            outcome.kind = "own" if told["level"] == OWN else "echo"
+            outcome.kind = "own" if raised["level"] == OWN else "echo"
         self._arrived.put(outcome)
 
     def returned(self, rank: int, answer: Future[tuple[str, list[Tensor]]]) -> None:
