@@ -19,7 +19,7 @@ from modelexport.exporting.prepare import PreparedExport, parse_assignment, prep
 from modelexport.exporting.record import target_of_export
 from modelexport.jobs import hub
 from modelexport.jobs.hosts import agree, check_coherent, is_spread, run_as_rank
-from modelexport.jobs.ranks import Heard, heard, own_ranks, single, take_part
+from modelexport.jobs.ranks import Progress, own_ranks, run_under_launcher, show_progress, single
 from modelexport.quantization import kernels
 from modelexport.recipe import ExportRecipe
 from modelexport.system.startup import without_collector
@@ -54,7 +54,7 @@ def run_own_ranks(recipe: ExportRecipe) -> tuple[PreparedExport, dict[str, Any]]
         kind = _rank_class(prepared)
         from modelexport.exporting.rank import run_rank
 
-        with _heard(prepared, done) as (on_event, results):
+        with _show_progress(prepared, done) as (on_event, results):
             config = own_ranks(recipe.tp, recipe.timeout, _preloaded(recipe), on_event)
             launch.launch_subprocesses(run_rank, config, None, 0, job, kind)
         return prepared, target.finish(single(results))
@@ -107,12 +107,12 @@ def run_as_launched(recipe: ExportRecipe, config: MultiprocessConfig) -> tuple[P
                 hub.check_login(recipe.push_to_hub)
         agree(prepared.checkpoint, recipe)
         with target_of_export(prepared) as target:
-            record = take_part(
+            record = run_under_launcher(
                 config,
                 target,
                 work=lambda done: run_rank(_job(prepared, done, spread=is_spread(config)), _rank_class(prepared)),
-                tell=lambda record, result: record,
-                hear=lambda done: _heard(prepared, done, shown=config.rank == 0),
+                collect=lambda record, result: record,
+                progress=lambda done: _show_progress(prepared, done, shown=config.rank == 0),
             )
             return prepared, record
 
@@ -158,7 +158,9 @@ def _rank_class(prepared: PreparedExport) -> type[RankExport]:
         return RankExport
 
 
-def _heard(prepared: PreparedExport, done: Mapping[str, Any], *, shown: bool = True) -> AbstractContextManager[Heard]:
+def _show_progress(
+    prepared: PreparedExport, done: Mapping[str, Any], *, shown: bool = True
+) -> AbstractContextManager[Progress]:
     recipe = prepared.recipe
     sizes = {step.id: step.output_bytes for step in prepared.plan.steps}
-    return heard("export", sizes, done, quiet=recipe.quiet or recipe.json or not shown)
+    return show_progress("export", sizes, done, quiet=recipe.quiet or recipe.json or not shown)

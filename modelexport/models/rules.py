@@ -26,7 +26,7 @@ from modelexport.quantization.methods import (
     promised,
     read_quantization_config,
 )
-from modelexport.sharding.rules import Part, Spread, TensorRule
+from modelexport.sharding.rules import CutRange, Spread, TensorRule
 
 Stages = tuple[Literal["first", "last"], ...]
 
@@ -263,7 +263,7 @@ def _rules(
     """The rules of one module's tensors: ``suffix -> (dtype, shape)``."""
     module = place.module
     along = module.cut_dim
-    parts: tuple[Part, ...] = ()
+    parts: tuple[CutRange, ...] = ()
     if along is not None:
         kept = math.lcm(
             *(axis[1] for p in promises.values() for axis in p.axes if axis is not None and axis[0] == along)
@@ -294,13 +294,13 @@ def _rules(
     return rules
 
 
-def weight_parts(module: Module, dims: Dimensions, kept: int = 1) -> tuple[Part, ...]:
+def weight_parts(module: Module, dims: Dimensions, kept: int = 1) -> tuple[CutRange, ...]:
     """The ranges of a module's cut dimension, in elements of its weight.
 
     Args:
         kept: elements along it that its number format keeps together.
     """
-    parts: list[Part] = []
+    parts: list[CutRange] = []
     start = 0
     for role, axis in module.axes:
         along = dims.axis(axis)
@@ -309,7 +309,7 @@ def weight_parts(module: Module, dims: Dimensions, kept: int = 1) -> tuple[Part,
         if along.shared and heads == 1:
             unit = size  # never cut, only shared: its last block may be short
         parts.append(
-            Part(
+            CutRange(
                 role=role,
                 start=start,
                 stop=start + size,
@@ -320,7 +320,7 @@ def weight_parts(module: Module, dims: Dimensions, kept: int = 1) -> tuple[Part,
         )
         start += size
     if any(part.start % kept for part in parts):  # two of them share a group: they cannot be told apart
-        return (Part(role=module.role, start=0, stop=start, unit=start),)
+        return (CutRange(role=module.role, start=0, stop=start, unit=start),)
     return tuple(parts)
 
 
@@ -338,7 +338,7 @@ def _own_dim(promise: Promise, along: int | None, rank: int) -> tuple[int | None
     return None, 1
 
 
-def _per(part: Part, unit: int) -> Part:
+def _per(part: CutRange, unit: int) -> CutRange:
     """A part of the weight, in elements of a tensor that has one for each ``unit`` of it."""
     if unit == 1:
         return part

@@ -26,9 +26,9 @@ from modelexport.inspection.card import model_card
 from modelexport.inspection.record.reading import ExportRecord, read_record
 from modelexport.inspection.record.rows import linears_of
 from modelexport.jobs.hosts import agree, check_coherent, is_spread, run_as_rank
-from modelexport.jobs.ranks import Heard, heard, own_ranks, single, take_part
+from modelexport.jobs.ranks import Progress, own_ranks, run_under_launcher, show_progress, single
 from modelexport.jobs.side_files import cards, files_digest, inputs_of, source_config, target_of
-from modelexport.jobs.target_directory import Target, TargetFiles
+from modelexport.jobs.target_directory import TargetDirectory, TargetDirectorySpec
 from modelexport.models import checkpoint_formats as formats
 from modelexport.models.draft_layers import without_drafts
 from modelexport.models.engines import warnings
@@ -143,7 +143,7 @@ def reshard(recipe: ReshardRecipe | None = None, **settings: Any) -> ReshardResu
         prepared.warn()
         return _result(prepared, recipe.ranks or 1)
     config = _launcher_config(recipe)
-    prepared, world, outcome = _launch(recipe) if config is None else _take_part(recipe, config)
+    prepared, world, outcome = _launch(recipe) if config is None else _run_under_launcher(recipe, config)
     return _result(prepared, world, outcome, time.perf_counter() - began)
 
 
@@ -213,7 +213,7 @@ def _launch(recipe: ReshardRecipe) -> tuple[PreparedReshard, int, dict[str, Any]
     with _target(prepared) as target:
         done = target.begin()
         job = _job(prepared, done, spread=False)
-        with _heard(prepared, done) as (on_event, results):
+        with _show_progress(prepared, done) as (on_event, results):
             if world == 1 and job.exchange == "direct":  # bytes that only move: done before torch would be imported
                 launch.run_alone(run_alone, on_event, job)
             else:
@@ -246,7 +246,9 @@ def _launcher_config(recipe: ReshardRecipe) -> MultiprocessConfig | None:
     return found
 
 
-def _take_part(recipe: ReshardRecipe, config: MultiprocessConfig) -> tuple[PreparedReshard, int, dict[str, Any]]:
+def _run_under_launcher(
+    recipe: ReshardRecipe, config: MultiprocessConfig
+) -> tuple[PreparedReshard, int, dict[str, Any]]:
     """Reshard as one of the processes that another launcher started."""
 
     def reshard_as_rank() -> tuple[PreparedReshard, int, dict[str, Any]]:
@@ -258,19 +260,19 @@ def _take_part(recipe: ReshardRecipe, config: MultiprocessConfig) -> tuple[Prepa
             prepared.warn()
         agree(prepared.checkpoint, recipe)
         with _target(prepared) as target:
-            result = take_part(
+            result = run_under_launcher(
                 config,
                 target,
                 work=lambda done: run_rank(_job(prepared, done, spread=is_spread(config))),
-                tell=lambda record, result: result,
-                hear=lambda done: _heard(prepared, done, shown=config.rank == 0),
+                collect=lambda record, result: result,
+                progress=lambda done: _show_progress(prepared, done, shown=config.rank == 0),
             )
             return prepared, config.world_size, result
 
     return run_as_rank(config, reshard_as_rank)
 
 
-def _target(prepared: PreparedReshard) -> Target:
+def _target(prepared: PreparedReshard) -> TargetDirectory:
     recipe, checkpoint = prepared.recipe, prepared.checkpoint
     assert recipe.out is not None
 
@@ -302,7 +304,7 @@ def _target(prepared: PreparedReshard) -> Target:
     config = source_config(checkpoint, recipe.config, None)
     known = prepared.record is not None  # a card is made of the record: it is another one in another format
     stale, renamed = cards(checkpoint.directory) if known else (frozenset(), {})
-    files = TargetFiles(
+    files = TargetDirectorySpec(
         checkpoint,
         prepared.target,
         fingerprint,
@@ -313,7 +315,7 @@ def _target(prepared: PreparedReshard) -> Target:
         card=model_card if known else None,
         renamed=renamed,
     )
-    return Target(recipe.out, files, overwrite=recipe.overwrite, quiet=recipe.quiet)
+    return TargetDirectory(recipe.out, files, overwrite=recipe.overwrite, quiet=recipe.quiet)
 
 
 def engine_warnings(recipe: ReshardRecipe, record: Mapping[str, Any]) -> list[str]:
@@ -338,10 +340,12 @@ def _job(prepared: PreparedReshard, done: dict[str, Any], *, spread: bool) -> Re
     )
 
 
-def _heard(prepared: PreparedReshard, done: Mapping[str, Any], *, shown: bool = True) -> AbstractContextManager[Heard]:
+def _show_progress(
+    prepared: PreparedReshard, done: Mapping[str, Any], *, shown: bool = True
+) -> AbstractContextManager[Progress]:
     recipe = prepared.recipe
     sizes = {step.id: step.nbytes for step in prepared.steps}
-    return heard("reshard", sizes, done, quiet=recipe.quiet or recipe.json or not shown)
+    return show_progress("reshard", sizes, done, quiet=recipe.quiet or recipe.json or not shown)
 
 
 def _reads(steps: Iterable[Step], world: int) -> list[int]:

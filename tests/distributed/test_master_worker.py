@@ -96,7 +96,7 @@ def processes(tmp_path: Path) -> Any:
     wait_until(lambda: set(os.listdir("/dev/shm")) <= shared_memory)
 
 
-def meeting(kind: str, directory: Path) -> str:
+def init_method(kind: str, directory: Path) -> str:
     return {
         "env": f"env://{free_port()}",
         "tcp": f"tcp://127.0.0.1:{free_port()}",
@@ -122,7 +122,7 @@ NOTHING_LEFT = ("returned", (False, False, 0, 1))
     ],
 )
 def test_from_the_master(processes: Processes, scenario: Callable, world_size: int, how: str) -> None:
-    where = meeting(how, processes.directory)
+    where = init_method(how, processes.directory)
     processes.start(world_size, targets.run, where, scenario)
     ends = processes.ends()
     assert ends == [NOTHING_LEFT] * world_size, processes.explain(ends)
@@ -133,14 +133,14 @@ def test_from_the_master(processes: Processes, scenario: Callable, world_size: i
 @pytest.mark.parametrize("place", ["prepare", "run"])
 def test_a_worker_that_fails(processes: Processes, place: str) -> None:
     """It is named; nobody waits for it for ever. Before the collective has begun, nothing else happens."""
-    processes.start(3, failures.with_a_bad_worker, meeting("tcp", processes.directory), place)
+    processes.start(3, failures.with_a_bad_worker, init_method("tcp", processes.directory), place)
     ends = processes.ends()
     assert ends == [NOTHING_LEFT] * 3, processes.explain(ends)
 
 
 @pytest.mark.parametrize(("scenario", "dead"), [(failures.worker_killed, 2), (failures.worker_killed_in_the_middle, 1)])
 def test_death_of_a_worker(processes: Processes, scenario: Callable, dead: int) -> None:
-    processes.start(3, failures.with_pids, meeting("tcp", processes.directory), scenario)
+    processes.start(3, failures.with_pids, init_method("tcp", processes.directory), scenario)
     ends = processes.ends()
     expected: list[tuple[str, Any]] = [NOTHING_LEFT] * 3
     expected[dead] = ("killed", 9)
@@ -149,7 +149,7 @@ def test_death_of_a_worker(processes: Processes, scenario: Callable, dead: int) 
 
 def test_death_of_a_worker_seen_at_the_end(processes: Processes) -> None:
     scenario = failures.worker_found_dead_at_the_end
-    processes.start(3, failures.with_pids, meeting("file", processes.directory), scenario)
+    processes.start(3, failures.with_pids, init_method("file", processes.directory), scenario)
     ends = processes.ends()
     assert ends == [("returned", "named"), ("killed", 9), NOTHING_LEFT], processes.explain(ends)
 
@@ -163,7 +163,7 @@ def test_death_of_a_worker_seen_at_the_end(processes: Processes) -> None:
     ],
 )
 def test_end_of_the_master(processes: Processes, scenario: Callable, end: str) -> None:
-    processes.start(3, targets.run, meeting("tcp", processes.directory), scenario)
+    processes.start(3, targets.run, init_method("tcp", processes.directory), scenario)
     [master, *workers] = processes.ends()
     assert master[0] == end
     for rank, (kind, text) in enumerate(workers, 1):
@@ -173,13 +173,13 @@ def test_end_of_the_master(processes: Processes, scenario: Callable, end: str) -
 
 
 def test_interrupted(processes: Processes) -> None:
-    processes.start(2, failures.with_pids, meeting("tcp", processes.directory), failures.worker_stopped)
+    processes.start(2, failures.with_pids, init_method("tcp", processes.directory), failures.worker_stopped)
     ends = processes.ends()
     assert ends == [NOTHING_LEFT] * 2, processes.explain(ends)
 
 
 def test_a_worker_that_does_not_answer(processes: Processes) -> None:
-    processes.start(3, failures.with_pids, meeting("tcp", processes.directory), failures.worker_silent)
+    processes.start(3, failures.with_pids, init_method("tcp", processes.directory), failures.worker_silent)
     ends = processes.ends()
     assert ends[0] == ("returned", "named"), processes.explain(ends)
     assert ends[2] == NOTHING_LEFT
@@ -202,7 +202,7 @@ def test_again_and_again(processes: Processes) -> None:
 
 
 def test_handles_of_another_session(processes: Processes) -> None:
-    processes.start(2, with_handles.stale_handles, meeting("file", processes.directory))
+    processes.start(2, with_handles.stale_handles, init_method("file", processes.directory))
     ends = processes.ends()
     assert ends == [NOTHING_LEFT] * 2, processes.explain(ends)
 

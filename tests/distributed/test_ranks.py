@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from modelexport.distributed import ranks
-from modelexport.distributed.rendezvous import meetings
+from modelexport.distributed.rendezvous import agreement
 from modelexport.distributed.transport import mailbox
 from modelexport.errors import GatherError, RankFailedError, UsageError
 from tests.distributed import _ranks_failures as failures
@@ -220,7 +220,7 @@ def test_a_rank_that_fails_after_the_others_have_their_values(monkeypatch: pytes
             raise GatherError("no such class here")
         return mailbox.decode(data)
 
-    monkeypatch.setattr(meetings, "decode", decode)
+    monkeypatch.setattr(agreement, "decode", decode)
     with programs.ranks_in_threads(_group_over(dist.HashStore(), 3)) as run:
         one, broken, other = run(lambda rank: ranks.compute_and_broadcast(lambda: 5))
         assert one == other == 5
@@ -288,7 +288,7 @@ def test_predicates_and_lone_helpers_import_no_torch() -> None:
     code = """
 import sys
 from modelexport.distributed import ranks
-from modelexport.distributed.rendezvous import meetings
+from modelexport.distributed.rendezvous import agreement
 from modelexport.distributed.transport import mailbox
 assert ranks.is_main_process() and not ranks.is_distributed()
 ranks.barrier()

@@ -131,7 +131,7 @@ def test_importing_the_fused_kernels_starts_no_thread() -> None:
 def test_what_is_preloaded_is_all_that_a_format_needs() -> None:
     """In one process for each: importing what ``modules`` names leaves nothing for a format's first use to import."""
     code = """
-        import os, sys
+        import importlib, os, sys
         import torch
         import modelexport.quantization.kernels.fused
         from modelexport.quantization import formats, kernels
@@ -140,7 +140,8 @@ def test_what_is_preloaded_is_all_that_a_format_needs() -> None:
             child = os.fork()
             if child == 0:
                 number_format = formats.get(name, observer=observer)
-                kernels.warm(name, observer)
+                for module in kernels.modules(name, observer):
+                    importlib.import_module(module)
                 before = set(sys.modules)
                 weight = torch.ones(2, 128)
                 stored = number_format.quantise(weight, inputs=1.0 if number_format.has_static_inputs else None)

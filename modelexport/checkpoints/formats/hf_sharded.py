@@ -24,7 +24,6 @@ from modelexport.checkpoints.safetensors.sharded import divide, raise_problems, 
 from modelexport.checkpoints.safetensors.sharded import lay_out as lay_out_files
 from modelexport.errors import CheckpointError, quoted
 from modelexport.sharding.boxes import Box, extent, offset, placed, uncovered, whole
-from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.rules import TensorRule
 from modelexport.sharding.shard_plan import ShardPlan
 from modelexport.system.small_files import LARGEST_CONFIG, has_file, read_json
@@ -297,12 +296,3 @@ def _sizes(value: Any) -> tuple[int, ...] | None:
 
 def _is_size(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 62
-
-
-def parallelism_of(checkpoint: Checkpoint) -> Parallelism | None:
-    """The parallelism that an open checkpoint of this format is cut for; None where its files do not tell."""
-    for header in checkpoint.headers.values():
-        shard = _read_object(header.metadata, SHARD_KEY) or {}
-        if all(_is_size(shard.get(axis)) and shard[axis] for axis in _AXES):
-            return Parallelism(**{axis: shard[axis] for axis in _AXES})
-    return None

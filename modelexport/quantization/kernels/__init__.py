@@ -8,7 +8,6 @@ compiled kernels.
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 import threading
@@ -41,7 +40,6 @@ __all__ = [
     "set_threads",
     "split_rows",
     "squared_error",
-    "warm",
 ]
 
 LITTLE = 1 << 25
@@ -137,13 +135,6 @@ def modules(number_format: str, observer: str = "amax", nbytes: int | None = Non
     if observer != "amax" and "microscaling_fused" not in names:
         names.append("compiled_search")
     return tuple(f"{__name__}.{name}" for name in ("fused", *names))
-
-
-def warm(number_format: str, observer: str = "amax") -> None:
-    """Compiles, or loads, the kernels of a number format, where CPU tensors take the fused ones."""
-    if backend().name == "fused":
-        for name in modules(number_format, observer):
-            importlib.import_module(name)
 
 
 _threads = 1

@@ -13,8 +13,8 @@ Each gives the same bits as its twin in :mod:`.reference`. What makes the loops 
 A tensor arrives as its bytes (first element to last), the distance of its rows in elements, and a kind.
 
 What every format needs to be written is here, what it needs to be read in :mod:`.compiled_reading`. The others of that
-name are compiled when a format first needs them, see :func:`.warm`. numba's cache watches only the file of the kernel
-itself for changes: :data:`STAMP` makes it watch all of them.
+name are compiled when a format first needs them, see :func:`.modules`. numba's cache watches only the file of the
+kernel itself for changes: :data:`STAMP` makes it watch all of them.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"

@@ -13,18 +13,9 @@ from torch import Tensor
 from modelexport.quantization import kernels
 from modelexport.quantization.kernels import feedback_reference as reference
 
-__all__ = ["numbers", "round_back", "warm"]
+__all__ = ["numbers", "round_back"]
 
 numbers = reference.numbers
-
-
-def warm() -> None:
-    """Compiles the fused kernel, or loads it from numba's cache, where CPU tensors take it.
-
-    It starts no thread and runs no torch operation.
-    """
-    if kernels.backend().name == "fused":
-        _fused()
 
 
 def _fused() -> Any:

@@ -5,7 +5,7 @@ float8_e4m3fn ``[rows, cols]``. ``scale`` is ``[rows, cols / group]``: float8_e4
 is given, the float32 ``[1]`` that scales are divided by; else uint8, E8M0 (MX, group 32).
 
 ``MODELEXPORT_KERNELS`` and the number of threads are the package's. Nothing is compiled until a kernel is first called;
-a launcher that forks its ranks calls :func:`warm` beforehand, so that they inherit compiled kernels.
+a launcher that forks its ranks imports what :func:`.modules` names beforehand, so that they inherit compiled kernels.
 """
 
 from __future__ import annotations
@@ -17,18 +17,9 @@ from torch import Tensor
 from modelexport.quantization import kernels
 from modelexport.quantization.kernels import microscaling_reference as reference
 
-__all__ = ["dequantise", "fake_quantise", "quantise", "squared_error", "warm"]
+__all__ = ["dequantise", "fake_quantise", "quantise", "squared_error"]
 
 fake_quantise = reference.fake_quantise
-
-
-def warm() -> None:
-    """Compiles the fused kernels, or loads them from numba's cache, where CPU tensors take them.
-
-    It starts no thread and runs no torch operation.
-    """
-    if kernels.backend().name == "fused":
-        _fused()
 
 
 def _fused() -> Any:
