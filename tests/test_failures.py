@@ -69,7 +69,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], flo
 FAILURES = [
     *((kind, tp - 1, tp, "shm") for kind in ("raise", "kill", "exit") for tp in (2, 4)),
     *(("kill", 0, 4, "shm"), ("raise", 2, 4, "direct"), ("kill", 1, 4, "nfs"), ("exit", 0, 2, "nfs")),
-    *(("stop", 1, 4, "auto"), ("hang", 1, 4, "auto"), ("hang", 2, 4, "nfs")),
+    *(("stop", 1, 4, "direct"), ("hang", 1, 4, "direct"), ("hang", 2, 4, "nfs")),
 ]
 
 
