@@ -18,6 +18,7 @@ import pytest
 
 from modelexport.errors import UsageError
 from modelexport.exporting import export
+from modelexport.exporting.run import launcher_config
 from modelexport.jobs import hosts as export_hosts
 from modelexport.recipe import ExportRecipe
 from modelexport.resharding import reshard
@@ -178,13 +179,13 @@ def test_direct_is_refused_where_machines_undo_each_others_writes(
     for name, value in {**place, "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     recipe = ExportRecipe(tp=2, out=str(tmp_path / "new" / "out"), workspace=str(tmp_path), gather="direct")
-    found = export_hosts.external_config(recipe)
+    found = launcher_config(recipe)
     assert found is not None
     assert export_hosts.is_spread(found)
     monkeypatch.setattr(export_hosts, "filesystem_type", lambda path: "nfs4")
     with pytest.raises(UsageError, match=r"is on nfs4, where the writes of two machines.*use --gather nfs"):
-        export_hosts.external_config(recipe)
-    export_hosts.external_config(dataclasses.replace(recipe, gather="nfs"))
+        launcher_config(recipe)
+    launcher_config(dataclasses.replace(recipe, gather="nfs"))
 
 
 def test_the_type_of_a_file_system() -> None:

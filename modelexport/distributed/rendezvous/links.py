@@ -135,7 +135,7 @@ def collect_links(key: str, ranks: Sequence[int], seconds: float) -> list[Receiv
     deadline = time.monotonic() + seconds
     token = secrets.token_hex(16)
     links: dict[int, ReceivingLink] = {}
-    strangers: dict[int, Link] = {}  # connected, not yet known which rank they are
+    pending: dict[int, Link] = {}  # connected, not yet known which rank they are
     with _socket() as listener:
         name = f"modelexport-{secrets.token_hex(16)}"
         listener.bind(f"\0{name}")
@@ -155,12 +155,12 @@ def collect_links(key: str, ranks: Sequence[int], seconds: float) -> list[Receiv
                     )
                 for fd, _ in poller.poll(100):
                     if fd == listener.fileno():
-                        stranger = _accept(listener)
-                        strangers[stranger.sock.fileno()] = stranger
-                        poller.register(stranger.sock, select.POLLIN)
+                        accepted = _accept(listener)
+                        pending[accepted.sock.fileno()] = accepted
+                        poller.register(accepted.sock, select.POLLIN)
                     else:
                         poller.unregister(fd)
-                        _greet(strangers.pop(fd), token, missing, links)
+                        _greet(pending.pop(fd), token, missing, links)
                 for rank in missing:
                     if store.check([f"{key}/failed/{rank}"]):
                         raise LostPeerError(store.get(f"{key}/failed/{rank}").decode(), [rank])
@@ -171,8 +171,8 @@ def collect_links(key: str, ranks: Sequence[int], seconds: float) -> list[Receiv
                 link.close()
             raise
         finally:
-            for stranger in strangers.values():
-                stranger.close()
+            for accepted in pending.values():
+                accepted.close()
     return [links[rank] for rank in ranks[1:]]
 
 
@@ -188,19 +188,19 @@ def _accept(listener: socket.socket) -> Link:
     return Link(sock, -1)
 
 
-def _greet(stranger: Link, token: str, missing: list[int], links: dict[int, ReceivingLink]) -> None:
-    """Reads a stranger's rank; closes the connection of one that does not know the secret."""
+def _greet(accepted: Link, token: str, missing: list[int], links: dict[int, ReceivingLink]) -> None:
+    """Reads the rank of an accepted connection; closes one that does not know the secret."""
     hello: Any = None
-    if peer_pid(stranger.sock)[1] == os.geteuid():
+    if peer_pid(accepted.sock)[1] == os.geteuid():
         with contextlib.suppress(ValueError):
-            received = stranger.read()
+            received = accepted.read()
             hello = received[0] if received is not None else None
     rank = hello.get("rank") if isinstance(hello, dict) else None
     if rank not in missing or not hmac.compare_digest(str(hello.get("token")).encode(), token.encode()):
-        stranger.close()
+        accepted.close()
         return
     missing.remove(rank)
-    links[rank] = ReceivingLink(stranger.sock, rank)
+    links[rank] = ReceivingLink(accepted.sock, rank)
     links[rank].post({"kind": "welcome"})
 
 

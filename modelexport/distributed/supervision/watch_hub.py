@@ -97,8 +97,8 @@ class Hub:
                 for key, _ in selector.select(patience):
                     connection: Any = key.fileobj
                     if key.data is None:
-                        stranger, _ = self._listener.accept()
-                        selector.register(stranger, selectors.EVENT_READ, Lines(stranger))
+                        accepted, _ = self._listener.accept()
+                        selector.register(accepted, selectors.EVENT_READ, Lines(accepted))
                     elif isinstance(key.data, Lines):
                         selector.unregister(connection)
                         member = self._greet(connection, key.data)
@@ -113,15 +113,15 @@ class Hub:
             for key in list(selector.get_map().values()):
                 key.fileobj.close()  # type: ignore[union-attr]
 
-    def _greet(self, stranger: socket.socket, lines: Lines) -> _WatchedRank | None:
+    def _greet(self, accepted: socket.socket, lines: Lines) -> _WatchedRank | None:
         messages = lines.read() or [{}]
         rank: Any = messages[0].get("rank")
         known = hmac.compare_digest(str(messages[0].get("token")).encode(), self._token.encode())
         if not known or rank not in range(1, self._world) or rank in self._members:
-            stranger.close()
+            accepted.close()
             return None
-        keep_alive(stranger)
-        member = self._members[rank] = _WatchedRank(rank, stranger, lines, since=time.monotonic())
+        keep_alive(accepted)
+        member = self._members[rank] = _WatchedRank(rank, accepted, lines, since=time.monotonic())
         for message in messages[1:]:
             self._note(member, message)
         if self._verdict is not None:
