@@ -7,23 +7,16 @@ A field here is a command-line flag (``--group-size``), a YAML key (``group_size
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
 
 from modelexport.errors import UsageError, shown
-from modelexport.settings import Settings, check_choice, check_common, check_sizes, setting
+from modelexport.quantization import algorithms
+from modelexport.quantization.algorithms.base import KINDS, Algorithm, Kind
+from modelexport.settings import Settings, check_choice, check_common, check_sizes, decides_bytes, setting
 
 GATHERS = ("shm", "nfs", "direct")
-ALGORITHMS = ("rtn", "mse", "smoothquant", "awq", "gptq", "rotation", "autoquant")
-_KINDS = {"rotation": 0, "autoquant": 1, "smoothquant": 2, "awq": 2, "rtn": 3, "mse": 3, "gptq": 3}
-"""When an algorithm's turn comes; of those that round there is one at most."""
-ALGORITHM_SETTINGS = {
-    "smoothquant": ("alpha",),
-    "awq": ("grid",),
-    "gptq": ("damping", "block_size", "act_order"),
-    "autoquant": ("bits", "candidates"),
-}
-CALIBRATION = tuple(f"calib{part}" for part in ("", "_samples", "_length", "_seed", "_range", "_experts", "_memory"))
 RANGES = ("max", "percentile", "mse")
 EXPERTS = ("routed", "all")
 KV_CACHES = ("fp8",)
@@ -40,9 +33,69 @@ def check_repo_id(repo_id: str) -> None:
         )
 
 
+S = TypeVar("S")
+
+
+def field_of(algorithm: str, name: str) -> str:
+    """Returns the name of the recipe's field for a setting of an algorithm: ``gptq_damping``."""
+    return f"{algorithm.replace('-', '_')}_{name}"
+
+
+def is_calibration(name: str) -> bool:
+    """Returns whether a field of the recipe is a setting of calibration."""
+    return name.startswith("calib")
+
+
+def calibration_key(name: str) -> str:
+    """Returns the key of a setting of calibration in a record's "calibration"."""
+    return "text" if name == "calib" else name.removeprefix("calib_")
+
+
+def recorded_names(used: Iterable[str]) -> dict[str, str]:
+    """Returns the recipe's fields of the settings of some algorithms, by the keys that they have in a record.
+
+    That is the setting's own name (``damping``), but where two of the algorithms have one of the same name. Algorithms
+    that are not known here are left out.
+    """
+    found: dict[str, str] = {}
+    for name in used:
+        for spec in fields(algorithms.get(name).Settings) if name in algorithms.names() else ():
+            own = field_of(name, spec.name)
+            found[own if spec.name in found else spec.name] = own
+    return found
+
+
+def _turns() -> Iterator[str]:
+    """The algorithms by the turns that they come in, for a sentence."""
+    for kind in KINDS:
+        own = [name for name, algorithm in algorithms.registered().items() if algorithm.kind == kind]
+        text = " and ".join([", ".join(own[:-1]), own[-1]]) if own[1:] else "".join(own)
+        yield text if kind == "fold" or len(own) < 2 else f"one of {text}"
+
+
+def _with_settings_of_algorithms(cls: type[S]) -> type[S]:
+    """Inserts, behind ``algorithm``, a field for every setting of every algorithm, before a dataclass is made."""
+    annotations = {}
+    for own, annotation in cls.__annotations__.items():
+        annotations[own] = annotation
+        for name, algorithm in algorithms.registered().items() if own == "algorithm" else ():
+            for spec in fields(algorithm.Settings):
+                kind = spec.type if isinstance(spec.type, str) else getattr(spec.type, "__name__", str(spec.type))
+                about = {"decides_bytes": True, "algorithm": name, "setting": spec.name, "former": spec.name}
+                annotations[field_of(name, spec.name)] = kind
+                own_field = field(default=spec.default, metadata={**spec.metadata, **about})
+                setattr(cls, field_of(name, spec.name), own_field)
+    cls.__annotations__ = annotations
+    return cls
+
+
 @dataclass(frozen=True, kw_only=True)
+@_with_settings_of_algorithms
 class ExportRecipe(Settings):
-    """What to export, how, and where to. Fields marked with * decide the bytes that are written."""
+    """The settings of an export; those that decide the bytes are marked so.
+
+    The settings of each algorithm are fields that carry its name (``gptq_damping``), see :meth:`settings_of`.
+    """
 
     model: str | None = setting(
         None, "checkpoint directory or hub id (default: the embedded demo model)", metavar="DIR|ID"
@@ -53,49 +106,59 @@ class ExportRecipe(Settings):
         "fp8",
         "number format of the decoder's linears, or PATTERN=FORMAT[:GROUP],... of which the first that matches counts",
         pairs=True,
+        decides_bytes=True,
     )
     group_size: int | None = setting(
-        None, "weights that share a scale, for formats with groups; -1: a whole row (default: 128)", metavar="N"
+        None,
+        "weights that share a scale, for formats with groups; -1: a whole row (default: 128)",
+        metavar="N",
+        decides_bytes=True,
     )
     algorithm: str = setting(
         "rtn",
-        f"how weights are rounded: {', '.join(ALGORITHMS)}, or several joined by '+', e.g. rotation+gptq",
+        f"how weights are rounded: {', '.join(algorithms.names())}, or several joined by '+', e.g. rotation+gptq",
         metavar="NAME[+NAME]",
+        decides_bytes=True,
     )
-    alpha: float = setting(0.5, "smoothquant: how much of an outlier goes into the weights, 0 to 1", metavar="A")
-    grid: int = setting(20, "awq: scales tried for each module", metavar="N")
-    damping: float = setting(0.01, "gptq: added to the Hessian's diagonal, as a part of its mean", metavar="D")
-    block_size: int = setting(128, "gptq: columns whose errors are handed on together", metavar="N")
-    act_order: bool = setting(True, "gptq: columns in the order of their inputs' energy (--no-act-order: as they are)")
-    bits: float = setting(5.0, "autoquant: bits per weight that the decoder's linears may take", metavar="B")
-    candidates: str = setting("int4,fp8,none", "autoquant: number formats to choose from", metavar="NAMES")
-    kv_cache: str | None = setting(None, "number format of the KV cache (default: not quantised)", choices=KV_CACHES)
+    kv_cache: str | None = setting(
+        None, "number format of the KV cache (default: not quantised)", choices=KV_CACHES, decides_bytes=True
+    )
+    format: str = setting("hf", "checkpoint format", metavar="NAME", decides_bytes=True)
+    max_shard_bytes: int = setting(5_000_000_000, "largest weight file, in bytes", metavar="N", decides_bytes=True)
+    target_tp: int = setting(
+        1, "tensor-parallel ranks that the checkpoint is written for", metavar="N", decides_bytes=True
+    )
+    target_pp: int = setting(1, "pipeline stages that the checkpoint is written for", metavar="N", decides_bytes=True)
+    target_ep: int = setting(
+        1, "expert-parallel ranks that the checkpoint is written for", metavar="N", decides_bytes=True
+    )
     calib: str | None = setting(
         None,
         "text, JSON lines, or a data set as hf:NAME:SPLIT, to calibrate with (default: the package's text)",
         metavar="FILE",
+        decides_bytes=True,
     )
-    calib_samples: int = setting(64, "samples of it", metavar="N")
-    calib_length: int = setting(256, "tokens of each sample", metavar="N")
-    calib_seed: int = setting(0, "which samples, and the signs of rotation", metavar="N")
+    calib_seed: int = setting(0, "which samples, and the signs of rotation", metavar="N", decides_bytes=True)
     calib_range: str = setting(
         "mse",
         "what static scales reach: the largest magnitude, 99.99 percent of all, or the least squared error",
         choices=RANGES,
+        decides_bytes=True,
     )
     calib_experts: str = setting(
-        "routed", "which tokens an expert's statistics are of: those routed to it, or all", choices=EXPERTS
+        "routed",
+        "which tokens an expert's statistics are of: those routed to it, or all",
+        choices=EXPERTS,
+        decides_bytes=True,
     )
+    calib_samples: int = setting(64, "samples of it", metavar="N", decides_bytes=True)
+    calib_length: int = setting(256, "tokens of each sample", metavar="N", decides_bytes=True)
     calib_memory: int | None = setting(
         None, "bytes of hidden states to keep in memory; what is beyond goes to the disk (default: all)", metavar="N"
     )
     config: str | None = setting(
         None, "the model's config.json (or its directory), where --model lacks one (DCP, Megatron)", metavar="PATH"
     )
-    format: str = setting("hf", "checkpoint format", metavar="NAME")
-    target_tp: int = setting(1, "tensor-parallel ranks that the checkpoint is written for", metavar="N")
-    target_pp: int = setting(1, "pipeline stages that the checkpoint is written for", metavar="N")
-    target_ep: int = setting(1, "expert-parallel ranks that the checkpoint is written for", metavar="N")
     tp: int = setting(1, "tensor-parallel rank processes", metavar="N")
     gather: str | None = setting(
         None,
@@ -106,7 +169,6 @@ class ExportRecipe(Settings):
     workspace: str | None = setting(
         None, "directory that all ranks see, for --gather nfs and for ranks on several machines", metavar="DIR"
     )
-    max_shard_bytes: int = setting(5_000_000_000, "largest weight file, in bytes", metavar="N")
     overwrite: bool = setting(False, "replace --out if it exists, in one step, when the new one is complete")
     evaluate: bool = setting(
         True, "perplexity and a sentence, before and after (demo model only; --no-evaluate skips it)"
@@ -144,46 +206,77 @@ class ExportRecipe(Settings):
 
     def _check_algorithm(self) -> None:
         for name in self.algorithms:
-            check_choice("algorithm", name, ALGORITHMS)
-        kinds = [_KINDS[name] for name in self.algorithms]
-        if kinds != sorted(kinds) or len(set(self.algorithms)) != len(kinds) or kinds.count(3) > 1:
-            order = "rotation, then autoquant, then smoothquant and awq, then one of rtn, mse and gptq"
-            raise UsageError(f"--algorithm {self.algorithm}: the order is {order}, each once")
+            check_choice("algorithm", name, algorithms.names())
+        kinds = [algorithms.get(name).kind for name in self.algorithms]
+        single = all(kinds.count(kind) < 2 for kind in KINDS if kind != "fold")
+        if kinds != sorted(kinds, key=KINDS.index) or len(set(self.algorithms)) != len(kinds) or not single:
+            raise UsageError(f"--algorithm {self.algorithm}: the order is {', then '.join(_turns())}, each once")
         check_choice("calib-range", self.calib_range, RANGES)
         check_choice("calib-experts", self.calib_experts, EXPERTS)
-        if not 0 <= self.alpha <= 1:
-            raise UsageError(f"--alpha {self.alpha:g}: a number from 0 to 1 is needed, e.g. --alpha 0.5")
-        if self.grid < 1:
-            raise UsageError(f"--grid {self.grid}: at least 1 is needed, e.g. --grid 20")
-        if not 0 < self.damping < 1:
-            raise UsageError(f"--damping {self.damping:g}: a number between 0 and 1 is needed, e.g. --damping 0.01")
-        if self.block_size < 1:
-            raise UsageError(f"--block-size {self.block_size}: at least 1 is needed, e.g. --block-size 128")
+        for name in algorithms.names():
+            self.settings_of(name)
         if self.calib_memory is not None and self.calib_memory < 0:
             raise UsageError(f"--calib-memory {self.calib_memory}: a number of bytes is needed, e.g. 4000000000")
-        if not 0 < self.bits <= 32:
-            raise UsageError(f"--bits {self.bits:g}: a number above 0, at most 32, is needed, e.g. --bits 5")
 
     @property
     def algorithms(self) -> tuple[str, ...]:
         """The names in ``algorithm``."""
         return tuple(name.strip() for name in self.algorithm.split("+"))
 
+    def settings_of(self, algorithm: str) -> Any:
+        """Returns the settings of an algorithm, used or not: an instance of its ``Settings``."""
+        kind = algorithms.get(algorithm).Settings
+        return kind(**{spec.name: getattr(self, field_of(algorithm, spec.name)) for spec in fields(kind)})
+
     @property
     def algorithm_settings(self) -> dict[str, Any]:
-        """The settings of the algorithms that are used."""
-        used = {name for algorithm in self.algorithms for name in ALGORITHM_SETTINGS.get(algorithm, ())}
-        return {name: getattr(self, name) for name in sorted(used)}
+        """The settings of the algorithms that are used, as a record has them; see :func:`recorded_names`."""
+        return {key: getattr(self, own) for key, own in sorted(recorded_names(self.algorithms).items())}
+
+    def deciding(self) -> dict[str, Any]:
+        """See the base; without the settings of algorithms that are not used."""
+        of_others = (spec for spec in fields(self) if spec.metadata.get("algorithm") not in (None, *self.algorithms))
+        idle = {spec.name for spec in of_others}
+        return {name: value for name, value in super().deciding().items() if name not in idle}
+
+    def recorded(self) -> dict[str, Any]:
+        """Returns the "recipe" of a checkpoint's record: the deciding settings but those of calibration.
+
+        The settings of the algorithms used have their short names; the parallelism is left out where there is none.
+        """
+        found: dict[str, Any] = {}
+        for spec in fields(self):
+            value = getattr(self, spec.name)
+            elsewhere = is_calibration(spec.name) or "algorithm" in spec.metadata
+            if not decides_bytes(spec) or elsewhere or (spec.name.startswith("target_") and value == 1):
+                continue
+            found[spec.name] = value
+            if spec.name == "algorithm":
+                found |= self.algorithm_settings
+        return found
+
+    def recorded_calibration(self) -> dict[str, Any]:
+        """Returns the settings of calibration as they stand in a checkpoint's record."""
+        return {calibration_key(name): value for name, value in self.deciding().items() if is_calibration(name)}
+
+    def of_kind(self, *kinds: Kind) -> list[type[Algorithm]]:
+        """Returns the algorithms used that are of one of these kinds."""
+        return [found for name in self.algorithms if (found := algorithms.get(name)).kind in kinds]
+
+    @property
+    def reads_samples(self) -> bool:
+        """Whether an algorithm needs samples."""
+        return any(algorithms.get(name).needs_samples for name in self.algorithms)
 
     @property
     def is_calibrated(self) -> bool:
         """Whether layers are quantised one by one while samples run through them."""
-        return not {"rotation", "smoothquant", "awq", "gptq"}.isdisjoint(self.algorithms)
+        return any(algorithm.needs_samples for algorithm in self.of_kind("rotate", "fold", "round"))
 
     @property
     def observer(self) -> str:
         """How number formats choose scales: ``amax`` or ``mse``."""
-        return "amax" if {"mse", "gptq"}.isdisjoint(self.algorithms) else "mse"
+        return next((own for name in self.algorithms if (own := algorithms.get(name).observer) != "amax"), "amax")
 
     @property
     def transport(self) -> str:
@@ -202,10 +295,10 @@ class ReshardRecipe(Settings):
 
     checkpoint: str = setting("", "the checkpoint: any format, any parallelism", metavar="CKPT")
     out: str | None = setting(None, "target directory; must not exist (see --overwrite)", metavar="DIR")
-    tp: int = setting(1, "tensor-parallel ranks that the checkpoint is written for", metavar="N")
-    pp: int = setting(1, "pipeline stages that the checkpoint is written for", metavar="N")
-    ep: int = setting(1, "expert-parallel ranks that the checkpoint is written for", metavar="N")
-    format: str = setting("hf", "checkpoint format to write", metavar="NAME")
+    tp: int = setting(1, "tensor-parallel ranks that the checkpoint is written for", metavar="N", decides_bytes=True)
+    pp: int = setting(1, "pipeline stages that the checkpoint is written for", metavar="N", decides_bytes=True)
+    ep: int = setting(1, "expert-parallel ranks that the checkpoint is written for", metavar="N", decides_bytes=True)
+    format: str = setting("hf", "checkpoint format to write", metavar="NAME", decides_bytes=True)
     config: str | None = setting(
         None, "the model's config.json (or its directory), where CKPT lacks one (DCP, Megatron)", metavar="PATH"
     )
@@ -218,7 +311,9 @@ class ReshardRecipe(Settings):
         "which gets what it needs by this algorithm (default: direct; auto for ranks on several machines)",
         choices=EXCHANGES,
     )
-    max_shard_bytes: int = setting(5_000_000_000, "largest weight file, in bytes, where the format has several")
+    max_shard_bytes: int = setting(
+        5_000_000_000, "largest weight file, in bytes, where the format has several", decides_bytes=True
+    )
     overwrite: bool = setting(False, "replace --out if it exists, in one step, when the new one is complete")
     timeout: float = setting(1800.0, "seconds without progress after which a process counts as hung", metavar="S")
     dry_run: bool = setting(False, "print who holds and reads what; write nothing")

@@ -22,14 +22,23 @@ S = TypeVar("S", bound="Settings")
 
 
 def setting(
-    default: Any, help_text: str, *, choices: tuple[str, ...] | None = None, metavar: str = "", pairs: bool = False
+    default: Any,
+    help_text: str,
+    *,
+    choices: tuple[str, ...] | None = None,
+    metavar: str = "",
+    pairs: bool = False,
+    decides_bytes: bool = False,
 ) -> Any:
-    """A field with what ``--help`` says of it.
+    """A field with its text for ``--help``.
 
     Args:
         pairs: whether a list of (key, value) is taken as well, for ``key=value,key=value``.
+        decides_bytes: whether other bytes are written with another value: such a setting is part of the fingerprint by
+            which an interrupted run is resumed, of the checkpoint's record and of its card.
     """
-    return field(default=default, metadata={"help": help_text, "choices": choices, "metavar": metavar, "pairs": pairs})
+    texts = {"help": help_text, "choices": choices, "metavar": metavar}
+    return field(default=default, metadata={**texts, "pairs": pairs, "decides_bytes": decides_bytes})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +63,20 @@ class Settings:
     def from_mapping(cls: type[S], keys: Mapping[str, Any], *, where: str = "recipe") -> S:
         """Build settings from ``keys``; an unknown key or a value of the wrong type is a UsageError."""
         return cls(**_checked(cls, keys, where))
+
+    def deciding(self) -> dict[str, Any]:
+        """Returns the settings that decide the bytes that are written, in the order of their fields."""
+        return {spec.name: getattr(self, spec.name) for spec in dataclasses.fields(self) if decides_bytes(spec)}
+
+
+def decides_bytes(spec: dataclasses.Field[Any]) -> bool:
+    """Returns whether a setting decides the bytes that are written."""
+    return bool(spec.metadata.get("decides_bytes"))
+
+
+def moved(cls: type[Settings]) -> dict[str, str]:
+    """Returns where settings are that have no field of their own name: former name -> field."""
+    return {former: spec.name for spec in dataclasses.fields(cls) if (former := spec.metadata.get("former"))}
 
 
 def parse_assignments(items: Iterable[str]) -> dict[str, Any]:
@@ -81,6 +104,8 @@ def _checked(cls: type[Settings], keys: Mapping[str, Any], where: str) -> dict[s
     values = {}
     for key, value in keys.items():
         name = _field_name(key)
+        if name not in known and name in moved(cls):
+            raise UsageError(f"{where}: {name}: is {moved(cls)[name]} now")
         if name not in known:
             raise UsageError(f"{where}: unknown key '{shown(key)}'{nearest(name, known, listing=_HELP)}")
         values[name] = _coerce(known[name], value, where)

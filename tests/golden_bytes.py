@@ -39,7 +39,7 @@ CALIBRATED = {
     "smoothquant": ("--quant", "int8", "--algorithm", "smoothquant"),
     "rotation": ("--quant", "int4", "--group-size", "32", "--algorithm", "rotation+rtn"),
     "rotation-gptq": ("--quant", "nvfp4", "--algorithm", "rotation+gptq"),
-    "autoquant": ("--algorithm", "autoquant", "--bits", "6"),
+    "autoquant": ("--algorithm", "autoquant", "--autoquant-bits", "6"),
     "kv": ("--quant", "fp8-static", "--kv-cache", "fp8"),
     "kv-modelopt": ("--quant", "nvfp4", "--kv-cache", "fp8", "--format", "modelopt"),
     "patterns": ("--quant", "*.self_attn.*=fp8,*.mlp.*=int4:64"),

@@ -32,7 +32,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("layers",),
     ("sharding",),
     ("distributed",),
-    ("settings", "assets"),
+    ("settings", "assets", "plugins"),
     ("system",),
     ("errors",),
 )

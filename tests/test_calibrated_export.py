@@ -168,7 +168,7 @@ def test_a_run_that_is_cut_off_is_taken_up_at_its_layer(
 
 
 def test_without_what_went_into_a_layer_all_are_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings: dict[str, Any] = {"quant": "int4", "algorithm": "awq", "grid": 4, **FEW}
+    settings: dict[str, Any] = {"quant": "int4", "algorithm": "awq", "awq_grid": 4, **FEW}
     monkeypatch.setenv("FAULT", "raise 0 3")
     with monkeypatch.context() as patch:
         patch.setattr(export_rank, "run_rank", faults.misbehave)
@@ -181,7 +181,7 @@ def test_without_what_went_into_a_layer_all_are_run_again(tmp_path: Path, monkey
 
 
 def test_the_record_tells_errors_and_what_was_changed(tmp_path: Path) -> None:
-    result = export(out=str(tmp_path / "out"), quant="int4", algorithm="smoothquant+gptq", alpha=0.6, **FEW)
+    result = export(out=str(tmp_path / "out"), quant="int4", algorithm="smoothquant+gptq", smoothquant_alpha=0.6, **FEW)
     record = record_of(tmp_path / "out")
     assert record["recipe"]["algorithm"] == "smoothquant+gptq"
     assert record["recipe"]["alpha"] == 0.6
@@ -292,8 +292,11 @@ def test_what_would_do_nothing_is_refused(tmp_path: Path) -> None:
         ({"quant": "none", "algorithm": "rotation+gptq"}, "nothing for gptq to do"),
         ({"quant": "*=none", "algorithm": "smoothquant+mse"}, "nothing for smoothquant and mse to do"),
         ({"quant": "int8", "algorithm": "autoquant"}, "autoquant chooses the number formats itself"),
-        ({"algorithm": "autoquant", "format": "awq"}, "--candidates int4,fp8,none: fp8: checkpoint format awq holds"),
-        ({"algorithm": "autoquant", "candidates": "int4"}, "^--candidates int4: at least two"),
+        (
+            {"algorithm": "autoquant", "format": "awq"},
+            "-candidates int4,fp8,none: fp8: checkpoint format awq holds",
+        ),
+        ({"algorithm": "autoquant", "autoquant_candidates": "int4"}, "^--autoquant-candidates int4: at least two"),
     ):
         with pytest.raises(UsageError, match=said):
             export(out=str(tmp_path / "no"), quiet=True, **settings)
@@ -306,8 +309,8 @@ def test_a_setting_that_differs_is_named(tmp_path: Path, monkeypatch: pytest.Mon
         patch.setattr(export_rank, "run_rank", faults.misbehave)
         with pytest.raises(RankFailedError):
             export(out=str(tmp_path / "out"), **settings)
-    with pytest.raises(UsageError, match=r"differs from it:\n  calibration\.damping: 0\.01 then, 0\.02 now$"):
-        export(out=str(tmp_path / "out"), damping=0.02, **settings)
+    with pytest.raises(UsageError, match=r"differs from it:\n  gptq_damping: 0\.01 then, 0\.02 now$"):
+        export(out=str(tmp_path / "out"), gptq_damping=0.02, **settings)
 
 
 def test_a_weight_with_nan_is_named(tmp_path: Path, ids: str) -> None:

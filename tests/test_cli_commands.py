@@ -19,7 +19,7 @@ from modelexport.exporting import prepare
 from modelexport.inspection.listings.formats import known
 from modelexport.models.checkpoint_formats import names as checkpoint_formats
 from modelexport.quantization import algorithms, formats
-from modelexport.recipe import ALGORITHMS, ExportRecipe
+from modelexport.recipe import ExportRecipe
 from modelexport.settings import parse_assignments
 from tests.helpers.models import make_llama
 
@@ -228,12 +228,12 @@ def test_formats_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> None
     found = answered(capsys, "formats")
     assert [each["name"] for each in found["number_formats"]] == formats.names()
     assert [each["name"] for each in found["checkpoint_formats"]] == checkpoint_formats()
-    assert [each["name"] for each in found["algorithms"]] == list(ALGORITHMS)
+    assert [each["name"] for each in found["algorithms"]] == list(algorithms.names())
     assert main(["formats"]) == 0
     text = capsys.readouterr().out
-    for name in (*formats.names(), *checkpoint_formats(), *ALGORITHMS):
+    for name in (*formats.names(), *checkpoint_formats(), *algorithms.names()):
         assert re.search(rf"^  {re.escape(name)} ", text, re.MULTILINE), name
-    for name, (algorithm,) in ((name, algorithms.get([name])) for name in ALGORITHMS):
+    for name, algorithm in algorithms.registered().items():
         assert algorithm.description in text, name
 
 
@@ -268,7 +268,7 @@ def planned(**settings: Any) -> bool:
             {"checkpoint_format"},
             "llama.cpp (llama-cpp-python 0.3.36): none, int8-wo:32, int4:32, mxfp4-wo as gguf",
         ),
-        ("gptq", {"checkpoint_format", "algorithm"}, "--damping 0.01, --block-size 128, --no-act-order"),
+        ("gptq", {"checkpoint_format", "algorithm"}, "--gptq-damping 0.01, --gptq-block-size 128, --no-gptq-act-order"),
         ("w4a8", {"number_format"}, "its kernel for int4 with fp8 runs on Hopper GPUs alone"),
     ],
 )

@@ -12,7 +12,7 @@ from torch import Tensor
 from modelexport.exporting.calibrated.folds import LayerFold, apply_fold, folds_of_layer
 from modelexport.models.architecture import family_of, read_dimensions
 from modelexport.quantization import formats
-from modelexport.quantization.algorithms.base import Linear
+from modelexport.quantization.algorithms.base import CalibratedLinear
 from modelexport.quantization.calibration.cut import Share
 from modelexport.quantization.calibration.statistics import InputStatistics
 from tests.helpers.models import LlamaShape, config_json, tensor_shapes
@@ -26,7 +26,7 @@ class Layer:
     """One layer's tensors, float32 as stored in bfloat16, and its linears; nothing of it is shared with another."""
 
     tensors: dict[str, Tensor]
-    linears: dict[str, Linear]
+    linears: dict[str, CalibratedLinear]
     folds: dict[str, LayerFold]
 
 
@@ -39,7 +39,7 @@ def layer(
     dims = read_dimensions(config, family)
     shapes = {k: v for k, v in tensor_shapes(LlamaShape(**shape)).items() if k.startswith(f"{PREFIX}.")}
     tensors = {name: torch.randn(size).to(dtype).float() for name, size in shapes.items()}
-    linears: dict[str, Linear] = {}
+    linears: dict[str, CalibratedLinear] = {}
     given: dict[int, InputStatistics] = {}
     for path, _, module in family.modules_of_layer(dims, 0):
         name = f"{PREFIX}.{path}"
@@ -51,7 +51,7 @@ def layer(
             weight.shape[1], InputStatistics(weight.shape[1], 3, amax=torch.ones(weight.shape[1]))
         )
         own = weight.clone() if copies else weight
-        linears[name] = Linear(
+        linears[name] = CalibratedLinear(
             name, module.role, number_format, own, (0, len(weight)), (len(weight), weight.shape[1]), inputs
         )
     found = folds_of_layer(family, dims, 0, linears, tensors, lambda name: dtype)
@@ -196,7 +196,7 @@ def test_a_rank_s_part(model_type: str, rank: int) -> None:
     assert all(torch.equal(part[name], expected[name]) for name in expected)
 
 
-def _apart(linear: Linear) -> Linear:
+def _apart(linear: CalibratedLinear) -> CalibratedLinear:
     return replace(linear, weight=linear.weight.clone(), inputs=None)
 
 

@@ -19,7 +19,7 @@ from modelexport.exporting.plan import build_plan
 from modelexport.models.architecture import Family, Module, Scaling, family_of
 from modelexport.models.opening import open_model
 from modelexport.models.ties import untie
-from modelexport.quantization.algorithms.base import Options
+from modelexport.quantization.algorithms.rotation import Rotation
 from modelexport.sharding.plan import Parallelism
 from tests.helpers.hard_model import make_hard
 from tests.helpers.models import copy_checkpoint, headers_only, make_llama, quantised_headers
@@ -105,7 +105,7 @@ def test_the_function_stays_the_same(name: str, tmp_path: Path) -> None:
 def test_what_is_rotated(name: str) -> None:
     """All matrices but those between the nonlinearities; norms of the residual stream become ones, others stay."""
     source = open_model(make_llama(**MODELS[name]))
-    with RotatedReader(source, Options(seed=3)) as reader:
+    with RotatedReader(source, Rotation(seed=3)) as reader:
         for tensor, info in reader.infos.items():
             change = reader.changes.get(tensor)
             if "norm" in tensor:
@@ -185,7 +185,7 @@ def test_other_seeds_are_other_rotations_of_the_same_model() -> None:
     source = open_model(make_llama())
     found = []
     for seed in (0, 0, 1):
-        with RotatedReader(source, Options(seed=seed)) as reader:
+        with RotatedReader(source, Rotation(seed=seed)) as reader:
             found.append(reader.read(reader.infos["model.layers.1.mlp.down_proj.weight"]))
     assert torch.equal(found[0], found[1])
     assert not torch.equal(found[0], found[2])

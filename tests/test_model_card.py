@@ -136,7 +136,7 @@ def test_figures_are_the_record_s(demo: Path) -> None:
     "settings",
     [
         extended({"quant": "*.mlp.*=int4:64,*=fp8"}),
-        {"quant": "int4", "group_size": 32, "algorithm": "awq+gptq", "damping": 0.02, "format": "awq"},
+        {"quant": "int4", "group_size": 32, "algorithm": "awq+gptq", "gptq_damping": 0.02, "format": "awq"},
         {"quant": "none", "target_tp": 2, "max_shard_bytes": 1_000_000},
         extended({"quant": "int8-static", "calib_range": "max", "calib_seed": 3, "kv_cache": "fp8"}),
         extended({"quant": "int8", "algorithm": "rotation", "calib_seed": 5}),
@@ -153,7 +153,7 @@ def test_its_recipe_makes_the_same_bytes(tmp_path: Path, settings: dict[str, Any
 
 @pytest.mark.timeout(120)
 def test_what_autoquant_chose_stands_in_its_place(tmp_path: Path) -> None:
-    export(out=str(tmp_path / "a"), algorithm="autoquant", bits=6, candidates="int4,fp8", **FEW)
+    export(out=str(tmp_path / "a"), algorithm="autoquant", autoquant_bits=6, autoquant_candidates="int4,fp8", **FEW)
     card = card_of(tmp_path / "a")
     assert "chosen by autoquant, within 6.0 bits a weight among `int4,fp8`" in card
     recipe = recipe_in(card)

@@ -54,13 +54,13 @@ valid: dict[str, st.SearchStrategy[Any]] = {
     "quant": st.sampled_from(["none", "int8", "fp8", "int4", "*.mlp.*=int4:32,*=fp8"]),
     "group_size": st.none() | st.integers(1, 4096) | st.just(-1),
     "algorithm": st.sampled_from(["rtn", "mse", "gptq", "rotation+smoothquant+awq+gptq"]),
-    "alpha": st.floats(0, 1),
-    "grid": st.integers(1, 100),
-    "damping": st.floats(1e-6, 0.5),
-    "block_size": st.integers(1, 1024),
-    "act_order": st.booleans(),
-    "bits": st.floats(1, 16),
-    "candidates": st.sampled_from(["int4,fp8", "int4:32,none"]),
+    "smoothquant_alpha": st.floats(0, 1),
+    "awq_grid": st.integers(1, 100),
+    "gptq_damping": st.floats(1e-6, 0.5),
+    "gptq_block_size": st.integers(1, 1024),
+    "gptq_act_order": st.booleans(),
+    "autoquant_bits": st.floats(1, 16),
+    "autoquant_candidates": st.sampled_from(["int4,fp8", "int4:32,none"]),
     "calib_range": st.sampled_from(["max", "percentile", "mse"]),
     "calib_experts": st.sampled_from(["routed", "all"]),
     "calib_memory": st.none() | st.integers(0, 2**40),
@@ -111,13 +111,13 @@ def test_yaml_and_arguments_say_the_same(scratch: Path, keys: dict[str, Any], ke
     [
         ({"algorithm": "gtpq"}, "did you mean 'gptq'"),
         ({"algorithm": "gptq+rotation"}, "the order is rotation"),
-        ({"algorithm": "gptq+rtn"}, "one of rtn, mse and gptq"),
+        ({"algorithm": "gptq+rtn"}, "one of gptq, mse and rtn"),
         ({"algorithm": "awq+awq"}, "each once"),
-        ({"bits": 0.0}, "--bits 0"),
-        ({"alpha": 1.5}, "--alpha 1.5"),
-        ({"grid": 0}, "--grid 0"),
-        ({"damping": 0.0}, "--damping 0"),
-        ({"block_size": 0}, "--block-size 0"),
+        ({"autoquant_bits": 0.0}, "--autoquant-bits 0"),
+        ({"smoothquant_alpha": 1.5}, "--smoothquant-alpha 1.5"),
+        ({"awq_grid": 0}, "--awq-grid 0"),
+        ({"gptq_damping": 0.0}, "--gptq-damping 0"),
+        ({"gptq_block_size": 0}, "--gptq-block-size 0"),
         ({"calib_memory": -1}, "--calib-memory -1"),
         ({"calib_range": "least"}, "--calib-range least"),
         ({"calib_experts": "some"}, "--calib-experts some"),
@@ -135,7 +135,7 @@ def test_settings_of_algorithms_are_checked(settings: dict[str, Any], said: str)
 
 
 def test_the_names_in_an_algorithm() -> None:
-    recipe = ExportRecipe(algorithm="rotation+autoquant + gptq", bits=5)
+    recipe = ExportRecipe(algorithm="rotation+autoquant + gptq", autoquant_bits=5)
     assert recipe.algorithms == ("rotation", "autoquant", "gptq")
     assert recipe.is_calibrated
     assert recipe.algorithm_settings == {
@@ -176,7 +176,10 @@ def test_a_flag_can_take_a_setting_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("quantt: int4", "unknown key 'quantt'; did you mean 'quant'? modelexport --help lists all "),
+        (
+            "quantt: int4",
+            "unknown key 'quantt'; did you mean 'quant' or 'autoquant_bits'? modelexport --help lists all ",
+        ),
         ("tpp: 4", "unknown key 'tpp'; did you mean 'tp'?"),
         ("Q: 4", "unknown key 'Q'; modelexport --help lists all "),
         ("1: 2", "unknown key '1'"),

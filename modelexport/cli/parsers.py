@@ -8,15 +8,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from modelexport import __version__
 from modelexport.errors import UsageError, nearest
-from modelexport.recipe import ALGORITHM_SETTINGS, ALGORITHMS, CALIBRATION, ExportRecipe, ReshardRecipe
-from modelexport.settings import Settings
+from modelexport.recipe import ExportRecipe, ReshardRecipe, is_calibration
+from modelexport.settings import Settings, moved
 from modelexport.system.terminal import show
 
 __all__ = ["COMMANDS", "Command", "Parser", "export_parser", "parser_of"]
@@ -39,13 +39,21 @@ _EXAMPLES = """\
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with its errors as ours: one line that says what to type next."""
+    """argparse, with its errors as ours: one line that says what to type next.
+
+    Attributes:
+        moved: former flags -> those that took their place.
+    """
+
+    moved: Mapping[str, str] = {}
 
     def parse_strictly(self, arguments: Sequence[str]) -> argparse.Namespace:
         """As ``parse_args``, but an unknown flag is answered with the nearest one that there is."""
         given, unknown = self.parse_known_args(arguments)
         for word in unknown:
             flag = word.partition("=")[0]
+            if flag in self.moved:
+                self.error(f"{flag}: is {self.moved[flag]} now")
             if flag.startswith("--"):
                 close = difflib.get_close_matches(flag, self._option_string_actions, n=1)
                 self.error(f"unknown flag {flag}{f'; did you mean {close[0]}?' if close else ''}")
@@ -109,8 +117,9 @@ def _convert() -> Parser:
     )
     parser.add_argument("model", metavar="CKPT", help="a quantised checkpoint: directory or hub id")
     decided = ("quant", "group_size", "algorithm", "kv_cache", "evaluate")
-    skip = ("model", *decided, *CALIBRATION, *(name for names in ALGORITHM_SETTINGS.values() for name in names))
-    _add_settings(parser, ExportRecipe, skip=skip)
+    own = dataclasses.fields(ExportRecipe)
+    about = [spec.name for spec in own if "algorithm" in spec.metadata or is_calibration(spec.name)]
+    _add_settings(parser, ExportRecipe, skip=("model", *decided, *about))
     return parser
 
 
@@ -293,14 +302,18 @@ def _with_json(parser: Parser) -> Parser:
 
 def _add_settings(parser: Parser, settings: type[Settings], skip: Sequence[str] = ()) -> None:
     from modelexport.models.checkpoint_formats import names as checkpoint_formats
+    from modelexport.quantization import algorithms
     from modelexport.quantization.formats import names as number_formats
 
-    known = {"quant": number_formats, "format": checkpoint_formats, "algorithm": lambda: list(ALGORITHMS)}
+    known = {"quant": number_formats, "format": checkpoint_formats, "algorithm": algorithms.names}
+    flags = {former: own for former, own in moved(settings).items() if own not in skip}
+    for prefix in ("--", "--no-"):
+        parser.moved = {**parser.moved, **{_flag(prefix, old): _flag(prefix, new) for old, new in flags.items()}}
     kinds: dict[str, Any] = {"str": str, "int": int, "float": float}
     for spec in dataclasses.fields(settings):
         if spec.name in skip:
             continue
-        flag = f"--{spec.name.replace('_', '-')}"
+        flag = _flag("--", spec.name)
         kind = str(spec.type).split(" | ")[0]
         shown = f" (default: {spec.default})" if spec.default is not None and kind != "bool" else ""
         options: dict[str, Any] = {"dest": spec.name, "help": spec.metadata["help"] + shown}
@@ -311,3 +324,7 @@ def _add_settings(parser: Parser, settings: type[Settings], skip: Sequence[str] 
             choices = known[spec.name]() if spec.name in known else spec.metadata["choices"]
             options["metavar"] = "|".join(choices) if choices else spec.metadata["metavar"]
         parser.add_argument(flag, **options)
+
+
+def _flag(prefix: str, name: str) -> str:
+    return f"{prefix}{name.replace('_', '-')}"

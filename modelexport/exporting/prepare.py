@@ -20,6 +20,7 @@ from modelexport.models.opening import open_model
 from modelexport.models.rules import tensor_rules
 from modelexport.models.target_plan import TargetPlan, check_source, plan_target
 from modelexport.models.ties import untie
+from modelexport.quantization import algorithms
 from modelexport.quantization.assignment import KEEP, Assignment
 from modelexport.quantization.calibration.cut import ROWS
 from modelexport.quantization.calibration.text import TokenDocuments
@@ -63,19 +64,19 @@ class PreparedExport:
 
 def prepare(recipe: ExportRecipe, source: Source | None = None) -> PreparedExport:
     """Read the headers and plan the export; no weight is read and nothing is written."""
-    if "autoquant" not in recipe.algorithms:
+    if not recipe.of_kind("assign"):
         parse_assignment(recipe)  # before a download, for a wrong name's sake
     method = checkpoint_formats.method_of(recipe.format)
     source = source or resolve_source(recipe.model, recipe.revision)
     _check_apart(recipe, source)
     with without_collector():  # a hundred thousand small objects: the collector would walk them over and over
         checkpoint, dropped = without_drafts(open_model(source.directory, recipe.config))
-        if "autoquant" in recipe.algorithms:
+        if recipe.of_kind("assign"):
             recipe = _autoquant(recipe, source, checkpoint)
         assignment = parse_assignment(recipe)
         if assignment is None:
             _check_kept(source, checkpoint)
-        rotated = "rotation" in recipe.algorithms
+        rotated = bool(recipe.of_kind("rotate"))
         if rotated:
             from modelexport.exporting.calibrated.rotation import rotation_changes
 
@@ -111,10 +112,11 @@ def _autoquant(recipe: ExportRecipe, source: Source, checkpoint: Checkpoint) -> 
     from modelexport.exporting.calibrated.autoquant import assigned
 
     _check_calibration(recipe, source, checkpoint)
+    (algorithm,) = recipe.of_kind("assign")
     if recipe.quant != ExportRecipe.quant:
         raise UsageError(
-            f"--quant {recipe.quant}: autoquant chooses the number formats itself, among --candidates "
-            f"{recipe.candidates}: leave out --quant, or autoquant"
+            f"--quant {recipe.quant}: {algorithm.name} chooses the number formats itself: leave out --quant, or "
+            f"{algorithm.name}"
         )
 
     def choose() -> tuple[str, float, str]:
@@ -130,7 +132,7 @@ def _autoquant(recipe: ExportRecipe, source: Source, checkpoint: Checkpoint) -> 
     # Alone without a meeting, whose errors begin with who failed in what.
     quant, used, by = choose() if collectives.get_world_size() == 1 else ranks.compute_and_broadcast(choose)
     if not recipe.quiet and not recipe.json and ranks.is_main_process():
-        note(f"autoquant: {used:.2f} bits per weight, by {by}: {quant}")
+        note(f"{algorithm.name}: {used:.2f} bits per weight, by {by}: {quant}")
     return replace(recipe, quant=quant, group_size=None)
 
 
@@ -222,7 +224,7 @@ def check_early(recipe: ExportRecipe) -> None:
         _check_apart(recipe, source)
     if recipe.out is not None and not recipe.dry_run:
         check_target(recipe.out, overwrite=recipe.overwrite)
-    reads_text = recipe.is_calibrated or "autoquant" in recipe.algorithms or "-static" in recipe.quant
+    reads_text = recipe.reads_samples or "-static" in recipe.quant
     if reads_text and recipe.quant != KEEP and source is not None:
         TokenDocuments(recipe.calib, source.directory, 1).check()
 
@@ -235,8 +237,7 @@ def _check_calibration(recipe: ExportRecipe, source: Source, checkpoint: Checkpo
         UsageError: the text or the tokenizer is missing.
     """
     if any((checkpoint.config or {}).get(key) for key in QUANTIZATION_KEYS):
-        needed = recipe.is_calibrated or "autoquant" in recipe.algorithms
-        what = f"the statistics for {recipe.algorithm}" if needed else "static scales"
+        what = f"the statistics for {recipe.algorithm}" if recipe.reads_samples else "static scales"
         instead = "" if recipe.kv_cache is None else ", or leave out --kv-cache"
         raise PlanError(
             f"{checkpoint.directory} is quantised, and {what} are made from an unquantised model's activations: "
@@ -244,9 +245,10 @@ def _check_calibration(recipe: ExportRecipe, source: Source, checkpoint: Checkpo
         )
     refusal = why_no_language_model(checkpoint.config or {})
     if refusal:
+        plain = [name for name, algorithm in algorithms.registered().items() if not algorithm.needs_samples]
         raise PlanError(
-            f"{checkpoint.directory}: {refusal}: calibration runs language models only; choose --algorithm rtn or mse, "
-            "a --quant without static scales, and no --kv-cache"
+            f"{checkpoint.directory}: {refusal}: calibration runs language models only; choose --algorithm "
+            f"{' or '.join(plain)}, a --quant without static scales, and no --kv-cache"
         )
     TokenDocuments(recipe.calib, source.directory, 1).check()
 
@@ -268,18 +270,19 @@ def _check_work(recipe: ExportRecipe, plan: ExportPlan) -> None:
         PlanError: the model's family does not say what scales into what.
         UsageError: no linear is quantised, and an algorithm is for those that are.
     """
-    idle = [name for name in recipe.algorithms if name not in ("rotation", "rtn")]
-    if idle and not plan.formats() and "autoquant" not in recipe.algorithms and recipe.quant != KEEP:
+    idle = [found.name for found in recipe.of_kind("assign", "fold", "round") if found.name != ExportRecipe.algorithm]
+    if idle and not plan.formats() and not recipe.of_kind("assign") and recipe.quant != KEEP:
         raise UsageError(
             f"--algorithm {recipe.algorithm}: --quant {recipe.quant} leaves every linear as it is, so that there is "
             f"nothing for {' and '.join(idle)} to do: choose a number format, e.g. --quant int4, or leave out "
             "--algorithm"
         )
-    folding = [name for name in recipe.algorithms if name in ("awq", "smoothquant")]
+    folding = [algorithm.name for algorithm in recipe.of_kind("fold")]
     if folding and not plan.family.scalings:
+        rounding = [name for name, algorithm in algorithms.registered().items() if algorithm.kind == "round"]
         raise PlanError(
             f"--algorithm {recipe.algorithm}: which weights of a {plan.family.name} model take the scales that "
-            f"{' and '.join(folding)} would move is not known: rtn, mse and gptq work for every model"
+            f"{' and '.join(folding)} would move is not known: {', '.join(rounding)} work for every model"
         )
 
 

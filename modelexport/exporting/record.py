@@ -19,12 +19,12 @@ from modelexport.exporting.plan import ExportPlan
 from modelexport.exporting.prepare import PreparedExport, announcement
 from modelexport.inspection.card import model_card
 from modelexport.inspection.record.reading import read_record
-from modelexport.jobs.side_files import cards, files_digest, inputs_of, source_config, target_of
+from modelexport.jobs.side_files import cards, files_digest, inputs_of, source_config
 from modelexport.jobs.target_directory import TargetDirectory, TargetDirectorySpec
 from modelexport.quantization.assignment import KEEP
 from modelexport.quantization.calibration.text import DATASET, file_of
 from modelexport.quantization.methods import methods
-from modelexport.recipe import ExportRecipe
+from modelexport.recipe import ExportRecipe, is_calibration
 from modelexport.system.small_files import file_sha256
 
 RECORD_VERSION = 1
@@ -54,16 +54,7 @@ def make_record(
         "producer": {"name": "modelexport", "version": __version__},
         "versions": {name: _version(name) for name in _NUMERICAL_PACKAGES},
         "source": source,
-        "recipe": {
-            "quant": recipe.quant,
-            "group_size": recipe.group_size,
-            "algorithm": recipe.algorithm,
-            **recipe.algorithm_settings,
-            "kv_cache": recipe.kv_cache,
-            "format": recipe.format,
-            "max_shard_bytes": recipe.max_shard_bytes,
-            **target_of(recipe.target_tp, recipe.target_pp, recipe.target_ep),
-        },
+        "recipe": recipe.recorded(),
         "calibration": _calibration(recipe, seen),
         "changed": changed,
         "output_error": errors,
@@ -85,8 +76,7 @@ def _calibration(recipe: ExportRecipe, seen: dict[str, Any] | None) -> dict[str,
     text = "modelexport's own text" if recipe.calib is None else recipe.calib
     if recipe.calib is not None and not text.startswith(DATASET):
         text = Path(text).name
-    how = {"seed": recipe.calib_seed, "range": recipe.calib_range, "experts": recipe.calib_experts}
-    return {"text": text, **how, **seen}
+    return {**recipe.recorded_calibration(), "text": text, **seen}
 
 
 def _layers(plan: ExportPlan) -> list[dict[str, Any]]:
@@ -187,34 +177,11 @@ def _inherited(before: Mapping[str, Any] | None, made: Mapping[str, Any]) -> dic
 def _fingerprint(prepared: PreparedExport) -> dict[str, Any]:
     """The facts that must be equal for an interrupted export to be resumed: the source's files and the settings."""
     recipe = prepared.recipe
+    file = file_of(recipe.calib) if prepared.is_calibrated else None
     return {
         "model": str(prepared.source.directory),
         "source_files": files_digest(prepared.checkpoint.config, prepared.checkpoint.files),
-        "quant": recipe.quant,
-        "group_size": recipe.group_size,
-        "algorithm": recipe.algorithm,
-        "kv_cache": recipe.kv_cache,
-        "calibration": _calibration_inputs(prepared),
-        "format": recipe.format,
-        "target": {"tp": recipe.target_tp, "pp": recipe.target_pp, "ep": recipe.target_ep},
-        "max_shard_bytes": recipe.max_shard_bytes,
+        **{key: value for key, value in recipe.deciding().items() if prepared.is_calibrated or not is_calibration(key)},
+        "calibration_file": None if file is None else files_digest(None, [file]),
         "modelexport": __version__,
-    }
-
-
-def _calibration_inputs(prepared: PreparedExport) -> dict[str, Any] | None:
-    """The settings and files that calibration depends on, beside the model; None where there is none."""
-    recipe = prepared.recipe
-    if not prepared.is_calibrated:
-        return None
-    file = file_of(recipe.calib)
-    return {
-        "text": recipe.calib,
-        "file": None if file is None else files_digest(None, [file]),
-        "samples": recipe.calib_samples,
-        "length": recipe.calib_length,
-        "seed": recipe.calib_seed,
-        "range": recipe.calib_range,
-        "experts": recipe.calib_experts,
-        **recipe.algorithm_settings,
     }

@@ -95,7 +95,7 @@ def run_as_launched(recipe: ExportRecipe, config: MultiprocessConfig) -> tuple[P
     def export_as_rank() -> tuple[PreparedExport, dict[str, Any]]:
         from modelexport.exporting.rank import run_rank
 
-        if "autoquant" not in recipe.algorithms:
+        if not recipe.of_kind("assign"):
             parse_assignment(recipe)  # a wrong name is said before a model is downloaded
         with ranks.zero_first(config.local_rank == 0):  # one download for each machine
             source = resolve_source(recipe.model, recipe.revision)

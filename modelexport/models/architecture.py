@@ -6,8 +6,10 @@ import importlib
 import pkgutil
 from collections.abc import Mapping
 from functools import cache
+from types import ModuleType
 from typing import Any
 
+from modelexport import plugins
 from modelexport.errors import CheckpointError, ModelExportError, PlanError, nearest, quoted, shown
 from modelexport.models import families
 from modelexport.models.families._dimensions import read_dimensions
@@ -29,14 +31,21 @@ __all__ = [
 
 @cache
 def _families() -> dict[str, Family]:
-    """``model_type`` -> family, for every file of the package that declares a ``FAMILY``."""
+    """``model_type`` -> family, for every file of the package, and every plugin, that declares a ``FAMILY``."""
     found: dict[str, Family] = {}
-    for module in pkgutil.iter_modules(families.__path__):
-        family = getattr(importlib.import_module(f"{families.__name__}.{module.name}"), "FAMILY", None)
-        if family is not None:
-            for model_type in (family.name, *family.aliases, *family.variants):
-                found[model_type] = family.of_type(model_type)
+    for each in pkgutil.iter_modules(families.__path__):
+        found |= _by_type(importlib.import_module(f"{families.__name__}.{each.name}"))
+    for plugin in plugins.modules().values():
+        for model_type, family in _by_type(plugin).items():
+            plugins.register(found, model_type, family, kind="a family", module=plugin)
     return found
+
+
+def _by_type(module: ModuleType) -> dict[str, Family]:
+    family: Family | None = getattr(module, "FAMILY", None)
+    if family is None:
+        return {}
+    return {model_type: family.of_type(model_type) for model_type in (family.name, *family.aliases, *family.variants)}
 
 
 def known_model_types() -> list[str]:

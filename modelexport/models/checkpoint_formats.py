@@ -1,4 +1,4 @@
-"""The checkpoint formats there are: every module of :mod:`modelexport.checkpoints.formats` that says its ``NAME``.
+"""The checkpoint formats: every module of :mod:`modelexport.checkpoints.formats`, or of a plugin, with a ``NAME``.
 
 ``hf`` itself, a directory of safetensors files with whole tensors, is what :mod:`modelexport.checkpoints` reads and
 writes without a format module; sharded, it is one like the others.
@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from modelexport import plugins
 from modelexport.checkpoints import formats as package
 from modelexport.errors import UsageError, nearest
 from modelexport.quantization.methods import Method, methods, of_format, of_method
@@ -33,6 +34,9 @@ class CheckpointFormat(Protocol):
     """What a format module offers."""
 
     NAME: str
+    """As ``--format`` has it."""
+    DESCRIPTION: str
+    """One line for people."""
     SIDE_FILES: tuple[str, ...]
     """Files that belong to the format and not to the model: they do not come along into another format."""
 
@@ -63,6 +67,9 @@ def containers() -> dict[str, str]:
         name = _NAME.search(spec.loader.get_source(module.name))  # type: ignore[attr-defined] # of files, and of zips
         if name is not None:
             found[name[1]] = module.name
+    for plugin in plugins.modules().values():
+        if hasattr(plugin, "NAME"):
+            plugins.register(found, plugin.NAME, plugin.__name__, kind="a checkpoint format", module=plugin)
     return dict(sorted(found.items()))
 
 
@@ -87,6 +94,13 @@ def get(name: str) -> CheckpointFormat:
     if name not in names():
         raise UsageError(f"--format {name}: unknown{nearest(name, names())}")
     return formats()[name if name in containers() else "hf"]
+
+
+def description_of(name: str) -> str:
+    """Returns the line that describes a ``--format`` to people."""
+    found = formats().get(name) or of_format(name)
+    assert found is not None
+    return found.DESCRIPTION
 
 
 def method_of(name: str) -> Method:

@@ -13,6 +13,7 @@ from typing import Any
 from modelexport.checkpoints.safetensors.file import Checkpoint, TensorInfo
 from modelexport.errors import CheckpointError, ModelExportError
 from modelexport.models.architecture import Dimensions, Family, family_of, read_dimensions
+from modelexport.quantization.formats import name_of
 from modelexport.quantization.methods import Promise, QuantizationConfig, Scheme, promised
 
 PLAIN = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64", "F8_E4M3": "fp8", "F8_E5M2": "fp8-e5m2"}
@@ -188,12 +189,13 @@ def _as_announced(
     except CheckpointError:  # a scheme that is not known, or does not go with this shape: told by its tensors alone
         return stored
     stored = replace(stored, shape=shape)
-    if scheme.number_format is None:
+    number_format = name_of(scheme)
+    if number_format is None:
         return stored
     units = [1, 1]
     for dim, unit in (axis for promise in promises.values() for axis in promise.axes if axis is not None):
         units[dim] = math.lcm(units[dim], unit)
-    return replace(stored, number_format=scheme.number_format, unit=(units[0], units[1]))
+    return replace(stored, number_format=number_format, unit=(units[0], units[1]))
 
 
 def _are(promises: Mapping[str, Promise], tensors: Mapping[str, TensorInfo]) -> bool:

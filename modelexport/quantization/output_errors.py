@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from modelexport.distributed import collectives
-from modelexport.quantization.algorithms.base import Linear
+from modelexport.quantization.algorithms.base import CalibratedLinear
 from modelexport.quantization.calibration.cut import ROWS
 from modelexport.quantization.formats.base import NumberFormat
 from modelexport.quantization.kernels.searching import sum_in_halves
@@ -29,7 +29,7 @@ class OutputErrors:
 
     tables: dict[str, tuple[Tensor, tuple[int, int], int]] = field(default_factory=dict)
 
-    def add(self, linear: Linear, native: Mapping[str, Tensor]) -> None:
+    def add(self, linear: CalibratedLinear, native: Mapping[str, Tensor]) -> None:
         """Note what ``native``, the tensors of this rank's rows, make of the linear's outputs."""
         assert linear.number_format is not None
         if linear.inputs is None or linear.inputs.sample is None:
@@ -67,7 +67,7 @@ class OutputErrors:
         return found
 
 
-def input_tensors(number_format: NumberFormat, linear: Linear) -> dict[str, Tensor]:
+def input_tensors(number_format: NumberFormat, linear: CalibratedLinear) -> dict[str, Tensor]:
     """What a number format stores of a linear's inputs; empty where nothing."""
     if not number_format.has_static_inputs:
         return {}

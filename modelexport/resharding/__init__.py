@@ -296,9 +296,7 @@ def _target(prepared: PreparedReshard) -> TargetDirectory:
     fingerprint = {
         "checkpoint": str(checkpoint.directory.resolve()),
         "source_files": files_digest(checkpoint.config, checkpoint.files),
-        "format": recipe.format,
-        "target": {"tp": recipe.tp, "pp": recipe.pp, "ep": recipe.ep},
-        "max_shard_bytes": recipe.max_shard_bytes,
+        **recipe.deciding(),
         "modelexport": __version__,
     }
     config = source_config(checkpoint, recipe.config, None)

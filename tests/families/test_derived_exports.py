@@ -69,8 +69,8 @@ def test_gptq_is_the_same_on_any_number_of_ranks_and_better_than_nearest(
 @pytest.mark.parametrize(
     ("model_type", "algorithm", "says"),
     [
-        ("cohere", "awq", "rtn, mse and gptq work for every model"),
-        ("cohere", "smoothquant", "rtn, mse and gptq work for every model"),
+        ("cohere", "awq", "gptq, mse, rtn work for every model"),
+        ("cohere", "smoothquant", "gptq, mse, rtn work for every model"),
         ("cohere", "rotation", "leave rotation out"),
         ("gemma3", "gptq", "config.json has no vocab_size"),
     ],
@@ -89,8 +89,8 @@ def test_autoquant_leaves_out_what_is_never_quantised(tmp_path: Path, samples: P
         model=str(tiny_checkpoint("mamba")),
         out=str(tmp_path / "out"),
         algorithm="autoquant",
-        candidates="int4:32,int8",
-        bits=6.0,
+        autoquant_candidates="int4:32,int8",
+        autoquant_bits=6.0,
         calib=str(samples),
         calib_samples=4,
         calib_length=16,

@@ -15,7 +15,7 @@ from torch import Tensor
 from modelexport.exporting.calibrated.folds import apply_fold, folds_of_layer
 from modelexport.models.architecture import Family, Scaling, family_of, read_dimensions
 from modelexport.quantization import formats
-from modelexport.quantization.algorithms.base import Linear
+from modelexport.quantization.algorithms.base import CalibratedLinear
 from tests.helpers.models import LlamaShape, copy_checkpoint, describe, make_llama
 from tests.helpers.tiny_models import tiny_checkpoint
 
@@ -46,7 +46,9 @@ def in_float32(source: Path, target: Path) -> Path:
     return copy_checkpoint(source, target, tensors=lambda found: {name: x.float() for name, x in found.items()})
 
 
-def linears_of(family: Family, config: dict[str, Any], layer: int, tensors: dict[str, Tensor]) -> dict[str, Linear]:
+def linears_of(
+    family: Family, config: dict[str, Any], layer: int, tensors: dict[str, Tensor]
+) -> dict[str, CalibratedLinear]:
     """All linears of a layer on one rank; routers are not quantised."""
     found = {}
     for path, _, module in family.modules_of_layer(read_dimensions(config, family), layer):
@@ -54,7 +56,7 @@ def linears_of(family: Family, config: dict[str, Any], layer: int, tensors: dict
         if module.kind in ("linear", "router"):
             weight = tensors[f"{name}.weight"]
             number_format = formats.get("int8") if module.kind == "linear" else None
-            found[name] = Linear(
+            found[name] = CalibratedLinear(
                 name, module.role, number_format, weight, (0, len(weight)), (len(weight), weight.shape[1]), None
             )
     return found

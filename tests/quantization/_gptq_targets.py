@@ -10,8 +10,9 @@ from torch import Tensor
 from modelexport.distributed import collectives
 from modelexport.distributed.launch import report
 from modelexport.quantization import formats
-from modelexport.quantization.algorithms.base import Linear, Options, Ranks
-from modelexport.quantization.algorithms.gptq import ROWS, Gptq
+from modelexport.quantization.algorithms.base import CalibratedLinear
+from modelexport.quantization.algorithms.gptq import Gptq
+from modelexport.quantization.calibration.cut import ROWS
 from modelexport.quantization.calibration.statistics import Collector, InputStatistics
 
 FEATURES, OUT = 384, (320, 128)
@@ -49,7 +50,7 @@ def dealt(rows: int, rank: int, world: int) -> tuple[int, int]:
     return min(rows, chunks * rank // world * ROWS), min(rows, chunks * (rank + 1) // world * ROWS)
 
 
-def linears(number_format: str, seed: int, rank: int = 0, world: int = 1) -> list[Linear]:
+def linears(number_format: str, seed: int, rank: int = 0, world: int = 1) -> list[CalibratedLinear]:
     """A rank's rows of two weights that are given the same."""
     given, found = statistics(inputs(seed=seed), rank, world), []
     for number, weight in enumerate(weights()):
@@ -57,11 +58,13 @@ def linears(number_format: str, seed: int, rank: int = 0, world: int = 1) -> lis
         chosen = formats.get(number_format, observer="mse", scale_dtype=torch.bfloat16)
         amax = chosen.amax(weight) if chosen.reach == "tensor" else None
         rows = weight[start:stop]
-        found.append(Linear(str(number), "role", chosen, rows, (start, stop), tuple(weight.shape), given, amax))
+        found.append(
+            CalibratedLinear(str(number), "role", chosen, rows, (start, stop), tuple(weight.shape), given, amax)
+        )
     return found
 
 
-def values(linear: Linear, stored: dict[str, Tensor], start: int, stop: int) -> str:
+def values(linear: CalibratedLinear, stored: dict[str, Tensor], start: int, stop: int) -> str:
     """A hash of what some of the whole weight's rows were rounded to."""
     first = linear.rows[0]
     return digest([linear.number_format.dequantise(stored)[start - first : stop - first]])
@@ -71,7 +74,7 @@ def quantise(*number_formats: str) -> None:
     """Both weights in each format, the ranks making the factors in turn; reports hashes of the rows."""
     torch.set_num_threads(1)
     rank, world = collectives.get_rank(), collectives.get_world_size()
-    gptq, found = Gptq(Options(), Ranks()), []
+    gptq, found = Gptq(), []
     for seed, number_format in enumerate(number_formats):
         mine = linears(number_format, seed, rank, world)
         stored = gptq.quantise(mine)

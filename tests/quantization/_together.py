@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from modelexport.quantization.algorithms.base import Ranks
+from modelexport.quantization.algorithms.base import RankGroup
 
 T = TypeVar("T")
 
@@ -31,8 +31,8 @@ class Meeting:
         return found
 
 
-class ThreadRanks(Ranks):
-    """What :class:`Ranks` does by collectives, between threads; the addition is the same."""
+class ThreadRanks(RankGroup):
+    """What :class:`RankGroup` does by collectives, between threads; the addition is the same."""
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self.rank, self.world, self.meeting = rank, meeting.world, meeting
@@ -43,11 +43,11 @@ class ThreadRanks(Ranks):
     def total(self, table: Tensor, rows: tuple[int, int], count: int) -> Tensor:
         whole = torch.zeros(count, *table.shape[1:], dtype=torch.float64)
         whole[rows[0] : rows[1]] = table
-        alone = Ranks()
+        alone = RankGroup()
         return alone.total(torch.stack(self.meeting.exchange(self.rank, whole)).sum(dim=0), (0, count), count)
 
 
-def together(cuts: Sequence[Any], work: Callable[[Ranks, Any], T]) -> list[T]:
+def together(cuts: Sequence[Any], work: Callable[[RankGroup, Any], T]) -> list[T]:
     """``work`` with each rank's part of something, all at the same time."""
     meeting = Meeting(len(cuts))
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from modelexport.errors import PlanError
 from modelexport.quantization.algorithms import autoquant
 from modelexport.quantization.algorithms.autoquant import choose, patterns
-from modelexport.quantization.algorithms.base import Options, Ranks
 from modelexport.quantization.assignment import Assignment
 
 BITS = {"int4": 4.125, "int4:32": 4.5, "fp8": 8.0625, "none": 16.0}
@@ -45,7 +44,7 @@ def test_against_trying_all(problem: tuple[dict, dict, dict, float]) -> None:
     found = [totals(picked, errors, weights, bits) for picked in every]
     within = [error for size, error in found if size <= budget]
     if not within:
-        with pytest.raises(PlanError, match=r"--bits .* the smallest of the candidates take"):
+        with pytest.raises(PlanError, match=r"--autoquant-bits .* the smallest of the candidates take"):
             choose(errors, weights, bits, budget)
         return
     picked = choose(errors, weights, bits, budget)
@@ -110,7 +109,9 @@ def test_what_is_not_finite_is_not_chosen() -> None:
     errors = {"a": {"int4": math.nan, "fp8": 1.0}, "b": {"int4": 3.0, "fp8": math.inf}}
     weights, bits = {"a": 10, "b": 10}, {"a": {"int4": 4, "fp8": 8}, "b": {"int4": 4, "fp8": 8}}
     assert choose(errors, weights, bits, 9.0) == {"a": "fp8", "b": "int4"}
-    with pytest.raises(PlanError, match=r"--bits 5: the smallest .* 6\.000 bits per weight: give --bits 6 or more"):
+    with pytest.raises(
+        PlanError, match=r"-bits 5: the smallest .* 6\.000 bits per weight: give --autoquant-bits 6 or more"
+    ):
         choose(errors, weights, bits, 5.0)
     errors["b"] = {"int4": math.inf}
     with pytest.raises(PlanError, match="none of the candidates int4 is of use to b"):
@@ -118,7 +119,7 @@ def test_what_is_not_finite_is_not_chosen() -> None:
 
 
 def test_it_is_an_algorithm() -> None:
-    algorithm = autoquant.ALGORITHM(Options(), Ranks())
+    algorithm = autoquant.ALGORITHM()
     assert (algorithm.name, algorithm.kind) == ("autoquant", "assign")
 
 

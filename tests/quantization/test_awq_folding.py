@@ -10,17 +10,17 @@ from torch import Tensor
 
 from modelexport.quantization import formats
 from modelexport.quantization.algorithms import get
-from modelexport.quantization.algorithms.base import Fold, Folding, Linear, Options, Ranks
+from modelexport.quantization.algorithms.base import CalibratedLinear, Fold, Folding, RankGroup
 from modelexport.quantization.calibration.statistics import InputStatistics
 from tests.quantization._together import together
 
-[AWQ] = get(["awq"])
+AWQ = get("awq")
 FEATURES = 256
 ROWS = 200
 
 
-def awq(ranks: Ranks | None = None, grid: int = 8) -> Folding:
-    found = AWQ(Options(grid=grid), ranks or Ranks())
+def awq(ranks: RankGroup | None = None, grid: int = 8) -> Folding:
+    found = AWQ(AWQ.Settings(grid=grid), ranks)
     assert isinstance(found, Folding)
     return found
 
@@ -36,16 +36,20 @@ def salient(tokens: int = 128) -> Tensor:
     return x
 
 
-def linear(weight: Tensor, inputs: InputStatistics | None, quant: str, group_size: int | None = None) -> Linear:
+def linear(
+    weight: Tensor, inputs: InputStatistics | None, quant: str, group_size: int | None = None
+) -> CalibratedLinear:
     number_format = formats.get(quant, group_size=group_size)
-    return Linear("down", "mlp.down", number_format, weight, (0, len(weight)), (len(weight), weight.shape[1]), inputs)
+    return CalibratedLinear(
+        "down", "mlp.down", number_format, weight, (0, len(weight)), (len(weight), weight.shape[1]), inputs
+    )
 
 
-def fold(*linears: Linear, exact: bool = False) -> Fold:
+def fold(*linears: CalibratedLinear, exact: bool = False) -> Fold:
     return Fold("norm", None, list(linears), None, exact, FEATURES)
 
 
-def output_error(linear: Linear, scale: Tensor, clip: Tensor | None = None) -> float:
+def output_error(linear: CalibratedLinear, scale: Tensor, clip: Tensor | None = None) -> float:
     """By its definition, without tiles: of the outputs, activations rounded where the format does that."""
     assert linear.number_format is not None
     assert linear.inputs is not None
@@ -116,7 +120,7 @@ def test_ranks_agree_to_the_bit(quant: str) -> None:
     assert wanted is not None
     cuts = [(0, 70), (70, 70), (70, 130), (130, ROWS)]
 
-    def work(ranks: Ranks, rows: tuple[int, int]) -> tuple[Tensor | None, Tensor | None]:
+    def work(ranks: RankGroup, rows: tuple[int, int]) -> tuple[Tensor | None, Tensor | None]:
         own = replace(whole, weight=whole.weight[rows[0] : rows[1]].clone(), rows=rows)
         each = awq(ranks, grid=4)
         return each.scales(fold(own)), each.clip(own)

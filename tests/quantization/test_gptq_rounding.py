@@ -17,7 +17,7 @@ from modelexport.distributed.launch import MultiprocessConfig, launch_subprocess
 from modelexport.errors import CheckpointError
 from modelexport.quantization import formats, kernels
 from modelexport.quantization.algorithms import _factor
-from modelexport.quantization.algorithms.base import Linear, Options, Ranks
+from modelexport.quantization.algorithms.base import CalibratedLinear
 from modelexport.quantization.algorithms.gptq import Gptq
 from modelexport.quantization.calibration.statistics import InputStatistics
 from modelexport.quantization.formats.base import NumberFormat
@@ -42,15 +42,19 @@ def _format(name: str, group: int | None = None) -> NumberFormat:
     return formats.get(name, group_size=group, observer="mse", scale_dtype=torch.bfloat16)
 
 
-def _linear(weight: Tensor, given: InputStatistics | None, number_format: NumberFormat, start: int = 0) -> Linear:
+def _linear(
+    weight: Tensor, given: InputStatistics | None, number_format: NumberFormat, start: int = 0
+) -> CalibratedLinear:
     rows = (start, start + len(weight))
     reach = 3.0 if number_format.has_static_inputs else None
     amax = number_format.amax(weight) if number_format.reach == "tensor" else None
-    return Linear("model.l", "attention.q", number_format, weight, rows, (512, weight.shape[1]), given, amax, reach)
+    return CalibratedLinear(
+        "model.l", "attention.q", number_format, weight, rows, (512, weight.shape[1]), given, amax, reach
+    )
 
 
-def _stored(linear: Linear, **options: object) -> dict[str, Tensor]:
-    return Gptq(Options(**options), Ranks()).quantise([linear])["model.l"]
+def _stored(linear: CalibratedLinear, **settings: object) -> dict[str, Tensor]:
+    return Gptq(Gptq.Settings(**settings)).quantise([linear])["model.l"]
 
 
 def _loss(weight: Tensor, values: Tensor, x: Tensor) -> float:
@@ -58,7 +62,7 @@ def _loss(weight: Tensor, values: Tensor, x: Tensor) -> float:
     return float(error.square().sum())
 
 
-def _textbook(linear: Linear, x: Tensor, damping: float, act_order: bool) -> Tensor:
+def _textbook(linear: CalibratedLinear, x: Tensor, damping: float, act_order: bool) -> Tensor:
     """Optimal brain quantisation in float64, by the inverse, which shrinks by a column at each step."""
     hessian = x.double().T @ x.double()
     diagonal = hessian.diagonal().clone()
@@ -83,7 +87,7 @@ def _textbook(linear: Linear, x: Tensor, damping: float, act_order: bool) -> Ten
 def test_it_is_the_textbook_algorithm(name, group, act_order):
     x, weight = inputs(128, 300), weights()[0][:136, :128].contiguous()
     linear = _linear(weight, statistics(x), _format(name, group))
-    stored = _stored(linear, act_order=act_order, block=96, damping=0.05)
+    stored = _stored(linear, act_order=act_order, block_size=96, damping=0.05)
     ours = linear.number_format.dequantise(stored)
     expected = _textbook(linear, x, 0.05, act_order)
     # Where a target lies between two numbers, float32 may choose the other; what follows in the row then differs.
@@ -148,7 +152,7 @@ def test_more_damping_where_it_is_needed():
     assert torch.allclose(lower @ lower.T, broken + torch.eye(600), atol=1e-5)
     assert _factor.factorise(broken * torch.tensor(math.nan), 0.01) == -1.0
     given = dataclasses.replace(statistics(torch.eye(600)), hessian=_Given(broken))
-    gptq = Gptq(Options(), Ranks())
+    gptq = Gptq()
     weight = torch.randn(8, 600, generator=torch.Generator().manual_seed(0))
     gptq.quantise([_linear(weight, given, _format("int8"))])
     assert gptq.notes == {"model.l": "damping 1: the Hessian has no factor with 0.01"}
@@ -165,7 +169,7 @@ class _Given:
 def test_inputs_that_say_nothing():
     number_format = _format("int4", 32)
     weight = weights()[1][:, :64].contiguous()
-    gptq = Gptq(Options(), Ranks())
+    gptq = Gptq()
     alone = _linear(weight, None, number_format)
     assert same_bytes(gptq.quantise([alone])["model.l"], alone.rounded())
     assert gptq.notes == {"model.l": "no input came to it: rounded to nearest"}
@@ -223,7 +227,7 @@ def test_rank_processes():
     cfg = MultiprocessConfig(world_size=3, on_event=events.__setitem__, timeout=120)
     launch_subprocesses(quantise, cfg, None, 0, *chosen)
     expected: dict[int, list[str]] = {rank: [] for rank in range(3)}
-    gptq = Gptq(Options(), Ranks())
+    gptq = Gptq()
     for seed, number_format in enumerate(chosen):
         whole = linears(number_format, seed)
         stored = gptq.quantise(whole)

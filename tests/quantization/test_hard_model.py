@@ -18,7 +18,7 @@ from modelexport.inspection.evaluate import tokenise
 from modelexport.models.architecture import family_of, read_dimensions
 from modelexport.quantization import formats
 from modelexport.quantization.algorithms import get
-from modelexport.quantization.algorithms.base import Folding, Linear, Options, Ranks
+from modelexport.quantization.algorithms.base import CalibratedLinear, Folding
 from modelexport.quantization.calibration.statistics import InputStatistics
 from tests.helpers.hard_model import make_hard
 
@@ -95,13 +95,15 @@ def error_of(hard: Hard, quant: str, algorithm: str | None) -> float:
         if module.kind == "linear":
             name, weight = f"{LAYER}.{path}", tensors[f"{LAYER}.{path}.weight"]
             shape, inputs = (weight.shape[0], weight.shape[1]), seen[id(hard.given[f"{LAYER}.{path}"])]
-            linears[name] = Linear(name, module.role, formats.get(quant), weight, (0, shape[0]), shape, inputs)
+            linears[name] = CalibratedLinear(
+                name, module.role, formats.get(quant), weight, (0, shape[0]), shape, inputs
+            )
     wanted = {name: hard.given[name] @ linear.weight.t() for name, linear in linears.items()}
     limits: dict[str, Tensor | None] = {}
     factors = {f"{LAYER}.{path}": torch.ones(1) for path, _, _ in family.modules_of_layer(dims, 1)}
     if algorithm is not None:
-        [kind] = get([algorithm])
-        folding = kind(Options(grid=10), Ranks())
+        kind = get(algorithm)
+        folding = kind(kind.Settings(**({"grid": 10} if algorithm == "awq" else {})))
         assert isinstance(folding, Folding)
         for fold in folds_of_layer(family, dims, 1, linears, tensors, lambda name: torch.bfloat16):
             scale = folding.scales(fold.fold)

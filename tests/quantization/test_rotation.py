@@ -10,7 +10,6 @@ from torch import Tensor
 
 from modelexport.quantization.algorithms import get
 from modelexport.quantization.algorithms import rotation as module
-from modelexport.quantization.algorithms.base import Options, Ranks
 from modelexport.quantization.algorithms.rotation import Balance, Change, Range, Rotation, Turn, balanced
 
 HIDDEN, HEAD, HEADS = 48, 16, 6
@@ -30,7 +29,7 @@ CHANGES = {
 
 
 def rotation(seed: int = 0) -> Rotation:
-    return Rotation(Options(seed=seed), Ranks())
+    return Rotation(seed=seed)
 
 
 def rectangle(change: Change, weight: Tensor, norm: Tensor, rows: Range, cols: Range, dtype: torch.dtype) -> Tensor:
@@ -110,7 +109,7 @@ def test_matrices_differ_by_what_they_are_for() -> None:
 
 
 def test_it_is_found_by_its_name() -> None:
-    assert get(["rotation"]) == [Rotation]
+    assert get("rotation") is Rotation
     assert Rotation.kind == "rotate"
 
 

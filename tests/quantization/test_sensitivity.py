@@ -251,7 +251,7 @@ def test_refusals(llama: Model) -> None:
     def never(*_: object) -> None:
         raise AssertionError("time was spent")
 
-    with pytest.raises(PlanError, match=r"--bits 3: the smallest of the candidates take .* bits per weight: give"):
+    with pytest.raises(PlanError, match=r"--autoquant-bits 3: the smallest of the .* bits per weight: give"):
         assigned(llama, tokens(), 3.0, "int4:32", "fp8", progress=never)
     with pytest.raises(PlanError, match="is not divisible by the group size 128"):
         assigned(Model(make_llama(intermediate=352)), tokens(), 5.0, "int4:128", progress=never)

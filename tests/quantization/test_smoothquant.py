@@ -10,22 +10,24 @@ from torch import Tensor
 
 from modelexport.quantization import formats
 from modelexport.quantization.algorithms import get
-from modelexport.quantization.algorithms.base import Fold, Folding, Linear, Options, Ranks
+from modelexport.quantization.algorithms.base import CalibratedLinear, Fold, Folding, RankGroup
 from modelexport.quantization.calibration.statistics import InputStatistics
 from tests.quantization._together import together
 
-[SMOOTHQUANT] = get(["smoothquant"])
+SMOOTHQUANT = get("smoothquant")
 
 
-def smoothquant(alpha: float = 0.5, ranks: Ranks | None = None) -> Folding:
-    found = SMOOTHQUANT(Options(alpha=alpha), ranks or Ranks())
+def smoothquant(alpha: float = 0.5, ranks: RankGroup | None = None) -> Folding:
+    found = SMOOTHQUANT(SMOOTHQUANT.Settings(alpha=alpha), ranks)
     assert isinstance(found, Folding)
     return found
 
 
-def linear(weight: Tensor, inputs: InputStatistics | None, quant: str | None = "int8", name: str = "q") -> Linear:
+def linear(
+    weight: Tensor, inputs: InputStatistics | None, quant: str | None = "int8", name: str = "q"
+) -> CalibratedLinear:
     number_format = None if quant is None else formats.get(quant)
-    return Linear(
+    return CalibratedLinear(
         name, f"attention.{name}", number_format, weight, (0, len(weight)), (len(weight), weight.shape[1]), inputs
     )
 
@@ -36,7 +38,9 @@ def outliers(tokens: int = 256, features: int = 64) -> InputStatistics:
     return InputStatistics(features, tokens, x.abs().amax(0), x.abs().mean(0), x)
 
 
-def fold(*linears: Linear, exact: bool = False, columns: Tensor | None = None, features: int | None = None) -> Fold:
+def fold(
+    *linears: CalibratedLinear, exact: bool = False, columns: Tensor | None = None, features: int | None = None
+) -> Fold:
     return Fold("norm", None, list(linears), columns, exact, features or linears[0].shape[1])
 
 

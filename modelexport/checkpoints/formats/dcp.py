@@ -28,6 +28,7 @@ from modelexport.sharding.shard_plan import ShardPlan
 from modelexport.system.small_files import has_file
 
 NAME = "dcp"
+DESCRIPTION = "torch's distributed checkpoint (DCP), as FSDP and torchtitan write it"
 SIDE_FILES = (".metadata",)
 
 

@@ -49,6 +49,7 @@ from modelexport.system.json_values import JsonValues
 from modelexport.system.small_files import LARGEST_CONFIG, has_file, open_regular, read_json
 
 NAME = "gguf"
+DESCRIPTION = "one file for llama.cpp"
 SIDE_FILES = ()
 READS_SOURCE = True  # its tokenizer is part of the file: lay_out wants the source's directory
 FILE = "model.gguf"

@@ -29,6 +29,7 @@ from modelexport.sharding.shard_plan import ShardPlan
 from modelexport.system.small_files import LARGEST_CONFIG, has_file, read_json
 
 NAME = "hf"
+DESCRIPTION = "safetensors with Hugging Face's names, compressed-tensors; sharded: a set of files for each rank"
 SIDE_FILES = ()
 SHARDING_KEY = "DCP_SHARDING_INFO"
 SHARD_KEY = "modelexport_shard"

@@ -34,6 +34,7 @@ from modelexport.sharding.shard_plan import ShardPlan
 from modelexport.system.small_files import has_file
 
 NAME = "megatron"
+DESCRIPTION = "Megatron-core's torch_dist"
 HOLDS_QUANTISED = False
 _TYPES = frozenset({"llama", "mistral", "mixtral", "phi3", "qwen2"})
 SIDE_FILES = (".metadata", "metadata.json", "common.pt")

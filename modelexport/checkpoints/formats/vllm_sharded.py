@@ -38,6 +38,7 @@ from modelexport.sharding.shard_plan import ShardPlan
 from modelexport.system.small_files import LARGEST_CONFIG, has_file, read_json
 
 NAME = "vllm-sharded"
+DESCRIPTION = 'vLLM\'s load_format="sharded_state"'
 HOLDS_QUANTISED = False
 SIDE_FILES = ()
 VOCABULARY_UNIT = 64

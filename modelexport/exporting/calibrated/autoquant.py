@@ -44,7 +44,8 @@ def assigned(
         PlanError: no choice is within the budget, or no candidate fits a linear.
         CheckpointError: a weight, or a hidden state, is not finite.
     """
-    config, candidates = checkpoint.config or {}, recipe.candidates
+    config, settings = checkpoint.config or {}, recipe.settings_of("autoquant")
+    candidates = settings.candidates
     family = family_of(config)
     dimensions = read_dimensions(config, family)
     groups, shapes = _groups(family, dimensions)
@@ -56,7 +57,7 @@ def assigned(
         assert refusal is not None
         reasons = [refusal(number_format, shape) for shape in sorted(set(shapes.values()))]
         if number_format.quantised and all(reasons):
-            raise UsageError(f"--candidates {candidates}: {name}: {reasons[0]}")
+            raise UsageError(f"--autoquant-candidates {candidates}: {name}: {reasons[0]}")
     tokens = tokens_of(checkpoint, recipe, tokenizer)
     tokens = tokens[: max(1, sensitivity.TOKENS // tokens.shape[1])]
     dtype = torch_dtype(checkpoint.infos[f"{next(iter(shapes))}.weight"].dtype)
@@ -80,7 +81,7 @@ def assigned(
                 groups,
                 shapes,
                 chosen_from,
-                recipe.bits,
+                settings.bits,
                 dtype,
                 method=recipe.calib_range,
                 progress=tell,
@@ -95,11 +96,11 @@ def _candidates(text: str, group_size: int | None) -> dict[str, NumberFormat]:
     for spelled in names:
         name, _, size = spelled.partition(":")
         if size and size != "-1" and not size.isdecimal():
-            raise UsageError(f"--candidates {text}: '{size}' is no group size; e.g. {name}:64")
+            raise UsageError(f"--autoquant-candidates {text}: '{size}' is no group size; e.g. {name}:64")
         own = int(size) if size else group_size if formats.has_groups(name) else None
         found[spelled if size or own is None else f"{name}:{own}"] = formats.get(name, group_size=own)
     if len(found) < 2:
-        raise UsageError(f"--candidates {text}: at least two number formats are needed, e.g. int4,fp8,none")
+        raise UsageError(f"--autoquant-candidates {text}: at least two number formats are needed, e.g. int4,fp8,none")
     return found
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from modelexport.models.architecture import Dimensions, Family, Module
-from modelexport.quantization.algorithms.base import Fold, Linear
+from modelexport.quantization.algorithms.base import CalibratedLinear, Fold
 from modelexport.quantization.calibration.cut import WHOLE, Range, Share
 
 __all__ = ["LayerFold", "apply_fold", "folds_of_layer"]
@@ -35,7 +35,7 @@ class LayerFold:
 
     fold: Fold
     rows: Range | None
-    source: Linear | None
+    source: CalibratedLinear | None
     dtype: torch.dtype
     offset: float = 0.0
 
@@ -44,7 +44,7 @@ def folds_of_layer(
     family: Family,
     dimensions: Dimensions,
     layer: int,
-    linears: Mapping[str, Linear],
+    linears: Mapping[str, CalibratedLinear],
     tensors: Mapping[str, Tensor],
     dtype_of: Callable[[str], torch.dtype],
 ) -> list[LayerFold]:
@@ -147,7 +147,7 @@ def _pairs(
                 yield source, role, readers
 
 
-def _is_quantised(linear: Linear) -> bool:
+def _is_quantised(linear: CalibratedLinear) -> bool:
     return linear.number_format is not None and linear.number_format.quantised
 
 

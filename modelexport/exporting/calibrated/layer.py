@@ -18,7 +18,7 @@ from modelexport.exporting.calibrated.folds import apply_fold, folds_of_layer
 from modelexport.exporting.calibrated.recut import from_rows, to_rows
 from modelexport.exporting.plan import Step, full_name
 from modelexport.exporting.scales import ScaleAgreement
-from modelexport.quantization.algorithms.base import Folding, Linear, Rounding
+from modelexport.quantization.algorithms.base import CalibratedLinear, Folding, Rounding
 from modelexport.quantization.calibration import static_ranges
 from modelexport.quantization.calibration.cut import WHOLE, Share
 from modelexport.quantization.calibration.statistics import InputStatistics
@@ -112,7 +112,7 @@ class CalibratedLayer:
         share = self.shares.get(module, WHOLE)
         return share if parameter == "weight" or share.dim == 0 else WHOLE  # a row-parallel linear's bias is whole
 
-    def _linears(self, rank: int) -> dict[str, Linear]:
+    def _linears(self, rank: int) -> dict[str, CalibratedLinear]:
         """Module -> its linear, of those that multiply: routers too."""
         found = {}
         for name, task in self.tasks.items():
@@ -124,13 +124,13 @@ class CalibratedLayer:
                 number_format = replace(number_format, scale_dtype=scales, observer="amax")
             module = name.removesuffix(".weight")
             rows = (0, 0) if box is None else box[0]
-            found[module] = Linear(
+            found[module] = CalibratedLinear(
                 module, task.module.role, number_format, self.rows[name], rows, task.full_shape, None
             )
         return found
 
     @property
-    def quantised(self) -> dict[str, Linear]:
+    def quantised(self) -> dict[str, CalibratedLinear]:
         """Those of the linears that are."""
         return {name: linear for name, linear in self.linears.items() if linear.number_format is not None}
 
@@ -193,7 +193,7 @@ class CalibratedLayer:
     def _reaches(self) -> dict[str, float]:
         """Linear -> the largest input that its static scale covers. Experts have one together."""
         static = {name: x for name, x in self.quantised.items() if x.number_format.has_static_inputs}  # type: ignore[union-attr]
-        groups: dict[object, list[Linear]] = {}
+        groups: dict[object, list[CalibratedLinear]] = {}
         for name, linear in static.items():
             module = self.tasks[f"{name}.weight"].module
             groups.setdefault(
@@ -205,7 +205,7 @@ class CalibratedLayer:
             found.update(dict.fromkeys((linear.name for linear in group), self._reach(group[0], parts)))
         return found
 
-    def _reach(self, linear: Linear, parts: Sequence[InputStatistics]) -> float:
+    def _reach(self, linear: CalibratedLinear, parts: Sequence[InputStatistics]) -> float:
         if not parts:  # no token came to any expert
             return 0.0
         together = parts[0] if len(parts) == 1 else static_ranges.together(parts)
@@ -280,14 +280,16 @@ class CalibratedLayer:
         self._cached(made)
         return made
 
-    def _groups(self) -> list[list[Linear]]:
+    def _groups(self) -> list[list[CalibratedLinear]]:
         """The quantised linears, those together that are given the same."""
-        groups: dict[int, list[Linear]] = {}
+        groups: dict[int, list[CalibratedLinear]] = {}
         for linear in self.quantised.values():
             groups.setdefault(id(linear if linear.inputs is None else linear.inputs), []).append(linear)
         return list(groups.values())
 
-    def _take(self, made: QuantisedLayer, linear: Linear, native: dict[str, Tensor], after: OutputErrors) -> None:
+    def _take(
+        self, made: QuantisedLayer, linear: CalibratedLinear, native: dict[str, Tensor], after: OutputErrors
+    ) -> None:
         name, number_format = f"{linear.name}.weight", linear.number_format
         assert number_format is not None
         target = self.rows[name]
@@ -299,7 +301,7 @@ class CalibratedLayer:
         if number_format.input_arguments() is not None:
             made.activations[linear.name] = self._rounding_of(linear)
 
-    def _rounding_of(self, linear: Linear) -> Callable[[Tensor], Tensor]:
+    def _rounding_of(self, linear: CalibratedLinear) -> Callable[[Tensor], Tensor]:
         """The function that rounds a linear's inputs; the same one for all linears that share and round their inputs
         alike."""
         number_format = linear.number_format

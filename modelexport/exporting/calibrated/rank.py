@@ -27,11 +27,11 @@ from modelexport.exporting.plan import Step
 from modelexport.exporting.rank import Quantised, RankExport, RankJob, Shards, in_shared_memory
 from modelexport.layers import LayerConfig
 from modelexport.quantization import algorithms
-from modelexport.quantization.algorithms.base import Folding, Options, Ranks, Rounding
+from modelexport.quantization.algorithms.base import Algorithm, Folding, Rounding
+from modelexport.quantization.algorithms.rotation import Rotation
 from modelexport.quantization.algorithms.rtn import RoundToNearest
 from modelexport.quantization.calibration.layers import LayerRunner
 from modelexport.quantization.calibration.ranges import Ranges
-from modelexport.recipe import ExportRecipe
 
 
 class CalibratedExport(RankExport):
@@ -42,13 +42,16 @@ class CalibratedExport(RankExport):
     def __init__(self, job: RankJob, staging: Staging) -> None:
         super().__init__(job, staging)
         self.open = ExitStack()
-        self.options = options_of(job.recipe)
-        stages = [kind(self.options, Ranks()) for kind in algorithms.get(job.recipe.algorithms)]
+        stages = [self._algorithm(name) for name in job.recipe.algorithms]
         self.foldings = [stage for stage in stages if isinstance(stage, Folding)]
         rounding = [stage for stage in stages if isinstance(stage, Rounding)]
-        self.rounding = rounding[0] if rounding else RoundToNearest(self.options, Ranks())
+        self.rounding = rounding[0] if rounding else RoundToNearest()
         self.decoder = [step for step in job.plan.steps if step.index is not None]
         self.beside = staging.beside
+
+    def _algorithm(self, name: str) -> Algorithm:
+        recipe = self.job.recipe
+        return algorithms.get(name)(recipe.settings_of(name), seed=recipe.calib_seed)
 
     def __exit__(self, *exception: object) -> None:
         self.open.close()
@@ -58,11 +61,11 @@ class CalibratedExport(RankExport):
 
     def open_reader(self) -> Reader:
         """Reads the source; or the rotated model, as if it lay there."""
-        if "rotation" not in self.job.recipe.algorithms:
+        rotations = self.job.recipe.of_kind("rotate")
+        if not rotations:
             return super().open_reader()
-        self.rotated = RotatedReader(
-            self.job.source, options_of(self.job.recipe), quantised=self.job.plan.formats().keys()
-        )
+        rotation = cast("Rotation", self._algorithm(rotations[0].name))
+        self.rotated = RotatedReader(self.job.source, rotation, quantised=self.job.plan.formats().keys())
         return cast("Reader", self.rotated)
 
     def begin(self) -> None:
@@ -200,15 +203,3 @@ class CalibratedExport(RankExport):
             "changed": sorted(self.changed(self.writer.records)),
             "output_error": joined,
         }
-
-
-def options_of(recipe: ExportRecipe) -> Options:
-    """The settings of the algorithms, as they take them."""
-    return Options(
-        alpha=recipe.alpha,
-        grid=recipe.grid,
-        damping=recipe.damping,
-        block=recipe.block_size,
-        act_order=recipe.act_order,
-        seed=recipe.calib_seed,
-    )

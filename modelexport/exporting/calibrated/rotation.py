@@ -16,7 +16,6 @@ from modelexport.checkpoints.safetensors.file import Checkpoint, Reader, TensorI
 from modelexport.errors import PlanError
 from modelexport.exporting.plan.steps import full_name
 from modelexport.models.architecture import Dimensions, Family, Module, family_of, read_dimensions
-from modelexport.quantization.algorithms.base import Options, Ranks
 from modelexport.quantization.algorithms.rotation import Balance, Change, Factors, Rotation, Turn, balanced
 from modelexport.quantization.kernels.searching import sum_in_halves
 from modelexport.quantization.methods import QUANTIZATION_KEYS
@@ -64,12 +63,12 @@ class RotatedReader:
     """
 
     def __init__(
-        self, source: Checkpoint, options: Options | None = None, *, quantised: Collection[str] | None = None
+        self, source: Checkpoint, rotation: Rotation | None = None, *, quantised: Collection[str] | None = None
     ) -> None:
         self.changes = rotation_changes(source)
         self._source = source
         self._reader = Reader(source)
-        self._rotation = Rotation(options or Options(), Ranks())
+        self._rotation = Rotation() if rotation is None else rotation
         self._offset = family_of(source.config or {}).norm_offset
         self._norms: dict[str, Tensor] = {}
         self._balances: dict[Balance, Tensor] = {}

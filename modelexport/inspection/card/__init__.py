@@ -16,6 +16,7 @@ from modelexport.inspection.card.markdown import code, plain, table
 from modelexport.inspection.card.recipe import recipe_lines
 from modelexport.inspection.record.reading import EvaluationFigures, ExportRecord
 from modelexport.inspection.record.rows import RecordRow, rows_of, stored_of
+from modelexport.quantization import algorithms
 from modelexport.system.tables import size_text
 
 __all__ = ["model_card"]
@@ -60,18 +61,22 @@ def _front_matter(record: ExportRecord) -> Iterator[str]:
     if stored.format in _LIBRARIES and not stored.sharded:
         fields["library_name"] = _LIBRARIES[stored.format]
     fields |= {key: known[key] for key in ("license", "license_name", "license_link", "language") if key in known}
-    if not (record.model.architecture or "").endswith(
-        "ForConditionalGeneration"
-    ):  # what else it takes is not known here
+    architecture = record.model.architecture or ""
+    if not architecture.endswith("ForConditionalGeneration"):  # the inputs that it takes besides are not known here
         fields["pipeline_tag"] = "text-generation"
     names = {label.partition(":")[0] for label in stored.number_formats} if quantised else set()
     method = _TAGS.get(stored.format, stored.format)
     methods = [] if stored.format == "hf" and not quantised else [method]
-    algorithms = {"awq", "gptq", "rotation", "smoothquant"}.intersection(record.algorithms)
-    tags = {"modelexport", *methods, *names, *algorithms}
+    tags = {"modelexport", *methods, *names, *_algorithms(record)}
     fields["tags"] = sorted(tag for tag in tags if _TAG.fullmatch(tag))
     text = yaml.safe_dump(fields, sort_keys=True, allow_unicode=True, width=10**6)
     yield from ("---", *text.rstrip("\n").split("\n"), "---")
+
+
+def _algorithms(record: ExportRecord) -> list[str]:
+    """Names of the algorithms for which samples ran through the layers."""
+    used = algorithms.used(record.recipe.get("algorithm"))
+    return [algorithm.name for algorithm in used if algorithm.needs_samples and algorithm.kind != "assign"]
 
 
 def _title(record: ExportRecord) -> Iterator[str]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import Any
 
 from modelexport.inspection.card.markdown import code, plain
 from modelexport.inspection.record.reading import ExportRecord
-from modelexport.recipe import ALGORITHM_SETTINGS, ExportRecipe
+from modelexport.quantization import algorithms
+from modelexport.recipe import ExportRecipe, calibration_key, is_calibration, recorded_names
+from modelexport.settings import decides_bytes
 
 __all__ = ["recipe_lines", "recipe_of"]
 
-_DECIDING = ("quant", "group_size", "algorithm", "kv_cache", "format", "max_shard_bytes")
 _TARGET = ("target_tp", "target_pp", "target_ep")
-_CALIBRATION = ("samples", "length", "seed", "range", "experts")
 _ALWAYS = ("quant", "algorithm", "format")
 _OWN_TEXT = "modelexport's own text"
 
@@ -21,7 +22,7 @@ _OWN_TEXT = "modelexport's own text"
 def recipe_of(record: ExportRecord) -> dict[str, Any]:
     """Returns the settings that decide the bytes, as a recipe has them, without those at their defaults.
 
-    What autoquant chose stands in the place of autoquant.
+    An algorithm that chose the number formats is left out: they stand there themselves.
     """
     recipe, model = record.recipe, record.model
     found: dict[str, Any] = {}
@@ -29,18 +30,22 @@ def recipe_of(record: ExportRecord) -> dict[str, Any]:
         found["model"] = model.hub_id
         if model.revision:
             found["revision"] = model.revision
-    algorithms = [name for name in record.algorithms if name != "autoquant"] or ["rtn"]
-    settings = [name for algorithm in algorithms for name in ALGORITHM_SETTINGS.get(algorithm, ())]
-    wanted = {**recipe, "algorithm": "+".join(algorithms)}
-    for name in (*_DECIDING, *settings, *_TARGET):
-        if name in wanted and (name in _ALWAYS or wanted[name] != _default(name)):
-            found[name] = wanted[name]
-    calibration = record.calibration
-    if calibration and calibration.get("text") != _OWN_TEXT:
-        found["calib"] = calibration.get("text")
-    for name in _CALIBRATION:
-        if name in calibration and calibration[name] != _default(f"calib_{name}"):
-            found[f"calib_{name}"] = calibration[name]
+    default = ExportRecipe.algorithm
+    chosen = [algorithm.name for algorithm in algorithms.used(recipe.get("algorithm")) if algorithm.kind == "assign"]
+    used = [name for name in str(recipe.get("algorithm", default)).split("+") if name not in chosen] or [default]
+    calibration = dict(record.calibration)
+    if calibration.get("text") == _OWN_TEXT:
+        del calibration["text"]
+    own_keys = {field: key for key, field in recorded_names(used).items()}
+    wanted = {**recipe, "algorithm": "+".join(used)}
+    for spec in filter(decides_bytes, fields(ExportRecipe)):
+        held, key = wanted, spec.name
+        if is_calibration(spec.name):
+            held, key = calibration, calibration_key(spec.name)
+        elif "algorithm" in spec.metadata:
+            key = own_keys.get(spec.name, "")
+        if key in held and (spec.name in _ALWAYS or held[key] != spec.default):
+            found[spec.name] = held[key]
     return found
 
 
@@ -70,10 +75,12 @@ def recipe_lines(record: ExportRecord) -> Iterator[str]:
 
 def _remarks(record: ExportRecord) -> Iterator[str]:
     recipe, calibration = record.recipe, record.calibration
-    if "autoquant" in record.algorithms:
+    for algorithm in algorithms.used(recipe.get("algorithm")):
+        if algorithm.kind != "assign":
+            continue
         yield (
-            f"The number formats were chosen by autoquant, within {plain(recipe.get('bits', '?'))} bits a weight among "
-            f"{code(recipe.get('candidates', '?'))}."
+            f"The number formats were chosen by {algorithm.name}, within {plain(recipe.get('bits', '?'))} bits a "
+            f"weight among {code(recipe.get('candidates', '?'))}."
         )
     if calibration:
         samples, length, text = (plain(calibration.get(key, "?")) for key in ("samples", "length", "text"))

@@ -7,32 +7,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from modelexport.errors import UsageError, nearest
 from modelexport.models import checkpoint_formats
 from modelexport.models.engines import REFUSALS
 from modelexport.models.loading import LOADINGS, STAND_IN
+from modelexport.quantization import algorithms
 from modelexport.quantization import formats as number_formats
-from modelexport.recipe import ALGORITHM_SETTINGS, ALGORITHMS, ExportRecipe
+from modelexport.recipe import field_of
 from modelexport.system.tables import text_table
 from modelexport.system.terminal import show
 
 __all__ = ["describe", "known", "print_formats"]
 
-CHECKPOINTS = {
-    "awq": "AutoAWQ's gemm words, in Hugging Face's files",
-    "dcp": "torch's distributed checkpoint (DCP), as FSDP and torchtitan write it",
-    "fp8-block": "DeepSeek's weight_scale_inv, in Hugging Face's files",
-    "gguf": "one file for llama.cpp",
-    "gptq": "GPTQ's words, in Hugging Face's files",
-    "hf": "safetensors with Hugging Face's names, compressed-tensors; sharded: a set of files for each rank",
-    "megatron": "Megatron-core's torch_dist",
-    "modelopt": "NVIDIA ModelOpt's names and hf_quant_config.json",
-    "trtllm": "TensorRT-LLM's config.json and rankN.safetensors",
-    "vllm-sharded": 'vLLM\'s load_format="sharded_state"',
-}
 _SHAPE = (4096, 4096)
 
 
@@ -42,7 +31,7 @@ def known() -> dict[str, Any]:
     return {
         "number_formats": list(numbers.values()),
         "checkpoint_formats": [_checkpoint_format(name) for name in checkpoint_formats.names()],
-        "algorithms": [_algorithm(name) for name in ALGORITHMS],
+        "algorithms": [_algorithm(name) for name in algorithms.names()],
         "loaded": [asdict(row) for row in LOADINGS],
         "refused": [asdict(row) for row in REFUSALS],
     }
@@ -59,10 +48,10 @@ def describe(name: str) -> dict[str, Any]:
         found["number_format"] = _number_format(name)
     if name in checkpoint_formats.names():
         found["checkpoint_format"] = _checkpoint_format(name)
-    if name in ALGORITHMS:
+    if name in algorithms.names():
         found["algorithm"] = _algorithm(name)
     if len(found) == 1:
-        names = {*number_formats.names(), *checkpoint_formats.names(), *ALGORITHMS}
+        names = {*number_formats.names(), *checkpoint_formats.names(), *algorithms.names()}
         raise UsageError(f"unknown format '{name}'{nearest(name, names)}")
     found["loaded"] = [
         asdict(row)
@@ -101,18 +90,15 @@ def _number_format(name: str) -> dict[str, Any]:
 def _checkpoint_format(name: str) -> dict[str, Any]:
     return {
         "name": name,
-        "description": CHECKPOINTS[name],
+        "description": checkpoint_formats.description_of(name),
         "quant_method": checkpoint_formats.method_of(name).METHOD,
         "number_formats": [each for each in number_formats.names() if _holds(name, each)],
     }
 
 
 def _algorithm(name: str) -> dict[str, Any]:
-    from modelexport.quantization import algorithms
-
-    fields = ExportRecipe.__dataclass_fields__
-    (found,) = algorithms.get([name])
-    settings = {key: fields[key].default for key in ALGORITHM_SETTINGS.get(name, ())}
+    found = algorithms.get(name)
+    settings = {field_of(name, spec.name): spec.default for spec in fields(found.Settings)}
     return {"name": name, "description": found.description, "settings": settings}
 
 

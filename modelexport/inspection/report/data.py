@@ -349,15 +349,16 @@ def _linears(
     for module in modules:
         own, scheme, shape = declared.get(module.path), quantization.scheme_of(module.name), module.stored.shape
         key = (module.path, module.stored.number_format, shape)
-        if own is None or scheme is None or scheme.number_format is None or shape is None or len(shape) != 2:
+        name = None if scheme is None else formats.name_of(scheme)
+        if own is None or scheme is None or name is None or shape is None or len(shape) != 2:
             continue
         if not module.stored.quantised or key in seen:
             continue
         seen.add(key)
         group = scheme.weights.get("group_size") if scheme.weights.get("strategy") != "channel" else -1
-        size = group if isinstance(group, int) and formats.has_groups(scheme.number_format) else None
+        size = group if isinstance(group, int) and formats.has_groups(name) else None
         shape = shape[0], shape[1]
-        yield Linear(module.name, scheme.number_format, shape, size, own.role, own.partition, own.is_expert)
+        yield Linear(module.name, name, shape, size, own.role, own.partition, own.is_expert)
 
 
 def _unknown(report: Report, figures: Mapping[str, float]) -> Iterator[str]:

@@ -26,6 +26,7 @@ from modelexport.inspection.verify.record import check_record
 from modelexport.inspection.verify.structure import check_structure, family_promises
 from modelexport.models.modules import Architecture, StoredModule, read_architecture, read_modules
 from modelexport.models.opening import open_model
+from modelexport.quantization import algorithms
 from modelexport.quantization.methods import Promise, QuantizationConfig, methods, read_quantization_config
 
 if TYPE_CHECKING:
@@ -244,8 +245,7 @@ def _judge_bytes(result: Verification, items: Sequence[AuditItem], checks: Seque
 
 def _compensated(record: Mapping[str, Any] | None) -> bool:
     """Returns whether weights were rounded for the least error of outputs rather than of their own."""
-    algorithm = (record or {}).get("recipe", {}).get("algorithm")
-    return isinstance(algorithm, str) and "gptq" in map(str.strip, algorithm.split("+"))
+    return any(found.compensates for found in algorithms.used((record or {}).get("recipe", {}).get("algorithm")))
 
 
 def _judge_errors(result: Verification, *, compensated: bool = False) -> None:
@@ -259,7 +259,7 @@ def _judge_errors(result: Verification, *, compensated: bool = False) -> None:
         if further:
             result.notes.append(
                 f"{len(further)} linears are up to {max(map(_deficit, further)):.1f} dB further from {result.against} "
-                f"than rounding to nearest: gptq makes their outputs' error small, not their own"
+                f"than rounding to nearest: their algorithm makes their outputs' error small, not their own"
             )
     judged = [m for m in result.modules if not (compensated and m.recorded_db is not None)]
     far = [m for m in judged if m.sqnr_db is not None and _deficit(m) > FAR_DB]

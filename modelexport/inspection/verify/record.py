@@ -11,8 +11,9 @@ from modelexport.checkpoints.formats.hf import RECORD
 from modelexport.checkpoints.safetensors.file import Checkpoint
 from modelexport.errors import error_text, quoted, shown
 from modelexport.models.modules import StoredModule
+from modelexport.quantization import algorithms
 from modelexport.quantization.methods import QuantizationConfig
-from modelexport.recipe import ExportRecipe
+from modelexport.recipe import ExportRecipe, recorded_names
 from modelexport.system.small_files import file_sha256
 
 _KEYS = {
@@ -44,7 +45,10 @@ def _key_problems(record: Mapping[str, Any]) -> Iterator[str]:
     """Keys that this version writes into no record; another version may have others."""
     if record["producer"].get("version") != __version__:
         return
-    recipe = {field.name for field in fields(ExportRecipe)}
+    named = str(record["recipe"].get("algorithm")).split("+")
+    if not set(named) <= set(algorithms.names()):  # a plugin's, with settings that are not known here
+        return
+    recipe = {field.name for field in fields(ExportRecipe)} | recorded_names(named).keys()
     added = [key for key in record if key not in _KEYS]
     added += [f"recipe.{key}" for key in record["recipe"] if key not in recipe]
     yield from (f"{RECORD} has the key {shown(key)}, which no export writes: it has been edited" for key in added)

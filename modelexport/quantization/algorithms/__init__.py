@@ -1,17 +1,46 @@
-"""Algorithms, one file each; :func:`get` finds them by the names that a recipe gives."""
+"""Algorithms, one file each: all that the program says and asks of one is in it.
+
+A file defines ``ALGORITHM``, a subclass of :class:`~modelexport.quantization.algorithms.base.Algorithm`; being in this
+directory registers it, or being named by a plugin's entry point. Listing them does not import torch.
+"""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+import pkgutil
+from functools import cache
 from typing import TYPE_CHECKING
+
+from modelexport import plugins
 
 if TYPE_CHECKING:
     from modelexport.quantization.algorithms.base import Algorithm
 
-__all__ = ["get"]
+__all__ = ["get", "names", "registered", "used"]
 
 
-def get(names: Iterable[str]) -> list[type[Algorithm]]:
-    """The algorithms of those names, in the order given."""
-    return [importlib.import_module(f"{__name__}.{name}").ALGORITHM for name in names]
+@cache
+def registered() -> dict[str, type[Algorithm]]:
+    """Returns every algorithm by its name, in the order of their turns, then of their names."""
+    from modelexport.quantization.algorithms.base import KINDS
+
+    own = [name for _, name, _ in pkgutil.iter_modules(__path__) if name != "base" and not name.startswith("_")]
+    found = {name: importlib.import_module(f"{__name__}.{name}").ALGORITHM for name in own}
+    plugins.add(found, "ALGORITHM", kind="an algorithm")
+    return dict(sorted(found.items(), key=lambda item: (KINDS.index(item[1].kind), item[0])))
+
+
+def names() -> tuple[str, ...]:
+    """Returns the names that ``--algorithm`` takes."""
+    return tuple(registered())
+
+
+def get(name: str) -> type[Algorithm]:
+    """Returns the algorithm of that name."""
+    return registered()[name]
+
+
+def used(setting: object) -> list[type[Algorithm]]:
+    """Returns the known algorithms among those that a recipe or a record names, joined by ``+``."""
+    given = setting.split("+") if isinstance(setting, str) else ()
+    return [registered()[name.strip()] for name in given if name.strip() in registered()]

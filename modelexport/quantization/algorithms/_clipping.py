@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from modelexport.quantization.algorithms import _tiles
-from modelexport.quantization.algorithms.base import Linear, Ranks
+from modelexport.quantization.algorithms.base import CalibratedLinear, RankGroup
 from modelexport.quantization.formats.base import NumberFormat
 
 STEPS = 20
@@ -20,7 +20,7 @@ LEAST = 0.5
 """Ranges tried: 1 and below, down to this part of the largest magnitude."""
 
 
-def ranges(linear: Linear, ranks: Ranks) -> Tensor | None:
+def ranges(linear: CalibratedLinear, ranks: RankGroup) -> Tensor | None:
     """See :meth:`.base.Folding.clip`; None also for formats that gain nothing by it."""
     assert linear.number_format is not None
     number_format = replace(linear.number_format, observer="amax")

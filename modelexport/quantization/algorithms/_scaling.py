@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from modelexport.quantization.algorithms.base import Fold, Linear, Ranks
+from modelexport.quantization.algorithms.base import CalibratedLinear, Fold, RankGroup
 from modelexport.quantization.calibration.statistics import InputStatistics
 
 _FURTHEST = 20.0
@@ -14,18 +14,18 @@ _LEAST_OF_SHARED = -1.0
 """The same downwards, for linears as sources whose rows share a scale."""
 
 
-def quantised(fold: Fold) -> list[Linear]:
+def quantised(fold: Fold) -> list[CalibratedLinear]:
     """The readers whose weights are rounded."""
     return [linear for linear in fold.linears if linear.number_format is not None and linear.number_format.quantised]
 
 
-def given(linears: list[Linear]) -> list[InputStatistics]:
+def given(linears: list[CalibratedLinear]) -> list[InputStatistics]:
     """What they were given, each once; the same on all ranks."""
     found = {id(linear.inputs): linear.inputs for linear in linears if linear.inputs is not None}
     return [inputs for inputs in found.values() if inputs.tokens]
 
 
-def column_amax(linears: list[Linear], ranks: Ranks) -> Tensor:
+def column_amax(linears: list[CalibratedLinear], ranks: RankGroup) -> Tensor:
     """The largest magnitude in each column of each weight, over all ranks' rows: float32 ``[linears, in_features]``."""
     tables = []
     for linear in linears:

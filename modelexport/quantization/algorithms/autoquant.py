@@ -14,15 +14,18 @@ import math
 import re
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from typing import ClassVar, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-from modelexport.errors import PlanError
+from modelexport.errors import PlanError, UsageError
 from modelexport.quantization.algorithms.base import Algorithm, Kind
+from modelexport.settings import setting
 
-__all__ = ["ALGORITHM", "STATES", "AutoQuant", "choose", "patterns"]
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = ["ALGORITHM", "STATES", "AutoQuant", "AutoQuantSettings", "choose", "patterns"]
 
 STATES = 1 << 14
 """Totals kept after each group."""
@@ -32,12 +35,27 @@ _EXPERT = re.compile(r"(experts\.)\d+\.")
 Group = TypeVar("Group", bound=Hashable)
 
 
+@dataclass(frozen=True, kw_only=True)
+class AutoQuantSettings:
+    """The settings of :class:`AutoQuant`."""
+
+    bits: float = setting(5.0, "bits per weight that the decoder's linears may take", metavar="B")
+    candidates: str = setting("int4,fp8,none", "number formats to choose from", metavar="NAMES")
+
+    def __post_init__(self) -> None:
+        if not 0 < self.bits <= 32:
+            raise UsageError(
+                f"--autoquant-bits {self.bits:g}: a number above 0, at most 32, is needed, e.g. --autoquant-bits 5"
+            )
+
+
 class AutoQuant(Algorithm):
-    """See the file: :func:`choose`. It has no settings of its own: budget and candidates are the recipe's."""
+    """See the file: :func:`choose`."""
 
     name: ClassVar[str] = "autoquant"
     description: ClassVar[str] = "a number format for each group of modules, within a budget of bits per weight"
     kind: ClassVar[Kind] = "assign"
+    Settings = AutoQuantSettings
 
 
 ALGORITHM = AutoQuant
@@ -73,8 +91,9 @@ def choose(
     least = sum(table[0].size for table in tables)
     if least > round(budget * total):
         raise PlanError(
-            f"--bits {budget:g}: the smallest of the candidates take {least / total:.3f} bits per weight: "
-            f"give --bits {math.ceil(least / total * 100) / 100:g} or more, or a smaller format in --candidates"
+            f"--autoquant-bits {budget:g}: the smallest of the candidates take {least / total:.3f} bits per weight: "
+            f"give --autoquant-bits {math.ceil(least / total * 100) / 100:g} or more, or a smaller format in "
+            "--autoquant-candidates"
         )
     picked = _solve(tables, round(budget * total))
     return {group: table[index].name for group, table, index in zip(groups, tables, picked, strict=True)}
@@ -101,7 +120,9 @@ def _table(group: Hashable, errors: Mapping[str, float], weights: int, bits: Map
 
 
 def _solve(tables: Sequence[Sequence[_Row]], capacity: int) -> list[int]:
-    """For each table which row to take."""
+    """Returns, for each table, the row to take."""
+    import numpy as np
+
     left = sum(table[0].size for table in tables)  # what the groups to come take at least
     sizes, errors = np.zeros(1, dtype=np.int64), np.zeros(1)
     steps: list[tuple[NDArray[np.intp], NDArray[np.intp]]] = []
@@ -125,6 +146,8 @@ def _solve(tables: Sequence[Sequence[_Row]], capacity: int) -> list[int]:
 
 def _thinned(order: NDArray[np.intp], size: NDArray[np.int64]) -> NDArray[np.intp]:
     """Undominated totals, :data:`STATES` at most: of each stretch of sizes the one with the least error."""
+    import numpy as np
+
     if len(order) <= STATES:
         return order
     ascending = size[order]

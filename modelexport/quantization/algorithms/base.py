@@ -1,10 +1,13 @@
-"""What a calibrated algorithm is: it looks at what a layer's linears are given, and changes or rounds their weights.
+"""The base classes of algorithms, which look at the inputs of a layer's linears, and change or round their weights.
 
 A recipe names one algorithm or several joined by ``+`` (``rotation+smoothquant+gptq``); each is a file here with one
 :class:`Algorithm`. Their work is of four kinds, always in this order: the whole model is *rotated*, formats are
-*assigned*, scales are *folded* from modules into the linears that read them, weights are *rounded*. Ranks quantise
+*assigned*, scales are *folded* from modules into the linears that read them, weights are *rounded*. RankGroup quantise
 whole rows of a weight (dim 0), and know all of what its linear is given; whatever is decided from several ranks' rows
 is added up in the order of the rows, so that the outcome does not depend on the number of ranks.
+
+``modelexport --help`` lists every algorithm and its settings, and must not import torch: neither this module nor an
+algorithm's imports it at the top, but in the functions that compute.
 """
 
 from __future__ import annotations
@@ -12,47 +15,29 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
-
-import torch
-from torch import Tensor
-
-from modelexport.distributed import collectives
-from modelexport.quantization.formats.base import NumberFormat
-from modelexport.quantization.kernels.searching import sum_in_halves
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
-    from modelexport.quantization.calibration.statistics import InputStatistics
+    from torch import Tensor
 
-__all__ = ["Algorithm", "Fold", "Folding", "Linear", "Options", "Ranks", "Rounding"]
+    from modelexport.quantization.calibration.statistics import InputStatistics
+    from modelexport.quantization.formats.base import NumberFormat
+
+__all__ = ["KINDS", "Algorithm", "CalibratedLinear", "Fold", "Folding", "NoSettings", "RankGroup", "Rounding"]
 
 Kind = Literal["rotate", "assign", "fold", "round"]
+KINDS: tuple[Kind, ...] = ("rotate", "assign", "fold", "round")
+"""In the order of their turns. Several algorithms that fold may be joined, and one of each other kind."""
 Want = Literal["amax", "mean", "sample", "histogram", "hessian"]
 
 
-@dataclass(frozen=True)
-class Options:
-    """The settings of algorithms, as the recipe has them.
-
-    Attributes:
-        alpha: smoothquant: how much of an outlier goes from the activations into the weights, 0 to 1.
-        grid: awq: candidates tried.
-        damping: gptq: what is added to the Hessian's diagonal, as a part of its mean.
-        block: gptq: columns whose errors are handed on together.
-        act_order: gptq: whether columns are rounded in the order of their inputs' energy (groups stay as they are).
-        seed: rotation.
-    """
-
-    alpha: float = 0.5
-    grid: int = 20
-    damping: float = 0.01
-    block: int = 128
-    act_order: bool = True
-    seed: int = 0
+@dataclass(frozen=True, kw_only=True)
+class NoSettings:
+    """The settings of an algorithm that has none."""
 
 
 @dataclass
-class Linear:
+class CalibratedLinear:
     """One linear of the layer at hand, as one rank sees it.
 
     Attributes:
@@ -80,7 +65,7 @@ class Linear:
     reach: float | None = None
 
     def rounded(self) -> dict[str, Tensor]:
-        """Its rows, rounded to nearest by its number format: the native tensors.
+        """Returns its rows, rounded to nearest by its number format: the native tensors.
 
         Raises:
             CheckpointError: a weight holds NaN or Inf.
@@ -91,23 +76,33 @@ class Linear:
         )
 
 
-class Ranks:
-    """This rank among those that share the work; sums and maxima that do not depend on how many these are."""
+class RankGroup:
+    """The ranks that share the work; sums and maxima that do not depend on how many there are."""
 
     def __init__(self) -> None:
+        from modelexport.distributed import collectives
+
         self.rank, self.world = collectives.get_rank(), collectives.get_world_size()
 
     def largest(self, value: Tensor) -> Tensor:
-        """The elementwise maximum over the ranks; ``value`` is written to."""
+        """Returns the elementwise maximum over the ranks; ``value`` is written to."""
         if self.world > 1:
+            from modelexport.distributed import collectives
+
             collectives.all_reduce(value, op=collectives.reduce_op.MAX)
         return value
 
     def total(self, table: Tensor, rows: tuple[int, int], count: int) -> Tensor:
-        """The sum of ``table`` (``[rows, ...]``, this rank's) over all ``count`` rows of all ranks, float64 ``[...]``.
+        """Returns the sum of ``table`` over all ``count`` rows of all ranks: float64 ``[...]``.
 
-        Added in an order that depends on ``count`` alone. All ranks take part, also those without rows.
+        ``table`` is of this rank's rows, ``[rows, ...]``. Rows are added in an order that depends on ``count`` alone.
+        All ranks take part, also those without rows.
         """
+        import torch
+
+        from modelexport.distributed import collectives
+        from modelexport.quantization.kernels.searching import sum_in_halves
+
         whole = torch.zeros(count, *table.shape[1:], dtype=torch.float64)
         whole[rows[0] : rows[1]] = table
         if self.world > 1:
@@ -115,8 +110,10 @@ class Ranks:
         return sum_in_halves(whole)
 
     def broadcast(self, value: Tensor, source: int) -> Tensor:
-        """``value`` of rank ``source``, written into that of the others."""
+        """Writes ``value`` of rank ``source`` into that of the others, and returns it."""
         if self.world > 1:
+            from modelexport.distributed import collectives
+
             collectives.broadcast(value, source)
         return value
 
@@ -137,45 +134,64 @@ class Fold:
 
     source: str
     weight: Tensor | None
-    linears: list[Linear]
+    linears: list[CalibratedLinear]
     columns: Tensor | None
     exact: bool
     features: int
 
 
 class Algorithm(ABC):
-    """Base of all; files in this package have one, as ``ALGORITHM``.
+    """Base of all; a module of this package, or of a plugin, has one, as ``ALGORITHM``.
 
     Attributes:
         name: as ``--algorithm`` has it.
         description: one line for people.
         kind: when its turn comes.
-        wants: which statistics of the linears' inputs it needs.
+        Settings: a frozen dataclass whose fields are made by :func:`modelexport.settings.setting`, each with a default
+            and a type that a recipe can hold (``str``, ``int``, ``float``, ``bool``), and whose ``__post_init__``
+            raises a UsageError for values that cannot be. Each field is a flag and a recipe's key that begins with the
+            algorithm's name: ``--gptq-damping``, ``gptq_damping``.
+        wants: the statistics of the linears' inputs that it needs.
+        needs_samples: whether samples run through the model for it.
+        observer: how number formats choose scales under it, see :class:`NumberFormat`.
+        compensates: whether it makes the error of a linear's outputs small at the cost of the weights' own.
     """
 
     name: ClassVar[str]
     description: ClassVar[str]
     kind: ClassVar[Kind]
+    Settings: ClassVar[type[Any]] = NoSettings
     wants: ClassVar[frozenset[Want]] = frozenset()
+    needs_samples: ClassVar[bool] = True
+    observer: ClassVar[str] = "amax"
+    compensates: ClassVar[bool] = False
 
-    def __init__(self, options: Options, ranks: Ranks) -> None:
-        self.options, self.ranks = options, ranks
+    def __init__(self, settings: Any = None, ranks: RankGroup | None = None, *, seed: int = 0) -> None:
+        """
+        Args:
+            settings: an instance of ``Settings``; None: the defaults.
+            ranks: those that share the work; None: all of this job.
+            seed: of what is random; ``--calib-seed``.
+        """
+        self.settings = self.Settings() if settings is None else settings
+        self.ranks = RankGroup() if ranks is None else ranks
+        self.seed = seed
 
 
 class Folding(Algorithm):
-    """Moves scales from activations into weights; and may narrow what weights reach."""
+    """Moves scales from activations into weights; and may narrow the ranges of weights."""
 
     kind: ClassVar[Kind] = "fold"
 
     @abstractmethod
     def scales(self, fold: Fold) -> Tensor | None:
-        """What the source's outputs are divided by: float32 ``[features]``, positive; None for nothing.
+        """Returns the divisors of the source's outputs: float32 ``[features]``, positive; None for nothing.
 
         The same on all ranks, which call it together. Powers of two where ``fold.exact``.
         """
 
-    def clip(self, linear: Linear) -> Tensor | None:
-        """A narrower range for each block of a weight's row: float32 ``[rows, blocks]`` of this rank; None for none.
+    def clip(self, linear: CalibratedLinear) -> Tensor | None:
+        """Returns a narrower range for each block of a row: float32 ``[rows, blocks]`` of this rank; None for none.
 
         Blocks divide the columns equally. Called on all ranks after everything is folded, for quantised linears only;
         weights are then clamped to -range .. range before they are rounded.
@@ -187,16 +203,14 @@ class Rounding(Algorithm):
     """Rounds weights."""
 
     kind: ClassVar[Kind] = "round"
-    observer: ClassVar[str] = "amax"
-    """Of the number formats that it works with, see :class:`NumberFormat`."""
 
-    def __init__(self, options: Options, ranks: Ranks) -> None:
-        super().__init__(options, ranks)
+    def __init__(self, settings: Any = None, ranks: RankGroup | None = None, *, seed: int = 0) -> None:
+        super().__init__(settings, ranks, seed=seed)
         self.notes: dict[str, str] = {}  # linear -> what was out of the ordinary
 
     @abstractmethod
-    def quantise(self, linears: Sequence[Linear]) -> Mapping[str, dict[str, Tensor]]:
-        """The native tensors of each linear's rows on this rank: name -> suffix -> tensor.
+    def quantise(self, linears: Sequence[CalibratedLinear]) -> Mapping[str, dict[str, Tensor]]:
+        """Returns the native tensors of each linear's rows on this rank: name -> suffix -> tensor.
 
         Args:
             linears: all that are given the same (one ``inputs`` object), quantised ones only; ranks call it together,

@@ -5,39 +5,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor
+from modelexport.errors import CheckpointError, UsageError
+from modelexport.quantization.algorithms.base import CalibratedLinear, RankGroup, Rounding, Want
+from modelexport.settings import setting
 
-from modelexport.errors import CheckpointError
-from modelexport.quantization import kernels
-from modelexport.quantization.algorithms._factor import ascending, factorise, permute
-from modelexport.quantization.algorithms.base import Linear, Options, Ranks, Rounding, Want
-from modelexport.quantization.calibration.cut import ROWS
-from modelexport.quantization.calibration.statistics import InputStatistics
-from modelexport.quantization.formats.base import Grid
-from modelexport.quantization.kernels import feedback
+if TYPE_CHECKING:
+    from torch import Tensor
 
-__all__ = ["ALGORITHM", "Gptq"]
+    from modelexport.quantization.algorithms._gptq_rounding import ColumnPlan
+    from modelexport.quantization.calibration.statistics import InputStatistics
+
+__all__ = ["ALGORITHM", "Gptq", "GptqSettings"]
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """In which order columns are rounded, and how errors are handed on.
+@dataclass(frozen=True, kw_only=True)
+class GptqSettings:
+    """The settings of :class:`Gptq`."""
 
-    Attributes:
-        order: int64 ``[features]``: the columns; the last one is rounded first.
-        factor: float32 ``[features, features]``, whose lower triangle is L, in that order.
-        block: columns whose errors are handed on together.
-    """
+    damping: float = setting(0.01, "added to the Hessian's diagonal, as a part of its mean", metavar="D")
+    block_size: int = setting(128, "columns whose errors are handed on together", metavar="N")
+    act_order: bool = setting(True, "columns in the order of their inputs' energy")
 
-    order: Tensor
-    factor: Tensor
-    block: int
+    def __post_init__(self) -> None:
+        if not 0 < self.damping < 1:
+            raise UsageError(
+                f"--gptq-damping {self.damping:g}: a number between 0 and 1 is needed, e.g. --gptq-damping 0.01"
+            )
+        if self.block_size < 1:
+            raise UsageError(f"--gptq-block-size {self.block_size}: at least 1 is needed, e.g. --gptq-block-size 128")
 
 
 class Gptq(Rounding):
@@ -75,37 +74,46 @@ class Gptq(Rounding):
 
     name: ClassVar[str] = "gptq"
     description: ClassVar[str] = "columns rounded one by one, each making up for the errors of those before (Hessian)"
+    Settings = GptqSettings
     wants: ClassVar[frozenset[Want]] = frozenset({"hessian"})
     observer: ClassVar[str] = "mse"
+    compensates: ClassVar[bool] = True
 
-    def __init__(self, options: Options, ranks: Ranks) -> None:
-        super().__init__(options, ranks)
+    def __init__(self, settings: Any = None, ranks: RankGroup | None = None, *, seed: int = 0) -> None:
+        super().__init__(settings, ranks, seed=seed)
         self._turn = 0
 
-    def quantise(self, linears: Sequence[Linear]) -> Mapping[str, dict[str, Tensor]]:
+    def quantise(self, linears: Sequence[CalibratedLinear]) -> Mapping[str, dict[str, Tensor]]:
         """See the base. Linears without inputs are rounded to nearest, with a note.
 
         Raises:
             CheckpointError: also for inputs whose Hessian is not finite.
         """
+        from modelexport.quantization.algorithms._gptq_rounding import one_thread_an_operation, round_rows
+
         inputs = linears[0].inputs
         assert all(linear.inputs is inputs for linear in linears), "linears that are given different inputs"
         rounded = {linear.name: linear.rounded() for linear in linears}
         if inputs is None:
             self._note(linears, "no input came to it: rounded to nearest")
             return rounded
-        with _one_thread_an_operation():
+        with one_thread_an_operation():
             plan = self._plan(inputs, linears)
             for linear in linears:
                 if plan is not None and linear.weight.numel():
-                    _round(linear, plan, rounded[linear.name])
+                    round_rows(linear, plan, rounded[linear.name])
         return rounded
 
-    def _note(self, linears: Sequence[Linear], note: str) -> None:
+    def _note(self, linears: Sequence[CalibratedLinear], note: str) -> None:
         self.notes.update((linear.name, note) for linear in linears)
 
-    def _plan(self, inputs: InputStatistics, linears: Sequence[Linear]) -> _Plan | None:
+    def _plan(self, inputs: InputStatistics, linears: Sequence[CalibratedLinear]) -> ColumnPlan | None:
         """Made by one rank, in turn, and given to all; None where the inputs are all zero."""
+        import torch
+
+        from modelexport.quantization.algorithms._factor import factorise, permute
+        from modelexport.quantization.algorithms._gptq_rounding import ColumnPlan
+
         assert inputs.hessian is not None, "gptq wants Hessians"
         source, self._turn = self._turn % self.ranks.world, self._turn + 1
         matrix = inputs.hessian.whole(source)
@@ -114,7 +122,7 @@ class Gptq(Rounding):
             head[1:] = diagonal = matrix.diagonal().clone()
             if bool(torch.isfinite(diagonal).all()) and bool((diagonal > 0).any()):
                 permute(matrix, self._order(diagonal))
-                head[0] = factorise(matrix, self.options.damping)
+                head[0] = factorise(matrix, self.settings.damping)
         self.ranks.broadcast(head, source)
         damping, diagonal = float(head[0]), head[1:]
         if damping < 0 or not bool(torch.isfinite(diagonal).all()):
@@ -126,64 +134,21 @@ class Gptq(Rounding):
         if damping == 0:
             self._note(linears, "its inputs are all zero: rounded to nearest")
             return None
-        if damping > 2 * self.options.damping:
-            self._note(linears, f"damping {damping:g}: the Hessian has no factor with {self.options.damping:g}")
+        if damping > 2 * self.settings.damping:
+            self._note(linears, f"damping {damping:g}: the Hessian has no factor with {self.settings.damping:g}")
         if matrix is None:
             matrix = torch.empty(inputs.features, inputs.features, device=linears[0].weight.device)
         self.ranks.broadcast(matrix, source)
-        return _Plan(self._order(diagonal), matrix, self.options.block)
+        return ColumnPlan(self._order(diagonal), matrix, self.settings.block_size)
 
     def _order(self, diagonal: Tensor) -> Tensor:
-        if self.options.act_order:
+        import torch
+
+        from modelexport.quantization.algorithms._factor import ascending
+
+        if self.settings.act_order:
             return ascending(diagonal)
         return torch.arange(diagonal.numel() - 1, -1, -1)
-
-
-def _round(linear: Linear, plan: _Plan, tensors: dict[str, Tensor]) -> None:
-    """Replaces the values of native tensors whose scales stay."""
-    assert linear.number_format is not None
-    assert linear.rows[0] % ROWS == 0, f"{linear.name}: rows from {linear.rows[0]} on"
-    weight, grid = linear.weight, linear.number_format.grid(tensors)
-    values = torch.empty_like(weight)
-
-    def work(part: slice) -> None:
-        for start in range(part.start, part.stop, ROWS):
-            rows = slice(start, min(part.stop, start + ROWS))
-            values[rows] = _rounded(weight[rows], grid.part(rows), plan)
-
-    kernels.split_rows(weight, work, ROWS)
-    linear.number_format.store(values, tensors)
-
-
-def _rounded(weight: Tensor, grid: Grid, plan: _Plan) -> Tensor:
-    """Some rows, rounded. Matrix products are of the same shape wherever the weight was cut."""
-    factor, order = plan.factor, plan.order
-    columns = weight.t()[order]
-    step, zero = grid.step.t().contiguous(), None if grid.zero is None else grid.zero.t().contiguous()
-    scale_of, pivots = order // grid.columns, factor.diagonal()
-    rounded, errors = torch.empty_like(columns), torch.empty_like(columns)
-    for stop in range(len(order), 0, -plan.block):
-        part = slice(max(0, stop - plan.block), stop)
-        divisor = pivots[part]
-        carried = (factor[stop:, part].t() @ errors[stop:]) / divisor.unsqueeze(1)
-        within, scales = factor[part, part] / divisor, scale_of[part]
-        feedback.round_back(
-            columns[part], carried, within, scales, step, zero, grid.storage, grid.low, grid.high, rounded[part]
-        )
-        torch.sub(columns[part], rounded[part], out=errors[part])
-    columns[order] = rounded
-    return columns.t()
-
-
-@contextmanager
-def _one_thread_an_operation() -> Iterator[None]:
-    """As bits depend on it. Threads of the kernels' pool work on different rows."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 ALGORITHM = Gptq

@@ -17,18 +17,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor
+from modelexport.quantization.algorithms.base import Algorithm, Kind, RankGroup
 
-from modelexport.quantization.algorithms.base import Algorithm, Kind, Options, Ranks
-from modelexport.quantization.hadamard import Hadamard
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from modelexport.quantization.hadamard import Hadamard
 
 __all__ = ["ALGORITHM", "Balance", "Change", "Factors", "Rotation", "Turn", "balanced"]
 
 Range = tuple[int, int]
-Factors = tuple[Tensor | None, Tensor | None]
+Factors = tuple["Tensor | None", "Tensor | None"]
 
 _SLAB = 1 << 22  # numbers at a time: what a tensor takes beside its result
 
@@ -88,6 +89,8 @@ def balanced(given: Tensor, read: Tensor) -> Tensor:
     Args:
         given, read: the sum of squares of each feature's row, and of the columns that read it, ``[features]``.
     """
+    import torch
+
     mantissa, exponent = torch.frexp(given.double() / read.double())
     usable = (mantissa > 0) & mantissa.isfinite()  # a feature that is always 0, or that nobody reads, stays as it is
     # The fourth root of the ratio, rounded: of log2 = exponent - 0.5 +- 0.5.
@@ -127,15 +130,17 @@ class Rotation(Algorithm):
     description: ClassVar[str] = "Hadamard rotation of the residual stream and of each head's values"
     kind: ClassVar[Kind] = "rotate"
 
-    def __init__(self, options: Options, ranks: Ranks) -> None:
-        super().__init__(options, ranks)
+    def __init__(self, settings: Any = None, ranks: RankGroup | None = None, *, seed: int = 0) -> None:
+        super().__init__(settings, ranks, seed=seed)
         self._matrices: dict[tuple[str, int], Hadamard] = {}
 
     def matrix(self, turn: Turn) -> Hadamard:
         """The matrix of a turn: the same for every tensor and on every rank."""
+        from modelexport.quantization.hadamard import Hadamard
+
         key = (turn.what, turn.order)
         if key not in self._matrices:
-            self._matrices[key] = Hadamard(turn.order, self.options.seed, turn.what)
+            self._matrices[key] = Hadamard(turn.order, self.seed, turn.what)
         return self._matrices[key]
 
     def rectangle(
@@ -170,6 +175,8 @@ class Rotation(Algorithm):
     def _slab(
         self, change: Change, rows: Range, cols: Range, read: Callable[[Range, Range], Tensor], factors: Factors
     ) -> Tensor:
+        import torch
+
         whole = [
             span if turn is None else turn.grown(span) for turn, span in ((change.outputs, rows), (change.inputs, cols))
         ]

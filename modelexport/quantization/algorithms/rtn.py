@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from torch import Tensor
+from modelexport.quantization.algorithms.base import CalibratedLinear, Rounding
 
-from modelexport.quantization.algorithms.base import Linear, Rounding
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class RoundToNearest(Rounding):
@@ -15,8 +16,9 @@ class RoundToNearest(Rounding):
 
     name: ClassVar[str] = "rtn"
     description: ClassVar[str] = "round to nearest; scales from the largest magnitudes"
+    needs_samples: ClassVar[bool] = False
 
-    def quantise(self, linears: Sequence[Linear]) -> Mapping[str, dict[str, Tensor]]:
+    def quantise(self, linears: Sequence[CalibratedLinear]) -> Mapping[str, dict[str, Tensor]]:
         """See the base."""
         return {linear.name: linear.rounded() for linear in linears}
 

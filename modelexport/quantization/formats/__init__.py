@@ -1,7 +1,8 @@
 """Number formats: one small file each, named as its ``--quant`` name with "-" written "_".
 
-A file defines ``FORMAT``, a subclass of :class:`~modelexport.quantization.formats.base.NumberFormat`; being
-in this directory registers it. Listing the names imports neither them nor torch.
+A file defines ``FORMAT``, a subclass of :class:`~modelexport.quantization.formats.base.NumberFormat`; being in this
+directory registers it, or being named by a plugin's entry point. Listing the names imports neither the package's own
+formats nor torch.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import difflib
 import importlib
 import pkgutil
 from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from modelexport import plugins
 from modelexport.errors import CheckpointError, UsageError, quoted
 
 if TYPE_CHECKING:
@@ -21,21 +24,39 @@ if TYPE_CHECKING:
     from modelexport.quantization.formats.base import NumberFormat
     from modelexport.quantization.methods.base import Scheme
 
-__all__ = ["get", "has_groups", "meaning", "names", "of_scheme"]
+__all__ = ["get", "has_groups", "meaning", "name_of", "names", "of_scheme"]
 
-_NOT_FORMATS = {"base"}
+_OWN_KINDS = (
+    *("int8", "int8-static", "int8-wo", "int8-wo-asym", "int4", "int4-asym", "w4a8", "fp8", "fp8-static", "fp8-block"),
+    *("nvfp4", "nvfp4-wo", "mxfp4", "mxfp4-wo", "mxfp8"),
+)
+"""The formats that :func:`_own_kind` tells, so that checkpoints of these are looked at without torch."""
+
+
+@cache
+def _catalogue() -> dict[str, Any]:
+    """Every format by its name: a plugin's class, or the name of the package's own module."""
+    own = (name for _, name, _ in pkgutil.iter_modules(__path__) if name != "base" and not name.startswith("_"))
+    found: dict[str, Any] = {name.replace("_", "-"): f"{__name__}.{name}" for name in own}
+    plugins.add(found, "FORMAT", kind="a number format")
+    return dict(sorted(found.items()))
 
 
 def names() -> list[str]:
-    """The ``--quant`` names there are, sorted."""
-    modules = (module.name for module in pkgutil.iter_modules(__path__))
-    return sorted(name.replace("_", "-") for name in modules if name not in _NOT_FORMATS and not name.startswith("_"))
+    """Returns the ``--quant`` names there are, sorted."""
+    return list(_catalogue())
+
+
+def _class_of(name: str) -> type[NumberFormat]:
+    found = _catalogue()[name]
+    own: type[NumberFormat] = importlib.import_module(found).FORMAT if isinstance(found, str) else found
+    return own
 
 
 def get(
     name: str, *, group_size: int | None = None, observer: str = "amax", scale_dtype: torch.dtype | None = None
 ) -> NumberFormat:
-    """The number format of that name; ``group_size`` None takes the format's own default.
+    """Returns the number format of that name; ``group_size`` None takes the format's own default.
 
     Args:
         observer, scale_dtype: see :class:`~modelexport.quantization.formats.base.NumberFormat`.
@@ -48,20 +69,16 @@ def get(
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise UsageError(f"unknown number format {quoted(name)}{hint} (known: {', '.join(known)})")
-    module = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
-    created: NumberFormat = module.FORMAT.create(group_size, observer=observer, scale_dtype=scale_dtype)
-    return created
+    return _class_of(name).create(group_size, observer=observer, scale_dtype=scale_dtype)
 
 
 def has_groups(name: str) -> bool:
-    """Whether a number format has groups; True for an unknown name, which :func:`get` refuses."""
-    if name not in names():
-        return True
-    return bool(importlib.import_module(f"{__name__}.{name.replace('-', '_')}").FORMAT.group_sizes)
+    """Returns whether a number format has groups; True for an unknown name, which :func:`get` refuses."""
+    return name not in names() or bool(_class_of(name).group_sizes)
 
 
 def of_scheme(scheme: Scheme, *, scale_dtype: torch.dtype | None = None) -> NumberFormat:
-    """The number format that says the same as a scheme, whatever the quantisation method.
+    """Returns the number format that says the same as a scheme, whatever the quantisation method.
 
     Args:
         scale_dtype: of its scales, where that is not the model's dtype.
@@ -69,21 +86,68 @@ def of_scheme(scheme: Scheme, *, scale_dtype: torch.dtype | None = None) -> Numb
     Raises:
         CheckpointError: none does.
     """
-    name = scheme.number_format
-    if name in names():
-        size = scheme.weights.get("group_size") if scheme.weights.get("strategy") == "group" else -1
-        found = get(name, scale_dtype=scale_dtype)
-        if found.group_sizes:
-            with contextlib.suppress(UsageError):  # none of this size: said below
-                found = get(name, group_size=size, scale_dtype=scale_dtype)
-        own = meaning(found.weight_arguments()), meaning(found.input_arguments())
-        if own == (meaning(scheme.weights), meaning(scheme.inputs)):
-            return found
-    raise CheckpointError(f"no number format of ours holds {scheme.describe()}; known: {', '.join(names())}")
+    name = name_of(scheme)
+    found = None if name is None else _with_arguments(name, scheme, scale_dtype)
+    if found is None:
+        raise CheckpointError(f"no number format of ours holds {scheme.describe()}; known: {', '.join(names())}")
+    return found
+
+
+def name_of(scheme: Scheme) -> str | None:
+    """Returns the ``--quant`` name of a scheme's numbers; None where none is like them.
+
+    The package's own formats are told by the kind of weights and inputs alone, group sizes and other details being for
+    :func:`of_scheme` to compare; others by all of their arguments.
+    """
+    own = _own_kind(scheme)
+    others = [name for name in names() if name not in (*_OWN_KINDS, "none")]
+    if others and (own is None or _with_arguments(own, scheme) is None):
+        return next((name for name in others if _with_arguments(name, scheme) is not None), own)
+    return own
+
+
+def _with_arguments(name: str, scheme: Scheme, scale_dtype: torch.dtype | None = None) -> NumberFormat | None:
+    """The format of that name, in the scheme's group size, if its arguments are the scheme's."""
+    if name not in names():
+        return None
+    size = scheme.weights.get("group_size") if scheme.weights.get("strategy") == "group" else -1
+    found = get(name, scale_dtype=scale_dtype)
+    if found.group_sizes:
+        with contextlib.suppress(UsageError):  # none of this size: its arguments differ
+            found = get(name, group_size=size, scale_dtype=scale_dtype)
+    own = meaning(found.weight_arguments()), meaning(found.input_arguments())
+    return found if own == (meaning(scheme.weights), meaning(scheme.inputs)) else None
+
+
+def _own_kind(scheme: Scheme) -> str | None:
+    weights, inputs = scheme.weights, scheme.inputs
+    kind = f"{weights.get('type', 'int')}{weights.get('num_bits', 8)}"
+    exponents = weights.get("scale_dtype") in ("torch.uint8", "uint8")
+    name = {
+        ("int8", "channel"): "int8",
+        ("int8", "group"): "int8",
+        ("int4", "channel"): "int4",
+        ("int4", "group"): "int4",
+        ("float8", "tensor"): "fp8-static",
+        ("float8", "channel"): "fp8",
+        ("float8", "block"): "fp8-block",
+        ("float8", "group"): "mxfp8" if exponents else None,
+        ("float4", "tensor_group"): "nvfp4",
+        ("float4", "group"): "mxfp4" if exponents else None,
+    }.get((kind, str(weights.get("strategy"))))
+    if name == "int8":
+        name = "int8-wo" if inputs is None else "int8-static" if inputs.get("dynamic") is False else "int8"
+    elif name == "int4" and inputs is not None:
+        name = "w4a8" if inputs.get("type") == "float" else None
+    elif name in ("nvfp4", "mxfp4") and inputs is None:
+        name += "-wo"
+    elif name in ("fp8", "fp8-static", "fp8-block", "mxfp8") and inputs is None:
+        name = None
+    return name if name is None or scheme.symmetric else f"{name}-asym"
 
 
 def meaning(arguments: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """What of a scheme's arguments decides the numbers; tools write more, such as observers."""
+    """Returns those of a scheme's arguments that decide the numbers; tools write more, such as observers."""
     if arguments is None:
         return None
     defaults = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": None, "dynamic": False}

@@ -111,38 +111,6 @@ class Scheme:
         return text
 
     @property
-    def number_format(self) -> str | None:
-        """The ``--quant`` name of such numbers; None where none is like them.
-
-        By the kind of weights and inputs alone: group sizes and other details are for
-        :func:`modelexport.quantization.formats.of_scheme` to compare.
-        """
-        weights, inputs = self.weights, self.inputs
-        kind = f"{weights.get('type', 'int')}{weights.get('num_bits', 8)}"
-        exponents = weights.get("scale_dtype") in ("torch.uint8", "uint8")
-        name = {
-            ("int8", "channel"): "int8",
-            ("int8", "group"): "int8",
-            ("int4", "channel"): "int4",
-            ("int4", "group"): "int4",
-            ("float8", "tensor"): "fp8-static",
-            ("float8", "channel"): "fp8",
-            ("float8", "block"): "fp8-block",
-            ("float8", "group"): "mxfp8" if exponents else None,
-            ("float4", "tensor_group"): "nvfp4",
-            ("float4", "group"): "mxfp4" if exponents else None,
-        }.get((kind, str(weights.get("strategy"))))
-        if name == "int8":
-            name = "int8-wo" if inputs is None else "int8-static" if inputs.get("dynamic") is False else "int8"
-        elif name == "int4" and inputs is not None:
-            name = "w4a8" if inputs.get("type") == "float" else None
-        elif name in ("nvfp4", "mxfp4") and inputs is None:
-            name += "-wo"
-        elif name in ("fp8", "fp8-static", "fp8-block", "mxfp8") and inputs is None:
-            name = None
-        return name if name is None or self.symmetric else f"{name}-asym"
-
-    @property
     def bits(self) -> int:
         """Bits of a weight.
 
@@ -351,6 +319,9 @@ class Method(Protocol):
 
     FORMAT: str | None
     """As ``--format`` spells it; None where it can only be read."""
+
+    DESCRIPTION: str
+    """One line for people, of methods with a ``FORMAT`` that is no container's."""
 
     SCALES: str | None
     """Dtype that scales are rounded to as they are made (``"F32"``); None: the model's."""

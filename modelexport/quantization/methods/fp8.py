@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 METHOD = "fp8"
 FORMAT = "fp8-block"
+DESCRIPTION = "DeepSeek's weight_scale_inv, in Hugging Face's files"
 SCALES = "F32"
 KV_SCALES: Mapping[str, str] = {}
 KV_SHAPE: tuple[int, ...] = ()

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 METHOD = "modelopt"
 ALIASES = ("modelopt_fp4", "modelopt_mixed", "modelopt_mxfp8")
 FORMAT = "modelopt"
+DESCRIPTION = "NVIDIA ModelOpt's names and hf_quant_config.json"
 SCALES = "F32"
 SIDE_FILES: tuple[str, ...] = ("hf_quant_config.json",)
 KV_SHAPE: tuple[int, ...] = ()

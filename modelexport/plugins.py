@@ -1,0 +1,90 @@
+"""Plugins: modules of other distributions that bring an algorithm, a number format, a checkpoint format or a family.
+
+A distribution names them in its pyproject.toml::
+
+    [project.entry-points."modelexport.plugins"]
+    anything = "its.module"
+
+A plugin's module is a file like those of the package: it defines ``ALGORITHM``, ``FORMAT``, ``FAMILY``, or what a
+checkpoint format's module has. Each is registered beside the package's own by being imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import MutableMapping
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from modelexport.errors import UsageError, error_text
+from modelexport.system.small_files import read_small
+
+__all__ = ["GROUP", "add", "modules", "register"]
+
+GROUP = "modelexport.plugins"
+_LARGEST = 1 << 20  # bytes of an entry_points.txt that is looked at
+
+
+@cache
+def modules() -> dict[str, ModuleType]:
+    """Returns the imported modules of all plugins, by the names of their entry points.
+
+    Raises:
+        UsageError: one cannot be imported.
+    """
+    if not _are_there():  # to ask importlib.metadata takes longer than --help
+        return {}
+    from importlib.metadata import entry_points
+
+    found = {}
+    for point in sorted(entry_points(group=GROUP)):
+        try:
+            found[point.name] = importlib.import_module(point.module)
+        except Exception as error:
+            whose = f" of {point.dist.name}" if point.dist is not None else ""
+            raise UsageError(
+                f"plugin {point.name}{whose}: {point.module} cannot be imported: {error_text(error)}: "
+                "mend or uninstall it"
+            ) from error
+    return found
+
+
+def add(found: MutableMapping[str, Any], attribute: str, *, kind: str) -> None:
+    """Adds to a catalogue, by its ``name``, what each plugin's module defines under a name of that kind.
+
+    Raises:
+        UsageError: two have the same name.
+    """
+    for module in modules().values():
+        if hasattr(module, attribute):
+            entry = getattr(module, attribute)
+            register(found, entry.name, entry, kind=kind, module=module)
+
+
+def register(found: MutableMapping[str, Any], name: str, entry: Any, *, kind: str, module: ModuleType) -> None:
+    """Adds one thing that a plugin's module defines to a catalogue.
+
+    Raises:
+        UsageError: the name is taken.
+    """
+    if name in found:
+        raise UsageError(f"plugin {module.__name__}: there is {kind} '{name}' already: give it another name")
+    found[name] = entry
+
+
+def _are_there() -> bool:
+    """Returns whether a distribution on the path may have entry points of the group."""
+    for place in dict.fromkeys(sys.path):
+        with contextlib.suppress(OSError), os.scandir(place or ".") as entries:
+            for entry in entries:
+                if entry.name.endswith((".dist-info", ".egg-info")):
+                    path = Path(entry.path, "entry_points.txt")
+                    with contextlib.suppress(UsageError):
+                        if GROUP.encode() in read_small(path, largest=_LARGEST, error=UsageError):
+                            return True
+    return False

@@ -1,0 +1,78 @@
+"""The rounding of rows by gptq, once it is planned; see :mod:`.gptq`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from modelexport.quantization import kernels
+from modelexport.quantization.algorithms.base import CalibratedLinear
+from modelexport.quantization.calibration.cut import ROWS
+from modelexport.quantization.formats.base import Grid
+from modelexport.quantization.kernels import feedback
+
+
+@dataclass(frozen=True)
+class ColumnPlan:
+    """The order in which columns are rounded, and the factor by which errors are handed on.
+
+    Attributes:
+        order: int64 ``[features]``: the columns; the last one is rounded first.
+        factor: float32 ``[features, features]``, whose lower triangle is L, in that order.
+        block: columns whose errors are handed on together.
+    """
+
+    order: Tensor
+    factor: Tensor
+    block: int
+
+
+def round_rows(linear: CalibratedLinear, plan: ColumnPlan, tensors: dict[str, Tensor]) -> None:
+    """Replaces the values of native tensors whose scales stay."""
+    assert linear.number_format is not None
+    assert linear.rows[0] % ROWS == 0, f"{linear.name}: rows from {linear.rows[0]} on"
+    weight, grid = linear.weight, linear.number_format.grid(tensors)
+    values = torch.empty_like(weight)
+
+    def work(part: slice) -> None:
+        for start in range(part.start, part.stop, ROWS):
+            rows = slice(start, min(part.stop, start + ROWS))
+            values[rows] = _rounded(weight[rows], grid.part(rows), plan)
+
+    kernels.split_rows(weight, work, ROWS)
+    linear.number_format.store(values, tensors)
+
+
+def _rounded(weight: Tensor, grid: Grid, plan: ColumnPlan) -> Tensor:
+    """Some rows, rounded. Matrix products are of the same shape wherever the weight was cut."""
+    factor, order = plan.factor, plan.order
+    columns = weight.t()[order]
+    step, zero = grid.step.t().contiguous(), None if grid.zero is None else grid.zero.t().contiguous()
+    scale_of, pivots = order // grid.columns, factor.diagonal()
+    rounded, errors = torch.empty_like(columns), torch.empty_like(columns)
+    for stop in range(len(order), 0, -plan.block):
+        part = slice(max(0, stop - plan.block), stop)
+        divisor = pivots[part]
+        carried = (factor[stop:, part].t() @ errors[stop:]) / divisor.unsqueeze(1)
+        within, scales = factor[part, part] / divisor, scale_of[part]
+        feedback.round_back(
+            columns[part], carried, within, scales, step, zero, grid.storage, grid.low, grid.high, rounded[part]
+        )
+        torch.sub(columns[part], rounded[part], out=errors[part])
+    columns[order] = rounded
+    return columns.t()
+
+
+@contextmanager
+def one_thread_an_operation() -> Iterator[None]:
+    """As bits depend on it. Threads of the kernels' pool work on different rows."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
