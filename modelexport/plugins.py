@@ -32,7 +32,7 @@ _LARGEST = 1 << 20  # bytes of an entry_points.txt that is looked at
 
 @cache
 def modules() -> dict[str, ModuleType]:
-    """Returns the imported modules of all plugins, by the names of their entry points.
+    """Returns the imported modules of all plugins, by their names.
 
     Raises:
         UsageError: one cannot be imported.
@@ -44,7 +44,7 @@ def modules() -> dict[str, ModuleType]:
     found = {}
     for point in sorted(entry_points(group=GROUP)):
         try:
-            found[point.name] = importlib.import_module(point.module)
+            found[point.module] = importlib.import_module(point.module)
         except Exception as error:
             whose = f" of {point.dist.name}" if point.dist is not None else ""
             raise UsageError(

@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 
 from modelexport import __version__
 from modelexport.errors import UsageError, nearest
-from modelexport.recipe import ExportRecipe, ReshardRecipe, is_calibration
 from modelexport.settings import Settings, moved
 from modelexport.system.terminal import show
 
@@ -89,6 +88,8 @@ def _parser(command: str, description: str, examples: str, *, only_given: bool =
 
 def export_parser() -> Parser:
     """The parser of the export command: one flag for every field of ExportRecipe, and --recipe, --set."""
+    from modelexport.recipe import ExportRecipe
+
     others = "".join(f"  modelexport {name:<9} {command.summary}\n" for name, command in COMMANDS.items())
     parser = _parser(
         "",
@@ -107,6 +108,8 @@ def export_parser() -> Parser:
 
 def _convert() -> Parser:
     """The flags of an export that keeps the source's numbers."""
+    from modelexport.recipe import ExportRecipe, is_calibration
+
     parser = _parser(
         "convert",
         "Write a quantised checkpoint in another format, without rounding anything again.",
@@ -125,6 +128,8 @@ def _convert() -> Parser:
 
 def _reshard() -> Parser:
     """One flag for every field of ReshardRecipe."""
+    from modelexport.recipe import ReshardRecipe
+
     parser = _parser(
         "reshard",
         "Write a checkpoint for another parallelism or in another format; its values stay as they are.",

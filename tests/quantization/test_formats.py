@@ -397,3 +397,8 @@ def test_a_gpu_gives_the_same_bytes(dtype: torch.dtype) -> None:
         searching = formats.get(name, group_size=group, observer="mse")
         searched = {key: tensor.cpu() for key, tensor in quantise(searching, weight.cuda()).items()}
         assert same_bytes(searched, quantise(searching, weight))
+
+
+def test_the_kinds_told_without_torch_are_those_of_the_packages_own_formats() -> None:
+    told = [name for name in formats.names() if formats._own_kind(formats.get(name).scheme()) == name]
+    assert sorted(formats._OWN_KINDS) == told
