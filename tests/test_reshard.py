@@ -165,7 +165,7 @@ def test_another_parallelism_does_not_resume(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(RankFailedError):
         resharded(source, tmp_path / "out", tp=2)
     monkeypatch.undo()
-    with pytest.raises(UsageError, match=r"target\.tp: 2 then, 4 now"):
+    with pytest.raises(UsageError, match=r"\n  tp: 2 then, 4 now"):
         resharded(source, tmp_path / "out", tp=4)
 
 
