@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from modelexport.exporting.result import CutRow, ExportResult
-from modelexport.resharding import ReshardResult
+from modelexport.resharding.result import ReshardResult
 from modelexport.system.tables import size_text, table
 from modelexport.system.terminal import columns
 
