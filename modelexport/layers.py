@@ -59,7 +59,7 @@ class TensorShard:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the rectangle is the whole tensor."""
+        """True if the rectangle is the whole tensor."""
         return self.shape == self.global_shape
 
 
@@ -215,7 +215,7 @@ def from_json(value: Mapping[str, Any]) -> LayerConfig:
 
 
 def _nature(module: ModuleConfig) -> tuple[object, ...]:
-    """What all parts of a module must agree on."""
+    """The fields in which all parts of a module must agree."""
     return (
         module.kind,
         module.role,

@@ -265,17 +265,17 @@ class ExportRecipe(Settings):
 
     @property
     def reads_samples(self) -> bool:
-        """Whether an algorithm needs samples."""
+        """True if an algorithm needs samples."""
         return any(algorithms.get(name).needs_samples for name in self.algorithms)
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether layers are quantised one by one while samples run through them."""
+        """True if layers are quantised one by one while samples run through them."""
         return any(algorithm.needs_samples for algorithm in self.of_kind("rotate", "fold", "round"))
 
     @property
     def observer(self) -> str:
-        """How number formats choose scales: ``amax`` or ``mse``."""
+        """The observer by which number formats choose scales: ``amax`` or ``mse``."""
         return next((own for name in self.algorithms if (own := algorithms.get(name).observer) != "amax"), "amax")
 
     @property
@@ -291,7 +291,7 @@ EXCHANGES = ("direct", "auto", "p2p", "shared_memory")
 
 @dataclass(frozen=True, kw_only=True)
 class ReshardRecipe(Settings):
-    """What to reshard, for which parallelism, and where to."""
+    """The settings of a resharding: the checkpoint, the parallelism, the target."""
 
     checkpoint: str = setting("", "the checkpoint: any format, any parallelism", metavar="CKPT")
     out: str | None = setting(None, "target directory; must not exist (see --overwrite)", metavar="DIR")

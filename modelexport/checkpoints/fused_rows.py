@@ -26,7 +26,7 @@ def heads_of(rules: Iterable[TensorRule]) -> Heads:
 
 
 def row_spans(rule: TensorRule, heads: Heads) -> tuple[int, list[Span]]:
-    """Where the rows of a query, key or value tensor, or of all three one after the other, are in the fused one.
+    """The rows in the fused tensor of a query, key or value tensor, or of all three one after the other.
 
     Returns:
         (rows of the fused tensor, a span for each run of rows).

@@ -1,4 +1,4 @@
-"""Where a model comes from: the embedded demo, a directory, or a repository of the Hugging Face hub."""
+"""The source of a model: the embedded demo, a directory, or a repository of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Source:
 
 
 def is_local(model: str | None) -> bool:
-    """Whether ``model`` is on this machine's disk, and nothing has to be downloaded."""
+    """Returns whether ``model`` is on this machine's disk, and nothing has to be downloaded."""
     return model is None or Path(os.path.expanduser(model)).exists()
 
 

@@ -31,7 +31,7 @@ _NAME = re.compile(r'^NAME = "([\w-]+)"$', re.MULTILINE)
 
 
 class CheckpointFormat(Protocol):
-    """What a format module offers."""
+    """The interface of a checkpoint format's module."""
 
     NAME: str
     """As ``--format`` has it."""
@@ -41,7 +41,7 @@ class CheckpointFormat(Protocol):
     """Files that belong to the format and not to the model: they do not come along into another format."""
 
     def lay_out(self, plan: ShardPlan, config: dict[str, Any], *, max_shard_bytes: int) -> Layout:
-        """Which files there will be, and where everything goes.
+        """Returns the layout: the files, and the place of every tensor in them.
 
         A module with ``READS_SOURCE`` true also takes ``source``, the directory of the model's tokenizer.
         """
@@ -50,7 +50,7 @@ class CheckpointFormat(Protocol):
         """The files beside the weights that belong to the format: name -> content."""
 
     def recognises(self, directory: Path) -> bool:
-        """Whether the directory holds a checkpoint of this format."""
+        """Returns whether the directory holds a checkpoint of this format."""
 
     def open(self, directory: Path, config: dict[str, Any] | None, rules: Rules) -> Checkpoint:
         """Read and check everything but the weights."""

@@ -1,4 +1,4 @@
-"""How each tensor of a checkpoint may be cut over ranks: its family's cuts, and what its number format keeps together.
+"""The cuts of each tensor of a checkpoint over ranks: its family's, on the units that its number format keeps together.
 
 The tensors of a quantised linear go with its weight: a rank that holds some of its rows holds their scales, their zero
 points and their packed words. Where a format keeps several elements of the weight together (a group, a block, a packed
@@ -70,7 +70,7 @@ def layers_of(rules: Sequence[TensorRule]) -> int:
 
 
 def tensor_rules(checkpoint: Checkpoint) -> list[TensorRule]:
-    """How every tensor of a checkpoint may be cut, from its headers and its config.json.
+    """The rules by which every tensor of a checkpoint may be cut, from its headers and its config.json.
 
     Any number format of the quantisation methods that are known, or none. Tensors that are no part of the model have
     no rule (:func:`left_out` names them).
@@ -135,7 +135,7 @@ def expected_rules(
 
 @dataclass(frozen=True)
 class _Model:
-    """What config.json says."""
+    """The model as config.json describes it."""
 
     config: Mapping[str, Any]
     family: Family
