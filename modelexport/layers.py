@@ -215,7 +215,7 @@ def from_json(value: Mapping[str, Any]) -> LayerConfig:
 
 
 def _nature(module: ModuleConfig) -> tuple[object, ...]:
-    """The facts that all parts of a module must agree on."""
+    """The fields in which all parts of a module must agree."""
     return (
         module.kind,
         module.role,

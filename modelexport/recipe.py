@@ -291,7 +291,7 @@ EXCHANGES = ("direct", "auto", "p2p", "shared_memory")
 
 @dataclass(frozen=True, kw_only=True)
 class ReshardRecipe(Settings):
-    """The settings of a resharding; those that decide the bytes are marked so."""
+    """The settings of a resharding: the checkpoint, the parallelism, the target."""
 
     checkpoint: str = setting("", "the checkpoint: any format, any parallelism", metavar="CKPT")
     out: str | None = setting(None, "target directory; must not exist (see --overwrite)", metavar="DIR")

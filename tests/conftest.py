@@ -1,8 +1,12 @@
-"""What every test shares: quiet threads, no network, no deadline. Tiny checkpoints: ``tests/_models.py``."""
+"""What every test shares: quiet threads, no network, no deadline. What several share is in ``tests/helpers``."""
 
 from __future__ import annotations
 
 import os
+import signal
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as under nohup; programs that tests start would ignore it too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before torch, numba or huggingface_hub is imported anywhere.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

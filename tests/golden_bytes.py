@@ -111,7 +111,7 @@ def hashes() -> dict[str, dict[str, str]]:
 
 def make_models() -> None:
     """The two sources, made from fixed seeds, under fixed names: a record holds the name of its source."""
-    from tests._models import make_llama
+    from tests.helpers.models import make_llama
 
     for model in MODELS:
         shutil.copytree(make_llama(model_type=model, layers=2, vocab=2048), model)

@@ -21,9 +21,10 @@ from modelexport.inspection.evaluate import evaluate
 from modelexport.inspection.evaluate.models import load_dequantised
 from modelexport.inspection.evaluate.text import evaluate_on_text
 from modelexport.inspection.verify import verify_checkpoint
-from tests import _faults
-from tests._hard_model import make_hard
-from tests._models import copy_checkpoint, make_llama
+from tests.helpers import faults
+from tests.helpers.hard_model import make_hard
+from tests.helpers.marks import few
+from tests.helpers.models import copy_checkpoint, make_llama
 from tests.test_export import digests
 
 pytestmark = pytest.mark.timeout(300)
@@ -53,7 +54,7 @@ def ids(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("algorithm", ["gptq", "rotation+smoothquant"])
+@pytest.mark.parametrize("algorithm", few(["gptq", "rotation+smoothquant"], "rotation+smoothquant"))
 def test_the_bytes_do_not_depend_on_the_number_of_ranks(tmp_path: Path, algorithm: str) -> None:
     found = []
     for tp in (1, 3):
@@ -141,14 +142,14 @@ def test_what_runs_is_what_is_written(
     assert differences[0] < (1e-5 if quant == "int4" else 0.01 * differences[1])
 
 
-@pytest.mark.parametrize("kind", ["raise", "kill"])
+@pytest.mark.parametrize("kind", few(["raise", "kill"], "kill"))
 def test_a_run_that_is_cut_off_is_taken_up_at_its_layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     settings: dict[str, Any] = {"quant": "int4", "algorithm": "gptq", **FEW}
     monkeypatch.setenv("FAULT", f"{kind} 1 3")
     with monkeypatch.context() as patch:
-        patch.setattr(export_rank, "run_rank", _faults.misbehave)
+        patch.setattr(export_rank, "run_rank", faults.misbehave)
         with pytest.raises(RankFailedError, match="rank 1 failed"):
             export(out=str(tmp_path / "out"), tp=2, **settings)
     done: list[int | None] = []
@@ -170,7 +171,7 @@ def test_without_what_went_into_a_layer_all_are_run_again(tmp_path: Path, monkey
     settings: dict[str, Any] = {"quant": "int4", "algorithm": "awq", "awq_grid": 4, **FEW}
     monkeypatch.setenv("FAULT", "raise 0 3")
     with monkeypatch.context() as patch:
-        patch.setattr(export_rank, "run_rank", _faults.misbehave)
+        patch.setattr(export_rank, "run_rank", faults.misbehave)
         with pytest.raises(RankFailedError):
             export(out=str(tmp_path / "out"), **settings)
     shutil.rmtree(tmp_path / ".out.modelexport" / "beside")
@@ -305,7 +306,7 @@ def test_a_setting_that_differs_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     settings: dict[str, Any] = {"quant": "int4", "algorithm": "gptq", **FEW}
     monkeypatch.setenv("FAULT", "raise 0 2")
     with monkeypatch.context() as patch:
-        patch.setattr(export_rank, "run_rank", _faults.misbehave)
+        patch.setattr(export_rank, "run_rank", faults.misbehave)
         with pytest.raises(RankFailedError):
             export(out=str(tmp_path / "out"), **settings)
     with pytest.raises(UsageError, match=r"differs from it:\n  gptq_damping: 0\.01 then, 0\.02 now$"):

@@ -20,14 +20,17 @@ from modelexport.cli import export_parser, main
 from modelexport.errors import CheckpointError, ModelExportError, PlanError, RankFailedError, UsageError
 from modelexport.quantization import formats
 from modelexport.recipe import ExportRecipe
-from tests._cli_running import fails, listing, shell
-from tests._models import copy_checkpoint, make_llama
+from tests.helpers.cli_running import fails, listing, shell
+from tests.helpers.models import copy_checkpoint, make_llama
 
 FIELDS = {field.name: field for field in dataclasses.fields(ExportRecipe)}
 
 
+@dataclasses.dataclass
 class Result:
     """Stands for ExportResult where the export itself is not run."""
+
+    seconds: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
         return {"stands": "for a result"}

@@ -21,7 +21,7 @@ from modelexport.models.checkpoint_formats import names as checkpoint_formats
 from modelexport.quantization import algorithms, formats
 from modelexport.recipe import ExportRecipe
 from modelexport.settings import parse_assignments
-from tests._models import make_llama
+from tests.helpers.models import make_llama
 
 HEADERS = {"", *COMMANDS}
 

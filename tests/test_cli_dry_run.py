@@ -9,8 +9,8 @@ import pytest
 
 from modelexport.cli import main
 from modelexport.quantization import formats
-from tests._cli_running import fails, listing
-from tests._models import make_llama
+from tests.helpers.cli_running import fails, listing
+from tests.helpers.models import make_llama
 
 
 @pytest.mark.parametrize("quant", formats.names())

@@ -18,7 +18,8 @@ from modelexport.inspection.verify import verify_checkpoint
 from modelexport.models import checkpoint_formats
 from modelexport.quantization import formats
 from modelexport.resharding import reshard
-from tests._models import make_llama
+from tests.helpers.marks import extended, few
+from tests.helpers.models import make_llama
 from tests.test_export import digests
 
 pytestmark = pytest.mark.timeout(240)
@@ -112,7 +113,14 @@ def write(source: str, out: Path, case: Case, **settings: object) -> dict[str, s
     return digests(out)
 
 
-@pytest.mark.parametrize("case", [*HF, *OTHERS], ids=str)
+FAST = {
+    *(Case("int8"), Case("mxfp4"), Case("w4a8", algorithm="mse"), Case("int4", "gptq", 128), Case("nvfp4", "modelopt")),
+    *(Case("int4-asym", "awq", 64), Case("fp8-block", "fp8-block"), Case("int4", "gguf", 32)),
+}
+"""Each checkpoint format once."""
+
+
+@pytest.mark.parametrize("case", few([*HF, *OTHERS], *FAST), ids=str)
 def test_three_ranks_write_what_one_writes_and_it_reads_back(case: Case, model: str, odd: str, tmp_path: Path) -> None:
     model = odd if case.quant in ("fp8-block", "int8", "fp8-static") else model
     alone = write(model, tmp_path / "1", case)
@@ -135,7 +143,9 @@ def test_every_parallelism_gives_the_same_directory(case: Case, tmp_path: Path) 
         assert write(source, tmp_path / f"{tp}", case, tp=tp) == alone, tp
 
 
-@pytest.mark.parametrize(("method", "kv"), [("hf", "self_attn.k_scale"), ("modelopt", "self_attn.k_proj.k_scale")])
+@pytest.mark.parametrize(
+    ("method", "kv"), [("hf", "self_attn.k_scale"), extended("modelopt", "self_attn.k_proj.k_scale")]
+)
 def test_mixed_formats_and_the_cache_of_keys_and_values(method: str, kv: str, model: str, tmp_path: Path) -> None:
     case = Case("*.layers.0.*=fp8-static,*.self_attn.*=nvfp4,*.mlp.*=int4:64", method)
     alone = write(model, tmp_path / "1", case, kv_cache="fp8")
@@ -188,7 +198,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize(("case", "target"), WAYS, ids=lambda value: str(value))
+@pytest.mark.parametrize(("case", "target"), few(WAYS, WAYS[0], WAYS[8], WAYS[-1]), ids=str)
 def test_what_is_converted_holds_the_same_numbers(case: Case, target: str, model: str, tmp_path: Path) -> None:
     """There, at two parallelisms, and back; and what is decoded of each is the same."""
     write(model, tmp_path / "source", case)

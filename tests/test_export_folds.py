@@ -15,7 +15,7 @@ from modelexport.quantization import formats
 from modelexport.quantization.algorithms.base import CalibratedLinear
 from modelexport.quantization.calibration.cut import ForwardShard
 from modelexport.quantization.calibration.statistics import InputStatistics
-from tests._models import LlamaShape, config_json, tensor_shapes
+from tests.helpers.models import LlamaShape, config_json, tensor_shapes
 
 PREFIX = "model.layers.0"
 ATTENTION = f"{PREFIX}.self_attn"

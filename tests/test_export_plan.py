@@ -26,7 +26,7 @@ from modelexport.quantization.assignment import Assignment
 from modelexport.quantization.methods import WeightSlice, of_method
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.shard_plan import part_problem
-from tests._models import LlamaShape, copy_checkpoint, headers_only, make_llama, quantised_headers, tensor_shapes
+from tests.helpers.models import LlamaShape, copy_checkpoint, headers_only, make_llama, quantised_headers, tensor_shapes
 
 FORMATS = [("none", None), ("int8", None), ("fp8", None), ("int4", 32), ("int4", 64)]
 

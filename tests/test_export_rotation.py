@@ -21,9 +21,9 @@ from modelexport.models.opening import open_model
 from modelexport.models.ties import untie
 from modelexport.quantization.algorithms.rotation import Rotation
 from modelexport.sharding.plan import Parallelism
-from tests._hard_model import make_hard
-from tests._models import copy_checkpoint, headers_only, make_llama, quantised_headers
-from tests._tiny_models import tiny_checkpoint
+from tests.helpers.hard_model import make_hard
+from tests.helpers.models import copy_checkpoint, headers_only, make_llama, quantised_headers
+from tests.helpers.tiny_models import tiny_checkpoint
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama with biases, 3 * 64": {"hidden": 192, "head_dim": 24, "attention_bias": True, "mlp_bias": True},

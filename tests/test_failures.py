@@ -2,46 +2,50 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import shutil
 import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from modelexport.cli import main
 from modelexport.errors import CheckpointError, PlanError, RankFailedError
 from modelexport.exporting import export
 from modelexport.exporting import rank as export_rank
 from modelexport.exporting.plan import Step
 from modelexport.exporting.rank import Quantised, Shards
-from tests import _faults
-from tests._models import make_llama
+from tests.distributed._failure_helpers import leaving_nothing
+from tests.helpers import faults
+from tests.helpers.marks import few
+from tests.helpers.models import make_llama
 from tests.test_export import digests
 
 pytestmark = pytest.mark.timeout(120)
 
 
-def cli(*arguments: object, **kwargs: object) -> subprocess.CompletedProcess[str]:
-    """Run the command line as a user would."""
-    return subprocess.run(
-        [sys.executable, "-m", "modelexport", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        **kwargs,  # type: ignore[call-overload]
-    )
+Ended = subprocess.CompletedProcess[str]
 
 
-def ours_in_dev_shm() -> list[str]:
-    """Names in /dev/shm that are not there before and after every export."""
-    return sorted(os.listdir("/dev/shm"))
+@pytest.fixture
+def cli(capfd: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
+    """The command line, in this process."""
+
+    def run(*arguments: object) -> Ended:
+        words = [str(word) for word in arguments]
+        return subprocess.CompletedProcess(words, main(words), *capfd.readouterr())
+
+    return run
 
 
 @pytest.fixture
@@ -50,44 +54,73 @@ def source(tmp_path: Path) -> Path:
     return Path(shutil.copytree(make_llama(), tmp_path / "source"))
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("kind", ["raise", "kill", "exit"])
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], float]:
+    """Hashes of an export in which nothing goes wrong, and the seconds that four ranks take for it."""
+    out = tmp_path_factory.mktemp("whole")
+    export(out=str(out / "alone"), quiet=True, evaluate=False)
+    for name in ("first", "four"):  # the second time the fork server has everything
+        began = time.monotonic()
+        export(out=str(out / name), tp=4, quiet=True, evaluate=False, gather="shm")
+    assert digests(out / "four") == digests(out / "alone")
+    return digests(out / "alone"), time.monotonic() - began
+
+
+FAILURES = [
+    *((kind, tp - 1, tp, "shm") for kind in ("raise", "kill", "exit") for tp in (2, 4)),
+    *(("kill", 0, 4, "shm"), ("raise", 2, 4, "direct"), ("kill", 1, 4, "nfs"), ("exit", 0, 2, "nfs")),
+    *(("stop", 1, 4, "direct"), ("hang", 1, 4, "direct"), ("hang", 2, 4, "nfs")),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "culprit", "tp", "gather"),
+    few(FAILURES, ("kill", 3, 4, "shm"), ("raise", 2, 4, "direct"), ("exit", 0, 2, "nfs"), ("hang", 2, 4, "nfs")),
+)
 def test_a_failing_rank_is_named_and_the_rerun_resumes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, tp: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    whole: tuple[dict[str, str], float],
+    kind: str,
+    culprit: int,
+    tp: int,
+    gather: str,
 ) -> None:
-    before = ours_in_dev_shm()
-    victim = tp - 1
-    monkeypatch.setenv("FAULT", f"{kind} {victim} 3")
-    with monkeypatch.context() as patch:
-        patch.setattr(export_rank, "run_rank", _faults.misbehave)
-        with pytest.raises(RankFailedError, match=f"rank {victim} failed") as caught:
-            export(out=str(tmp_path / "out"), tp=tp, quiet=True, evaluate=False, gather="shm")
-    assert caught.value.rank == victim
-    assert "model.layers.2" in str(caught.value), "what the rank was doing"
+    """Nothing is left but what was finished: no process, no shared memory, no file in the workspace or TMPDIR."""
+    expected, seconds = whole
+    workspace, temporary = tmp_path / "workspace", tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    settings: dict[str, Any] = {"out": str(tmp_path / "out"), "tp": tp, "gather": gather}
+    settings |= {"quiet": True, "evaluate": False, **({"workspace": str(workspace)} if gather == "nfs" else {})}
+    # A rank that only waits for the processor, on a machine that is busy, must not seem to hang.
+    hung = {"timeout": 3.0 + 2 * seconds} if kind in ("hang", "stop") else {}
+    monkeypatch.setenv("FAULT", f"{kind} {culprit} 3")
+    began = time.monotonic()
+    with monkeypatch.context() as patch, leaving_nothing(temporary, workspace):
+        patch.setattr(export_rank, "run_rank", faults.misbehave)
+        with pytest.raises(RankFailedError, match=f"rank {culprit} failed") as caught:
+            export(**settings, **hung)
+    assert caught.value.rank == culprit
+    assert caught.value.phase == "quantising model.layers.2"
+    assert time.monotonic() - began < 60 + 4 * seconds, "well before any default time-out"
     assert not (tmp_path / "out").exists()
     assert (tmp_path / ".out.modelexport" / "journal.jsonl").exists()
-    assert ours_in_dev_shm() == before
-    export(out=str(tmp_path / "out"), tp=tp, quiet=True, evaluate=False, gather="shm")
-    export(out=str(tmp_path / "fresh"), quiet=True, evaluate=False)
-    assert digests(tmp_path / "out") == digests(tmp_path / "fresh")
+    export(**settings)
+    assert digests(tmp_path / "out") == expected
     assert not (tmp_path / ".out.modelexport").exists()
 
 
-@pytest.mark.parametrize("kind", ["hang", "stop"])
-def test_a_hung_rank_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.setenv("FAULT", f"{kind} 1 2")
-    monkeypatch.setattr(export_rank, "run_rank", _faults.misbehave)
-    began = time.monotonic()
-    with pytest.raises(RankFailedError, match="rank 1 failed"):
-        export(out=str(tmp_path / "out"), tp=4, quiet=True, evaluate=False, timeout=4.0)
-    assert time.monotonic() - began < 60, "well before any default time-out"
-    assert not (tmp_path / "out").exists()
+NAMES = ("model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight")
 
 
-@pytest.mark.parametrize("tp", [1, 4])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ["model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight"])
-def test_nan_and_inf_are_refused_by_name(tmp_path: Path, source: Path, name: str, value: float, tp: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "tp"),
+    few(itertools.product(NAMES, (math.nan, math.inf), (1, 4)), (NAMES[0], math.nan, 4), (NAMES[1], math.inf, 1)),
+)
+def test_nan_and_inf_are_refused_by_name(
+    tmp_path: Path, cli: Callable[..., Ended], source: Path, name: str, value: float, tp: int
+) -> None:
     tensors = load_file(source / "model.safetensors")
     tensors[name][3, -1] = value
     save_file(tensors, source / "model.safetensors")
@@ -99,7 +132,7 @@ def test_nan_and_inf_are_refused_by_name(tmp_path: Path, source: Path, name: str
     assert os.listdir(tmp_path) == ["source"], "what can never be finished is not kept"
 
 
-def test_target_that_exists(tmp_path: Path) -> None:
+def test_target_that_exists(tmp_path: Path, cli: Callable[..., Ended]) -> None:
     (tmp_path / "out").mkdir()
     result = cli("--out", tmp_path / "out")
     assert result.returncode == 2
@@ -107,7 +140,7 @@ def test_target_that_exists(tmp_path: Path) -> None:
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_truncated_shard(tmp_path: Path, source: Path) -> None:
+def test_truncated_shard(tmp_path: Path, source: Path, cli: Callable[..., Ended]) -> None:
     weights = source / "model.safetensors"
     size = weights.stat().st_size
     os.truncate(weights, size - 1000)
@@ -119,7 +152,7 @@ def test_truncated_shard(tmp_path: Path, source: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_damaged_header(tmp_path: Path, source: Path) -> None:
+def test_damaged_header(tmp_path: Path, source: Path, cli: Callable[..., Ended]) -> None:
     with open(source / "model.safetensors", "r+b") as file:
         file.write(struct.pack("<Q", 1 << 40))
     result = cli("--model", source, "--out", tmp_path / "out")
@@ -128,7 +161,7 @@ def test_damaged_header(tmp_path: Path, source: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_missing_shard_and_index_that_points_outside(tmp_path: Path, source: Path) -> None:
+def test_missing_shard_and_index_that_points_outside(tmp_path: Path, source: Path, cli: Callable[..., Ended]) -> None:
     names = list(load_file(source / "model.safetensors"))
     index = source / "model.safetensors.index.json"
     (source / "model.safetensors").rename(source / "model-00001-of-00002.safetensors")
@@ -159,8 +192,8 @@ def test_a_dimension_that_groups_do_not_divide_is_refused_before_weights_are_rea
     assert list(tmp_path.iterdir()) == []
 
 
-def test_hub_id_offline_says_so(tmp_path: Path) -> None:
-    result = cli("--model", "nobody/nothing", "--out", tmp_path / "out", env={**os.environ, "HF_HUB_OFFLINE": "1"})
+def test_hub_id_offline_says_so(tmp_path: Path, cli: Callable[..., Ended]) -> None:
+    result = cli("--model", "nobody/nothing", "--out", tmp_path / "out")
     assert result.returncode == 1
     assert "offline" in result.stderr
     assert "--model DIR" in result.stderr
@@ -188,10 +221,12 @@ def test_disk_full(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_recipe_refuses_the_staging_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_recipe_refuses_the_staging_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Callable[..., Ended]
+) -> None:
     monkeypatch.setenv("FAULT", "raise 0 3")
     with monkeypatch.context() as patch:
-        patch.setattr(export_rank, "run_rank", _faults.misbehave)
+        patch.setattr(export_rank, "run_rank", faults.misbehave)
         with pytest.raises(RankFailedError, match="rank 0 failed"):
             export(out=str(tmp_path / "out"), quiet=True, evaluate=False)
     result = cli("--quant", "int4", "--out", tmp_path / "out")
@@ -232,7 +267,7 @@ def test_torch_is_not_asked_to_unpickle(tmp_path: Path, source: Path) -> None:
 def test_a_resumed_export_does_only_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAULT", "raise 0 3")
     with monkeypatch.context() as patch:
-        patch.setattr(export_rank, "run_rank", _faults.misbehave)
+        patch.setattr(export_rank, "run_rank", faults.misbehave)
         with pytest.raises(RankFailedError, match=r"quantising model\.layers\.2"):
             export(out=str(tmp_path / "out"), quiet=True, evaluate=False)
     done = [json.loads(line) for line in (tmp_path / ".out.modelexport" / "journal.jsonl").read_text().splitlines()]

@@ -20,7 +20,7 @@ from modelexport.inspection.inspect import inspect_checkpoint
 from modelexport.inspection.verify import verify_checkpoint
 from modelexport.quantization import formats
 from modelexport.recipe import ExportRecipe
-from tests._models import copy_checkpoint, make_llama
+from tests.helpers.models import copy_checkpoint, make_llama
 
 SHAPE: dict[str, Any] = {"hidden": 128, "intermediate": 256, "heads": 4, "kv_heads": 2, "layers": 1, "vocab": 104}
 Q = "model.layers.0.self_attn.q_proj"

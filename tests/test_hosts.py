@@ -1,6 +1,6 @@
 """Exports whose ranks another launcher started: torchrun on one machine and on two, accelerate, srun's environment.
 
-The two machines are network namespaces (see _hosts). Every result must be the single process's, to the byte.
+The two machines are network namespaces (helpers/hosts.py). Every result must be the single process's, to the byte.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import pytest
 
 from modelexport.errors import UsageError
 from modelexport.exporting import export
+from modelexport.exporting.run import launcher_config
 from modelexport.jobs import hosts as export_hosts
 from modelexport.recipe import ExportRecipe
 from modelexport.resharding import reshard
-from tests import _hosts
-from tests._hosts import Host, torchrun
-from tests._models import make_llama
+from tests.helpers.hosts import Host, finish, torchrun, two_hosts, why_not
+from tests.helpers.marks import extended, few
+from tests.helpers.models import make_llama
 from tests.test_export import AWKWARD, digests
 
 pytestmark = pytest.mark.timeout(240)
@@ -32,10 +33,10 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[tuple[Host, Host]]:
-    reason = _hosts.why_not()
+    reason = why_not()
     if reason:
         pytest.skip(reason)
-    with _hosts.two_hosts() as pair:
+    with two_hosts() as pair:
         yield pair
 
 
@@ -57,7 +58,7 @@ def nothing_left(shared: Path) -> None:
     assert [path.name for path in shared.iterdir() if path.name.startswith(".")] == []
 
 
-@pytest.mark.parametrize("gather", ["nfs", "direct"])
+@pytest.mark.parametrize("gather", few(["nfs", "direct"], "nfs"))
 def test_two_machines_write_what_one_process_does(hosts: tuple[Host, Host], shared: Path, gather: str) -> None:
     source = str(make_llama(**AWKWARD))
     arguments = ["modelexport", "--tp", "4", "--gather", gather, "--workspace", str(shared / "workspace")]
@@ -70,6 +71,7 @@ def test_two_machines_write_what_one_process_does(hosts: tuple[Host, Host], shar
     nothing_left(shared)
 
 
+@pytest.mark.extended
 def test_the_demo_model_with_its_evaluation(hosts: tuple[Host, Host], shared: Path) -> None:
     arguments = ["modelexport", "--tp", "4", "--workspace", str(shared / "workspace"), "--out", str(shared / "out")]
     statuses, logs = torchrun(hosts, arguments, shared)
@@ -79,7 +81,7 @@ def test_the_demo_model_with_its_evaluation(hosts: tuple[Host, Host], shared: Pa
     nothing_left(shared)
 
 
-@pytest.mark.parametrize("exchange", ["direct", "auto"])
+@pytest.mark.parametrize("exchange", few(["direct", "auto"], "auto"))
 def test_two_machines_reshard_as_one_process_does(hosts: tuple[Host, Host], shared: Path, exchange: str) -> None:
     source = make_llama(**AWKWARD)
     reshard(checkpoint=str(source), out=str(shared / "four"), tp=2, quiet=True)
@@ -94,14 +96,14 @@ def test_two_machines_reshard_as_one_process_does(hosts: tuple[Host, Host], shar
     nothing_left(shared)
 
 
-@pytest.mark.parametrize("kind", ["kill", "raise"])
+@pytest.mark.parametrize("kind", few(["kill", "raise"], "kill"))
 def test_a_death_on_one_machine_ends_the_job_on_both(
     hosts: tuple[Host, Host], shared: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAULT", f"{kind} 3 3")
     monkeypatch.chdir(ROOT)
     rest = ["--tp", "4", "--no-evaluate", "--workspace", str(shared / "workspace"), "--out", str(shared / "out")]
-    statuses, logs = torchrun(hosts, ["tests._faults", *rest], shared)
+    statuses, logs = torchrun(hosts, ["tests.helpers.faults", *rest], shared)
     assert 0 not in statuses
     assert "rank 3 failed while quantising model.layers.2" in logs[0], logs[0]
     assert not (shared / "out").exists()
@@ -117,11 +119,8 @@ def test_a_death_on_one_machine_ends_the_job_on_both(
     ("change", "text"),
     [
         ([], "shared memory does not reach the others: add --workspace DIR"),
-        (["--tp", "2", "--workspace", "W"], "the launcher started 4 ranks, and --tp is 2"),
-        (
-            ["--workspace", "W", "--out", "W"],
-            "{W} exists already; choose",
-        ),
+        extended(["--tp", "2", "--workspace", "W"], "the launcher started 4 ranks, and --tp is 2"),
+        extended(["--workspace", "W", "--out", "W"], "{W} exists already; choose"),
     ],
 )
 def test_wrong_requests_are_refused_once_in_words(
@@ -157,7 +156,7 @@ def test_machines_that_see_different_models(hosts: tuple[Host, Host], shared: Pa
         host.start([*command, "--node-rank", str(number), *rest, "--model", str(model)], log)
         for number, (host, log, model) in enumerate(zip(hosts, logs, (first, second), strict=True))
     ]
-    assert 0 not in _hosts.finish(agents)
+    assert 0 not in finish(agents)
     text = logs[0].read_text()
     assert "rank 1 on host-b sees another model in" in text, text
     assert not (shared / "out").exists()
@@ -180,13 +179,13 @@ def test_direct_is_refused_where_machines_undo_each_others_writes(
     for name, value in {**place, "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     recipe = ExportRecipe(tp=2, out=str(tmp_path / "new" / "out"), workspace=str(tmp_path), gather="direct")
-    found = export_hosts.external_config(recipe)
+    found = launcher_config(recipe)
     assert found is not None
     assert export_hosts.is_spread(found)
     monkeypatch.setattr(export_hosts, "filesystem_type", lambda path: "nfs4")
     with pytest.raises(UsageError, match=r"is on nfs4, where the writes of two machines.*use --gather nfs"):
-        export_hosts.external_config(recipe)
-    export_hosts.external_config(dataclasses.replace(recipe, gather="nfs"))
+        launcher_config(recipe)
+    launcher_config(dataclasses.replace(recipe, gather="nfs"))
 
 
 def test_the_type_of_a_file_system() -> None:
@@ -212,21 +211,20 @@ def command(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_torchrun_on_one_machine_needs_no_workspace(shared: Path) -> None:
-    source = str(make_llama(**AWKWARD))
-    expected = alone(shared, model=source, quant="int8")
-    for gather in ("shm", "direct"):
-        out = shared / gather
-        done = command(
-            "torch.distributed.run", "--nproc-per-node", "3", "--master-port", port(), "-m", "modelexport", "--tp", "3",
-            "--model", source, "--quant", "int8", "--gather", gather, "--out", str(out),
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("wrote") == 1
-        assert digests(out) == expected
+@pytest.mark.parametrize("gather", few(["shm", "direct"], "shm"))
+def test_torchrun_on_one_machine_needs_no_workspace(shared: Path, gather: str) -> None:
+    source, out = str(make_llama(**AWKWARD)), shared / "out"
+    done = command(
+        "torch.distributed.run", "--nproc-per-node", "3", "--master-port", port(), "-m", "modelexport", "--tp", "3",
+        "--model", source, "--quant", "int8", "--gather", gather, "--out", str(out),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("wrote") == 1
+    assert digests(out) == alone(shared, model=source, quant="int8")
     nothing_left(shared)
 
 
+@pytest.mark.extended
 def test_accelerate_as_the_launcher(shared: Path) -> None:
     if shutil.which("accelerate", path=str(Path(sys.executable).parent)) is None:
         pytest.skip("accelerate's command is not installed")
@@ -239,6 +237,7 @@ def test_accelerate_as_the_launcher(shared: Path) -> None:
     assert digests(shared / "out") == alone(shared)
 
 
+@pytest.mark.extended  # fast, through a batch script: tests/recipes/test_multi_node_recipes.py
 def test_the_environment_that_srun_sets(shared: Path) -> None:
     """Four tasks, two for each of two nodes by SLURM's account; all on this machine, so the address is given."""
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port(), "OMP_NUM_THREADS": "1"}

@@ -20,8 +20,8 @@ from modelexport.cli import main
 from modelexport.errors import HubError, UsageError
 from modelexport.exporting import export
 from modelexport.jobs import hub
-from tests._hub_server import TOKEN, Hub, Repository, running_hub
-from tests._models import make_llama
+from tests.helpers.hub_server import TOKEN, Hub, Repository, running_hub
+from tests.helpers.models import make_llama
 
 pytestmark = pytest.mark.timeout(200)
 

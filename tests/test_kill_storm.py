@@ -8,41 +8,63 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests._models import make_llama
+from tests.distributed._failure_helpers import surroundings
+from tests.distributed._launch_helpers import wait_until
+from tests.helpers.marks import extended
+from tests.helpers.models import make_llama
 from tests.test_export import digests
 
 psutil = pytest.importorskip("psutil")
 SIZE = {"hidden": 512, "intermediate": 1536, "layers": 24, "vocab": 4000, "kv_heads": 4}
 
 
-def start(source: Path, out: Path, gather: str) -> subprocess.Popen[bytes]:
-    """An export in a process group of its own."""
-    command = [
-        sys.executable,
-        "-m",
-        "modelexport",
-        "--model",
-        source,
-        "--out",
-        out,
-        "--tp",
-        "4",
-        "--gather",
-        gather,
-    ]
-    return subprocess.Popen(
-        [str(part) for part in command],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
-    )
+@dataclass(frozen=True)
+class Job:
+    """A command that is killed.
+
+    Attributes:
+        command: as it begins; the source follows.
+        arguments: all the ways to run it, which write the same.
+        when: of a run's seconds, the least and the most after which it is killed.
+        from_staging: whether these are counted from when there is a staging directory: where most of the time goes
+            into starting.
+    """
+
+    command: Sequence[str]
+    arguments: Sequence[Sequence[str]]
+    when: tuple[float, float]
+    from_staging: bool = False
+
+    def start(self, source: Path, out: Path, way: int) -> subprocess.Popen[bytes]:
+        """Starts the command in a process group of its own."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "modelexport", *self.command, str(source), "--out", str(out), *self.arguments[way]],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
+        )
+
+
+JOBS = {
+    "export": Job(("--tp", "4", "--model"), (("--gather", "shm"), ("--gather", "direct")), (0.05, 1.0)),
+    "reshard": Job(
+        ("reshard", "--tp", "4", "--pp", "3"),
+        [
+            ("--ranks", ranks, "--exchange", exchange)
+            for ranks, exchange in (("1", "direct"), ("3", "direct"), ("3", "auto"))
+        ],
+        (0.0, 0.6),
+        from_staging=True,
+    ),
+}
 
 
 def family(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
@@ -92,36 +114,43 @@ def cut_off(
     return status
 
 
-def storm(tmp_path: Path, kills: int, seed: int) -> None:
-    """Kill a random rank or the whole group at random moments, publishing included, until ``kills`` were cut off."""
+def storm(job: Job, tmp_path: Path, kills: int, seed: int) -> None:
+    """Kill a random process or all at random moments, publishing included, until ``kills`` runs were cut off."""
     source = make_llama(**SIZE)
-    shm_before = sorted(os.listdir("/dev/shm"))
-    for name in ("warm-up", "reference"):
-        began = time.monotonic()
-        assert start(source, tmp_path / name, "shm").wait(120) == 0
-        duration = time.monotonic() - began
-    reference = digests(tmp_path / "reference")
+    before = surroundings()["shm"]
+    began = time.monotonic()
+    assert job.start(source, tmp_path / "whole", -1).wait(120) == 0  # the way that takes longest
+    duration = time.monotonic() - began
+    reference = digests(tmp_path / "whole")
     dice = random.Random(seed)
     interrupted = 0
     number = -1
     while interrupted < kills:
         number += 1
-        assert number < 3 * kills, f"only {interrupted} of {number} exports were cut off"
-        out = tmp_path / f"out-{number}"
-        process = start(source, out, dice.choice(["shm", "direct"]))
-        time.sleep(dice.uniform(0.05, 1.0) * duration)
-        again = "shm" if number % 2 else "direct"
-        interrupted += cut_off(process, out, dice, partial(start, source, out, again), reference) != 0
-        assert sorted(os.listdir("/dev/shm")) == shm_before
-    print(f"{number + 1} kills, {interrupted} exports cut off, all hashes equal")
+        assert number < 4 * kills + 4, f"only {interrupted} of {number} runs were cut off"
+        out, way = tmp_path / f"out-{number}", number % len(job.arguments)
+        process = job.start(source, out, way)
+        staging = tmp_path / f".out-{number}.modelexport"
+        while job.from_staging and not staging.exists() and process.poll() is None:
+            time.sleep(0.005)
+        time.sleep(dice.uniform(*job.when) * duration)
+        again = partial(job.start, source, out, dice.randrange(len(job.arguments)))
+        interrupted += cut_off(process, out, dice, again, reference) != 0
+        wait_until(lambda: surroundings()["shm"] <= before)  # the tests of another process have names there too
+    print(f"{number + 1} kills, {interrupted} runs cut off, all hashes equal")
 
 
 @pytest.mark.timeout(280)
-def test_a_few_kills(tmp_path: Path) -> None:
-    storm(tmp_path, kills=4, seed=1)
+@pytest.mark.parametrize(
+    ("name", "kills", "seed"),
+    [("export", 1, 5), ("reshard", 1, 6), extended("export", 4, 1), extended("reshard", 3, 3)],
+)
+def test_a_few_kills(tmp_path: Path, name: str, kills: int, seed: int) -> None:
+    storm(JOBS[name], tmp_path, kills, seed)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_fifty_kills(tmp_path: Path) -> None:
-    storm(tmp_path, kills=50, seed=2)
+@pytest.mark.parametrize(("name", "kills", "seed"), [("export", 50, 2), ("reshard", 25, 4)])
+def test_many_kills(tmp_path: Path, name: str, kills: int, seed: int) -> None:
+    storm(JOBS[name], tmp_path, kills, seed)

@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests._models import LlamaShape, config_json, tensor_shapes
 from tests.benchmarks._measuring import descendants, private_bytes
+from tests.helpers.marks import few
+from tests.helpers.models import LlamaShape, config_json, tensor_shapes
 
 WIDE = {"hidden": 1024, "heads": 8, "kv_heads": 8, "intermediate": 3072, "vocab": 512}
 LAYER = 2 * (4 * 1024 * 1024 + 3 * 1024 * 3072)  # bytes of a layer's weights in bf16
@@ -43,7 +44,7 @@ def peak(source: Path, out: Path, *arguments: object) -> int:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(("tp", "gather"), [(1, "direct"), (4, "direct"), (4, "shm")])
+@pytest.mark.parametrize(("tp", "gather"), few([(1, "direct"), (4, "direct"), (4, "shm")], (4, "shm")))
 def test_memory_does_not_grow_with_the_model(tmp_path: Path, tp: int, gather: str) -> None:
     arguments = ("--tp", tp, "--gather", gather, "--quant", "int8")
     shallow = peak(save(tmp_path / "shallow", 4), tmp_path / "out-4", *arguments)

@@ -28,6 +28,8 @@ from nbclient import NotebookClient
 from nbformat import NotebookNode
 from traitlets import default
 
+from tests.helpers.marks import few
+
 DIRECTORY = Path(__file__).parents[1] / "notebooks"
 FIGURES = {
     "inspect_an_export": 2,
@@ -171,7 +173,7 @@ def write_back(name: str, notebook: NotebookNode) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", few(FIGURES, "inspect_an_export"))
 def test_a_notebook_runs_and_shows_what_is_so(name: str, environment: dict[str, str]) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     notebook, shown = run(name, environment)

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from modelexport.assets import demo_model_path
-from tests._models import copy_checkpoint, make_llama
+from tests.helpers.models import copy_checkpoint, make_llama
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import modelexport
-from tests._hub_server import TOKEN, running_hub
+from tests.helpers.hub_server import TOKEN, running_hub
 
 FUNCTIONS = ("export", "convert", "reshard", "inspect", "verify", "diff", "evaluate", "report", "push")
 
@@ -43,6 +43,7 @@ def test_every_name_is_there_and_documented() -> None:
 
 def test_the_examples(tmp_path: Path) -> None:
     with running_hub() as server:
+        own = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
         hub = {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}
         done = subprocess.run(
             [sys.executable, "-c", EXAMPLES, *FUNCTIONS],
@@ -52,7 +53,7 @@ def test_the_examples(tmp_path: Path) -> None:
             check=False,
             cwd=tmp_path,
             env={
-                **os.environ,
+                **own,
                 **hub,
                 "NO_PROXY": "127.0.0.1",
                 "PYTHONPATH": str(Path(modelexport.__file__).parents[1]),

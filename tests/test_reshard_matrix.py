@@ -28,7 +28,7 @@ from modelexport.inspection.verify import verify_checkpoint
 from modelexport.models import checkpoint_formats as formats
 from modelexport.models.opening import open_model
 from modelexport.resharding import reshard
-from tests._models import LlamaShape, make_llama
+from tests.helpers.models import LlamaShape, make_llama
 from tests.test_export import digests
 
 pytestmark = pytest.mark.timeout(3600)

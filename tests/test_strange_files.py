@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from modelexport.cli import main
-from tests._models import make_llama
+from tests.helpers.models import make_llama
 
 pytestmark = pytest.mark.timeout(120)
 

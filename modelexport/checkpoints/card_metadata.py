@@ -1,4 +1,4 @@
-"""What a source's model card says of its licence and its base model, in the YAML at its top.
+"""The licence and the base model of a source, from the YAML at the top of its model card.
 
 A stranger wrote it: it is read as data, of a bounded size, and of each field only a value of the kind that the Hub
 expects is taken. See https://huggingface.co/docs/hub/model-cards.

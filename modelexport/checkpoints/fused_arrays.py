@@ -1,4 +1,4 @@
-"""Which arrays an engine's ranks hold: modules that the engine fuses are one array, and a layer's experts are one.
+"""The arrays that an engine's ranks hold: modules that the engine fuses are one array, and a layer's experts are one.
 
 Common to the formats whose arrays are an engine's own parameters. Such an engine has tp * pp ranks. For the experts the
 tensor-parallel ranks of a stage split into ep groups, neighbours into different ones: each group holds its share of the
@@ -25,7 +25,7 @@ PLAIN = ("BF16", "F16", "F32")
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a module, or one part of a fused one, goes.
+    """The place of a module, or of one part of a fused one, in the arrays of an engine.
 
     Attributes:
         array: the array's name, with ``{parameter}``, and ``{layer}`` within the layers.
@@ -38,7 +38,7 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """How an engine names, joins and spreads things.
+    """The names, fusions and cuts of an engine.
 
     Attributes:
         slots: where things go, by their role.
@@ -61,7 +61,7 @@ class Engine:
     one_of_experts: frozenset[str] = frozenset()
 
     def slot(self, role: str, parameter: str) -> Slot:
-        """Where a parameter of a module with that role goes."""
+        """The place of a parameter of a module with that role."""
         own = self.parameters.get(parameter)
         return self.slots[role] if own is None else Slot(own)
 
@@ -172,7 +172,7 @@ def _check(rules: Sequence[TensorRule], engine: Engine) -> None:
 
 
 def _unlike(rules: Sequence[TensorRule], engine: Engine) -> list[str]:
-    """What the engine joins must be of one dtype, and have biases all of it or none."""
+    """Checks that modules which the engine fuses have one dtype, and biases all of them or none."""
     problems = []
     joined: dict[str, list[TensorRule]] = {}
     for rule in rules:
@@ -192,7 +192,7 @@ def _unlike(rules: Sequence[TensorRule], engine: Engine) -> list[str]:
 
 
 def _add(joined: dict[str, _Joined], plan: ShardPlan, engine: Engine, rule: TensorRule, rank: int) -> None:
-    """What a rank holds of a tensor; a tensor that is fused on disk may go to several arrays, or change its order."""
+    """Adds a rank's part of a tensor; a tensor that is fused on disk may go to several arrays, or change its order."""
     expert = -1 if rule.expert is None else rule.expert
     for part, box in plan.held(rule.name, rank):
         name, slot = _name(plan, engine, rule, part.role if part is not None else rule.role)

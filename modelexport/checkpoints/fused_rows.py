@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from modelexport.sharding.rules import Part, TensorRule
+from modelexport.sharding.rules import CutRange, TensorRule
 
 Span = tuple[int, int, int]
 """Rows ``[start, stop)`` of a tensor and the row of the fused one at which they begin."""
@@ -26,7 +26,7 @@ def heads_of(rules: Iterable[TensorRule]) -> Heads:
 
 
 def row_spans(rule: TensorRule, heads: Heads) -> tuple[int, list[Span]]:
-    """Where the rows of a query, key or value tensor, or of all three one after the other, are in the fused one.
+    """The rows in the fused tensor of a query, key or value tensor, or of all three one after the other.
 
     Returns:
         (rows of the fused tensor, a span for each run of rows).
@@ -36,7 +36,7 @@ def row_spans(rule: TensorRule, heads: Heads) -> tuple[int, list[Span]]:
     return (query + 2 * groups) * size, spans
 
 
-def part_spans(part: Part, start: int, stop: int, heads: Heads) -> list[Span]:
+def part_spans(part: CutRange, start: int, stop: int, heads: Heads) -> list[Span]:
     """The same for rows ``[start, stop)`` of one part (a tensor, or q, k or v of a fused one)."""
     query, groups, size = heads
     each = query // groups

@@ -138,7 +138,8 @@ def _renameat2(source: Path, target: Path, flags: int) -> bool:
 
 
 def can_map_for_writing(fd: int) -> bool:
-    """Whether writing through a mapping is as good as ``pwrite``: all blocks reserved, on a disk of this machine."""
+    """Returns whether a mapping may be written instead of ``pwrite``: all blocks reserved, on a disk of this
+    machine."""
     status = os.fstat(fd)
     return status.st_blocks * 512 >= status.st_size and _is_local(fd)
 
@@ -239,7 +240,7 @@ def row_bytes(array: Array, inner_dim: int) -> np.ndarray | None:
 
 
 def same_bytes(a: Array, b: Array) -> bool:
-    """Whether two arrays in memory hold the same bytes in row-major order.
+    """Returns whether two arrays in memory hold the same bytes in row-major order.
 
     ``torch.equal`` takes seven times as long, and finds that NaN is not NaN and that -0 is 0.
     """

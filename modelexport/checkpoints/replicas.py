@@ -19,13 +19,13 @@ CHUNK_BYTES = 4 << 20
 
 
 def replicated(checkpoint: Checkpoint, info: TensorInfo) -> bool:
-    """Whether any element of a tensor lies in more than one place."""
+    """Returns whether any element of a tensor lies in more than one place."""
     places = checkpoint.placements.get(info.name, ())
     return sum(math.prod(extent(place.box)) for place in places) > math.prod(info.shape)
 
 
 def odd_replica(checkpoint: Checkpoint, reader: Reader, info: TensorInfo, box: Box, read: Array) -> str | None:
-    """What is wrong with the replicas of a rectangle.
+    """Describes the replicas of a rectangle that differ.
 
     Args:
         read: its elements, as ``reader`` gave them.

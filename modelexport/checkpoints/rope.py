@@ -24,7 +24,7 @@ _NUMBERS = (
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """What config.json says of the rotary embedding.
+    """The rotary embedding by config.json.
 
     Attributes:
         theta: its base; None where that is not said.

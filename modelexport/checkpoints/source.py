@@ -1,4 +1,4 @@
-"""Where a model comes from: the embedded demo, a directory, or a repository of the Hugging Face hub."""
+"""The source of a model: the embedded demo, a directory, or a repository of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -39,8 +39,21 @@ class Source:
 
 
 def is_local(model: str | None) -> bool:
-    """Whether ``model`` is on this machine's disk, and nothing has to be downloaded."""
+    """Returns whether ``model`` is on this machine's disk, and nothing has to be downloaded."""
     return model is None or Path(os.path.expanduser(model)).exists()
+
+
+def source_bytes(model: str | None) -> int | None:
+    """Returns the size of the files of ``model``; None where it is not known before a download or a walk."""
+    from modelexport.assets import demo_model_path
+
+    directory = demo_model_path() if model is None else Path(os.path.expanduser(model))
+    try:
+        with os.scandir(directory) as entries:
+            files = list(entries)
+            return None if any(entry.is_dir() for entry in files) else sum(entry.stat().st_size for entry in files)
+    except OSError:
+        return None
 
 
 def resolve_source(model: str | None, revision: str | None = None) -> Source:

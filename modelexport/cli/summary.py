@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from modelexport.exporting.result import CutRow, ExportResult
-from modelexport.resharding import ReshardResult
+from modelexport.resharding.result import ReshardResult
 from modelexport.system.tables import size_text, table
 from modelexport.system.terminal import columns
 
@@ -50,7 +50,7 @@ def summary(result: ExportResult) -> str:
         lines += _notes("seen little", {name: f"{n} tokens" for name, n in seen.get("rare_experts", {}).items()})
     sizes = ", ".join(map(str, result.tensor_parallel_sizes))
     lines.append(f"loads at tensor-parallel sizes: {sizes}")
-    if result.kernels != "fused":
+    if result.kernels not in ("fused", "plain"):
         lines.append(f"kernels: {result.kernels}, which are many times slower")
     if result.out is None:
         lines += ["", *_plan(result), *(["", "the checkpoint's ranks:", *result.target] if result.target else [])]

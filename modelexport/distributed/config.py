@@ -17,12 +17,12 @@ DEFAULT_TIMEOUT = 1800.0
 
 
 def is_missing(value: object) -> bool:
-    """Whether a field still waits for :meth:`MultiprocessConfig.resolve`."""
+    """Returns whether a field still waits for :meth:`MultiprocessConfig.resolve`."""
     return value is None or value == MISSING
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address means this machine and nothing else."""
+    """Returns whether an address means this machine and nothing else."""
     return address in ("localhost", "::1") or address.startswith("127.")
 
 
@@ -114,7 +114,7 @@ class MultiprocessConfig:
 
     @property
     def port_was_chosen(self) -> bool:
-        """Whether :meth:`resolve` chose the port (then a launch may choose another in its place)."""
+        """True if :meth:`resolve` chose the port (then a launch may choose another in its place)."""
         return self._chosen_port == self.master_port
 
 

@@ -1,4 +1,4 @@
-"""What another launcher (torchrun, accelerate, srun, mpirun) says in the environment; how many cores there are."""
+"""The environment of another launcher (torchrun, accelerate, srun, mpirun), and the cores and network interfaces."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def external_config(config: MultiprocessConfig | None = None) -> MultiprocessCon
             f"{base.world_size} ranks are asked for, but the launcher of this process started {world_size}; "
             f"make both the same, or leave out the number of ranks"
         )
-    address, port = _meeting_point(os.environ, one_machine=local_world_size == world_size)
+    address, port = _master_address(os.environ, one_machine=local_world_size == world_size)
     found = base.for_rank(rank, local_rank)
     found.on_event = base.on_event
     found.world_size, found.local_world_size = world_size, local_world_size
@@ -79,7 +79,7 @@ def _sizes_from(environ: os._Environ[str]) -> tuple[int, int, int, int] | None:
     return None
 
 
-def _meeting_point(environ: os._Environ[str], *, one_machine: bool) -> tuple[str, int]:
+def _master_address(environ: os._Environ[str], *, one_machine: bool) -> tuple[str, int]:
     address = environ.get("MASTER_ADDR", "127.0.0.1" if one_machine else "")
     port = environ.get("MASTER_PORT", "")
     if not address and "SLURM_STEP_NODELIST" in environ:
@@ -126,7 +126,7 @@ def cores() -> int:
 
 
 def share_cores(local_world_size: int) -> None:
-    """Give torch in this process its part of the machine's cores; ``OMP_NUM_THREADS``, where set, says how many."""
+    """Gives torch in this process its part of the machine's cores; ``OMP_NUM_THREADS``, where set, says how many."""
     import torch
 
     # Ranks that spin while they wait take the cores from those that work.

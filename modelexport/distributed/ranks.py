@@ -31,7 +31,7 @@ from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar, overload
 
-from modelexport.distributed.rendezvous.meetings import Meeting, announced, group_position, only_here, position
+from modelexport.distributed.rendezvous.agreement import Rendezvous, announced, group_position, only_here, position
 from modelexport.distributed.supervision.status import phase_scope
 
 __all__ = [
@@ -51,12 +51,12 @@ T = TypeVar("T")
 
 
 def is_distributed() -> bool:
-    """Whether this process is in a process group (of any size). Creates none, and imports nothing."""
+    """Returns whether this process is in a process group (of any size). Creates none, and imports nothing."""
     return group_position() is not None
 
 
 def is_main_process() -> bool:
-    """Whether this is global rank 0; True without a process group. Creates none, and imports nothing."""
+    """Returns whether this is global rank 0; True without a process group. Creates none, and imports nothing."""
     return position()[0] == 0
 
 
@@ -71,9 +71,9 @@ def barrier(*, timeout: float | None = None) -> None:
     Raises:
         RankFailedError, UsageError, LostPeerError: as the module says.
     """
-    with Meeting("barrier", timeout) as meeting:
-        meeting.check()
-        meeting.barrier()
+    with Rendezvous("barrier", timeout) as rendezvous:
+        rendezvous.check()
+        rendezvous.barrier()
 
 
 def compute_and_broadcast(fn: Callable[[], T], rank: int = 0, *, timeout: float | None = None) -> T:
@@ -87,9 +87,9 @@ def compute_and_broadcast(fn: Callable[[], T], rank: int = 0, *, timeout: float 
     Raises:
         RankFailedError, UsageError, LostPeerError: as the module says; a value that cannot travel is a failure.
     """
-    with Meeting("compute_and_broadcast", timeout, f"rank={rank}") as meeting:
-        meeting.check(rank=rank)
-        result: T = meeting.share(meeting.compute(fn, only_on=rank), rank)
+    with Rendezvous("compute_and_broadcast", timeout, f"rank={rank}") as rendezvous:
+        rendezvous.check(rank=rank)
+        result: T = rendezvous.share(rendezvous.compute(fn, only_on=rank), rank)
     return result
 
 
@@ -118,9 +118,9 @@ def gather_scalar_from_all_ranks(
 
 
 def _gather(call: str, fn: Callable[[], T], world_size: int | None, rank: int, timeout: float | None) -> list[T] | None:
-    with Meeting(call, timeout, f"rank={rank}") as meeting:
-        meeting.check(rank=rank, world_size=world_size)
-        result: list[T] | None = meeting.collect(meeting.compute(fn), rank)
+    with Rendezvous(call, timeout, f"rank={rank}") as rendezvous:
+        rendezvous.check(rank=rank, world_size=world_size)
+        result: list[T] | None = rendezvous.collect(rendezvous.compute(fn), rank)
     return result
 
 
@@ -142,9 +142,9 @@ def reduce_and_broadcast(
     Raises:
         RankFailedError, UsageError, LostPeerError: as the module says; a value that cannot travel is a failure.
     """
-    with Meeting("reduce_and_broadcast", timeout) as meeting:
-        meeting.check(world_size=world_size)
-        result: T = meeting.reduce(meeting.compute(fn1), fn2)
+    with Rendezvous("reduce_and_broadcast", timeout) as rendezvous:
+        rendezvous.check(world_size=world_size)
+        result: T = rendezvous.reduce(rendezvous.compute(fn1), fn2)
     return result
 
 
@@ -164,21 +164,24 @@ def zero_first(is_main: bool, *, timeout: float | None = None) -> Iterator[None]
     Raises:
         RankFailedError, UsageError, LostPeerError: as the module says.
     """
-    with Meeting("zero_first", timeout) as meeting:
-        meeting.check()
+    with Rendezvous("zero_first", timeout) as rendezvous:
+        rendezvous.check()
         if callable(is_main):
-            meeting.refuse("is_main is a function; call it: zero_first(is_main_process())")
+            rendezvous.refuse("is_main is a function; call it: zero_first(is_main_process())")
         if is_main:
-            with phase_scope(f"running the body of {meeting.call}"), only_here("the body of zero_first on a main rank"):
+            with (
+                phase_scope(f"running the body of {rendezvous.call}"),
+                only_here("the body of zero_first on a main rank"),
+            ):
                 yield
-        meeting.barrier()
+        rendezvous.barrier()
     if not is_main:
         with announced("the body of zero_first"):
             yield
 
 
 class _ZeroOnly:
-    """What ``zero_only()`` returns; see there."""
+    """The context manager and decorator that ``zero_only()`` returns."""
 
     def __init__(self) -> None:
         self._blocks: list[AbstractContextManager[None]] = []

@@ -44,7 +44,10 @@ _MANIFEST = re.compile(r"rank-(\d{5})\.(\d{8})\.json")
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one rank published. ``state``: "data"; "nothing" (the rank passed None); "failed" (``error`` says why)."""
+    """Describes the payload that one rank published.
+
+    ``state`` is "data", "nothing" (the rank passed None) or "failed" (``error`` is the reason).
+    """
 
     run: str
     sequence: int
@@ -60,11 +63,11 @@ class Manifest:
 
 
 class NotYetError(Exception):
-    """What is awaited is not (wholly) there; the text says what is."""
+    """The awaited payload is missing or incomplete; the message says what is there."""
 
 
 class CorruptError(NotYetError):
-    """It is there and its bytes are wrong."""
+    """The awaited payload is there and its bytes are wrong."""
 
 
 class NFSWorkspace:
@@ -112,11 +115,11 @@ class NFSWorkspace:
 
     @property
     def is_initialized(self) -> bool:
-        """Whether there is a directory behind this workspace."""
+        """Returns whether there is a directory behind this workspace."""
         return self._path is not None
 
     def write_configs_and_weights(self, config_json: dict[str, Any] | None, weights: Mapping[str, Any] | None) -> None:
-        """Publish this rank's state; it replaces what this rank published before.
+        """Publishes this rank's state; it replaces what this rank published before.
 
         Args:
             config_json: any config tree (see :mod:`modelexport.distributed.transport.tree`).
@@ -157,7 +160,7 @@ class NFSWorkspace:
             time.sleep(0.01)
 
     def publish(self, sequence: int, config: Any) -> None:
-        """Write this rank's payload number ``sequence`` (None: "nothing"), then its manifest."""
+        """Writes this rank's payload number ``sequence`` (None: "nothing"), then its manifest."""
         manifest = Manifest(self.run_id, sequence, self.rank, self.world_size, "nothing", time=time.time())
         if config is not None:
             payload = _payload.pack(config)
@@ -173,13 +176,13 @@ class NFSWorkspace:
         self._beat(f"wrote payload {sequence}", 0)
 
     def publish_failure(self, sequence: int, error: str) -> None:
-        """Let whoever waits for this rank's payload ``sequence`` fail now, with ``error``."""
+        """Publishes ``error`` in place of payload ``sequence``: ranks that wait for it fail at once."""
         self._write_manifest(
             Manifest(self.run_id, sequence, self.rank, self.world_size, "failed", error=error, time=time.time())
         )
 
     def fetch(self, rank: int, sequence: int) -> tuple[Manifest, Any]:
-        """Read one payload, into buffers that are reused when their tensors go.
+        """Reads one payload, into buffers that are reused when their tensors go.
 
         Raises:
             NotYetError, CorruptError: it is not there (yet), or not whole, or wrong.
@@ -214,12 +217,12 @@ class NFSWorkspace:
         return [(int(m[1]), int(m[2])) for m in map(_MANIFEST.fullmatch, names) if m]
 
     def remove(self, rank: int, sequence: int) -> None:
-        """Remove one payload: its bytes first, so that a manifest that is gone means that they are."""
+        """Removes one payload: its bytes first, so that a manifest that is gone means that they are."""
         for kind in ("safetensors", "json"):
             (self.directory / self._name(rank, sequence, kind)).unlink(missing_ok=True)
 
     def describe_missing(self, rank: int, sequence: int) -> str:
-        """Why ``rank``'s payload is not there, as far as the directory tells."""
+        """Describes the state of ``rank``'s missing payload, as far as the directory shows it."""
         try:
             self.fetch(rank, sequence)
             state = "complete only now"
@@ -236,7 +239,7 @@ class NFSWorkspace:
         return f"rank {rank}: {state}; {self.heartbeat_of(rank)}"
 
     def close(self) -> None:
-        """Remove this rank's own state, and the run's directory once nothing of any rank is left in it.
+        """Removes this rank's own state, and the run's directory once nothing of any rank is left in it.
 
         Ranks that may still read this rank's newest state must have done so; agreeing on that is the caller's.
         """
@@ -258,7 +261,7 @@ class NFSWorkspace:
         self.close()
 
     def heartbeat_of(self, rank: int) -> str:
-        """When ``rank`` last showed a sign of life in this run, in words."""
+        """Describes the last heartbeat of ``rank`` in this run."""
         return last_heartbeat(self.directory, rank)
 
     def _need_directory(self) -> None:

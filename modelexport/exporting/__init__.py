@@ -47,7 +47,7 @@ def export(recipe: ExportRecipe | None = None, **settings: Any) -> ExportResult:
             >>> import modelexport
             >>> result = modelexport.export(quant="int4", tp=2, out="ckpt", evaluate=False, quiet=True)
             >>> result.tensor_parallel_sizes
-            [1, 2]
+            [1, 2, 4]
             >>> result.source_bytes / result.output_bytes > 2
             True
     """

@@ -25,8 +25,6 @@ def evaluated(result: ExportResult, source: Source) -> ExportResult:
     from modelexport.assets import demo_documents
 
     with without_collector():
-        import transformers  # noqa: F401 (most of what an evaluation has to wait for)
-
         from modelexport.inspection.evaluate import evaluate
         from modelexport.inspection.evaluate.record import HELD_OUT, save_evaluation
 

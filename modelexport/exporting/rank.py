@@ -151,6 +151,7 @@ class RankExport:
         self.sources = buffers(2)
         self.results = buffers(2)
         kernels.set_threads(torch.get_num_threads())
+        kernels.expect(job.plan.source_bytes)
         gather.set_timeout(job.recipe.timeout)
         self.writer = ShardWriter(job.layout, staging, job.recipe.transport, job.workspace, dict(job.done))
 

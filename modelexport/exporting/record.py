@@ -20,7 +20,7 @@ from modelexport.exporting.prepare import PreparedExport, quantization_files
 from modelexport.inspection.card import model_card
 from modelexport.inspection.record.reading import read_record
 from modelexport.jobs.side_files import cards, files_digest, inputs_of, source_config
-from modelexport.jobs.target_directory import Target, TargetFiles
+from modelexport.jobs.target_directory import TargetDirectory, TargetDirectorySpec
 from modelexport.quantization.assignment import KEEP
 from modelexport.quantization.calibration.text import DATASET, file_of
 from modelexport.quantization.methods import methods
@@ -111,7 +111,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def target_of_export(prepared: PreparedExport) -> Target:
+def target_of_export(prepared: PreparedExport) -> TargetDirectory:
     """The target of an export, not yet begun."""
     recipe = prepared.recipe
     assert recipe.out is not None
@@ -125,7 +125,7 @@ def target_of_export(prepared: PreparedExport) -> Target:
     announced = quantization_files(prepared.plan)
     beside = {} if announced is None else announced.files
     stale, renamed = cards(prepared.checkpoint.directory)
-    files = TargetFiles(
+    files = TargetDirectorySpec(
         source=prepared.checkpoint,
         target=replace(prepared.target, side_files={**prepared.target.side_files, **beside}),
         fingerprint=_fingerprint(prepared),
@@ -138,7 +138,7 @@ def target_of_export(prepared: PreparedExport) -> Target:
         card=model_card,
         renamed=renamed,
     )
-    return Target(recipe.out, files, overwrite=recipe.overwrite, quiet=recipe.quiet)
+    return TargetDirectory(recipe.out, files, overwrite=recipe.overwrite, quiet=recipe.quiet)
 
 
 def _model_facts(prepared: PreparedExport) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def _model_facts(prepared: PreparedExport) -> dict[str, Any]:
         "hub_id": source.hub_id,
         "revision": prepared.recipe.revision,
         "base_model": base,
-        "source_bytes": sum(step.source_bytes for step in prepared.plan.steps),
+        "source_bytes": prepared.plan.source_bytes,
         **said,
     }
 

@@ -68,7 +68,7 @@ class ExportResult:
         seconds: wall time of the export, 0 for a dry run.
         evaluation: perplexity and a sentence before and after; of the demo model only.
         cuts: which part of each kind of module the ranks read.
-        kernels: ``fused``, or which slower ones were used and why.
+        kernels: ``fused``; ``plain``, where plain torch is quicker; or which slower ones were used and why.
         format: the checkpoint format written.
         warnings: engines that are known to refuse what is written, and why.
         calibration: the text that static scales were made with; None where there are none.
@@ -128,7 +128,7 @@ def _result(
         quant=recipe.quant,
         tp=plan.parallelism.tp,
         rows=_rows(plan, record.get("sqnr_db", {}), record.get("output_error", {})),
-        source_bytes=sum(step.source_bytes for step in plan.steps),
+        source_bytes=plan.source_bytes,
         output_bytes=sum(step.output_bytes for step in plan.steps),
         files=[file.name for file in target.layout.files],
         peak_rank_bytes=plan.peak_rank_bytes(),
@@ -138,7 +138,7 @@ def _result(
         left_out=record["left_out"],
         seconds=seconds,
         cuts=_cuts(plan),
-        kernels=_kernels(),
+        kernels=_kernels(plan),
         format=target.format,
         target=list(target.plan.describe()) if target.plan.parallelism.size > 1 else [],
         warnings=list(prepared.warnings),
@@ -173,11 +173,11 @@ def _calibrated_bytes(plan: ExportPlan, recipe: ExportRecipe) -> tuple[int, int]
     return largest, hidden if recipe.calib_memory is None else min(hidden, recipe.calib_memory)
 
 
-def _kernels() -> str:
+def _kernels(plan: ExportPlan) -> str:
     from modelexport.quantization import kernels
 
-    backend = kernels.backend()
-    return backend.name if backend.name == "fused" else f"{backend.name} ({backend.reason})"
+    backend = kernels.backend(plan.source_bytes)
+    return f"{backend.name} ({backend.reason})" if backend.name == "reference" else backend.name
 
 
 def _rows(plan: ExportPlan, sqnr: dict[str, float], errors: dict[str, dict[str, float]]) -> list[SummaryRow]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from modelexport.checkpoints.source import resolve_source
+from modelexport.checkpoints.source import resolve_source, source_bytes
 from modelexport.distributed import launch
 from modelexport.distributed.launch import MultiprocessConfig
 from modelexport.errors import UsageError
@@ -19,7 +19,7 @@ from modelexport.exporting.prepare import PreparedExport, parse_assignment, prep
 from modelexport.exporting.record import target_of_export
 from modelexport.jobs import hub
 from modelexport.jobs.hosts import agree, check_coherent, is_spread, run_as_rank
-from modelexport.jobs.ranks import Heard, heard, own_ranks, single, take_part
+from modelexport.jobs.ranks import Progress, own_ranks, run_under_launcher, show_progress, single
 from modelexport.quantization import kernels
 from modelexport.recipe import ExportRecipe
 from modelexport.system.startup import without_collector
@@ -54,7 +54,7 @@ def run_own_ranks(recipe: ExportRecipe) -> tuple[PreparedExport, dict[str, Any]]
         kind = _rank_class(prepared)
         from modelexport.exporting.rank import run_rank
 
-        with _heard(prepared, done) as (on_event, results):
+        with _show_progress(prepared, done) as (on_event, results):
             config = own_ranks(recipe.tp, recipe.timeout, _preloaded(recipe), on_event)
             launch.launch_subprocesses(run_rank, config, None, 0, job, kind)
         return prepared, target.finish(single(results))
@@ -107,12 +107,12 @@ def run_as_launched(recipe: ExportRecipe, config: MultiprocessConfig) -> tuple[P
                 hub.check_login(recipe.push_to_hub)
         agree(prepared.checkpoint, recipe)
         with target_of_export(prepared) as target:
-            record = take_part(
+            record = run_under_launcher(
                 config,
                 target,
                 work=lambda done: run_rank(_job(prepared, done, spread=is_spread(config)), _rank_class(prepared)),
-                tell=lambda record, result: record,
-                hear=lambda done: _heard(prepared, done, shown=config.rank == 0),
+                collect=lambda record, result: record,
+                progress=lambda done: _show_progress(prepared, done, shown=config.rank == 0),
             )
             return prepared, record
 
@@ -120,9 +120,11 @@ def run_as_launched(recipe: ExportRecipe, config: MultiprocessConfig) -> tuple[P
 
 
 def _preloaded(recipe: ExportRecipe) -> tuple[str, ...]:
-    """The modules to import once for all ranks: kernels are compiled, or loaded, there."""
-    further = CALIBRATION_PRELOAD if recipe.is_calibrated else ()
-    return (*PRELOAD, *further, *kernels.modules(recipe.quant, recipe.observer))
+    """The modules to import once for all ranks: kernels are compiled, or loaded, there, where there is work for
+    them."""
+    if recipe.is_calibrated:
+        return (*PRELOAD, *CALIBRATION_PRELOAD, *kernels.modules(recipe.quant, recipe.observer))
+    return (*PRELOAD, *kernels.modules(recipe.quant, recipe.observer, source_bytes(recipe.model)))
 
 
 def _job(prepared: PreparedExport, done: dict[str, Any], *, spread: bool = False) -> RankJob:
@@ -156,7 +158,9 @@ def _rank_class(prepared: PreparedExport) -> type[RankExport]:
         return RankExport
 
 
-def _heard(prepared: PreparedExport, done: Mapping[str, Any], *, shown: bool = True) -> AbstractContextManager[Heard]:
+def _show_progress(
+    prepared: PreparedExport, done: Mapping[str, Any], *, shown: bool = True
+) -> AbstractContextManager[Progress]:
     recipe = prepared.recipe
     sizes = {step.id: step.output_bytes for step in prepared.plan.steps}
-    return heard("export", sizes, done, quiet=recipe.quiet or recipe.json or not shown)
+    return show_progress("export", sizes, done, quiet=recipe.quiet or recipe.json or not shown)

@@ -51,7 +51,7 @@ class TensorDifference:
 
 @dataclass
 class Diff:
-    """The result of comparing two checkpoints.
+    """Differences between two checkpoints, and what they have in common.
 
     Attributes:
         tensors, nbytes: that were compared, and their size in A.
@@ -70,7 +70,7 @@ class Diff:
 
     @property
     def equal(self) -> bool:
-        """True if both hold the same tensors."""
+        """True if they hold the same."""
         return not self.differences
 
     def as_json(self) -> dict[str, Any]:
@@ -134,8 +134,7 @@ def _open(directory: str | os.PathLike[str], config: str | os.PathLike[str] | No
 
 
 def _no_part_of_the_model(checkpoint: Checkpoint) -> dict[str, str]:
-    """Tensors that another checkpoint of the same model need not have -> what they are. A head is a copy only if
-    equal."""
+    """Returns tensors that no other checkpoint of the model needs -> the reason; a head is a copy only if equal."""
     try:
         check_ties(checkpoint)
         return left_out(checkpoint)

@@ -1,4 +1,4 @@
-"""``modelexport inspect``: what lies in a checkpoint, told from its headers and config.json.
+"""``modelexport inspect``: the content of a checkpoint, from its headers and config.json.
 
 Any safetensors checkpoint, whoever wrote it. No tensor is read and torch is not imported, so that the answer
 takes a fraction of a second whatever the size.
@@ -48,7 +48,7 @@ class InspectionRow:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The contents of a checkpoint.
+    """The content of a checkpoint.
 
     Attributes:
         format: the checkpoint format, as ``--format`` spells it.
@@ -93,7 +93,7 @@ class Inspection:
 
 
 def inspect_checkpoint(directory: Path | str, config: Path | str | None = None) -> Inspection:
-    """Describe a checkpoint from its headers and its config.json.
+    """Describes a checkpoint from its headers and its config.json.
 
     Args:
         config: the model's config.json, where the checkpoint has none of its own.
@@ -111,7 +111,7 @@ def inspect_checkpoint(directory: Path | str, config: Path | str | None = None) 
 
 
 def describe(contents: Contents) -> Inspection:
-    """The :class:`Inspection` of an open checkpoint."""
+    """Returns the inspection of a checkpoint that is open."""
     checkpoint, architecture = contents.checkpoint, contents.architecture
     quantization, modules = contents.quantization, contents.modules
     described = checkpoint.config or {}
@@ -150,7 +150,7 @@ def describe(contents: Contents) -> Inspection:
 
 
 def tensor_parallel_sizes(architecture: Architecture, modules: Sequence[StoredModule]) -> tuple[list[int] | None, str]:
-    """Tensor-parallel sizes at which an engine can load the checkpoint; or None, and why that is not known."""
+    """Returns the tensor-parallel sizes at which an engine can load it; or None, and why that is not known."""
     family, dims = architecture.family, architecture.dimensions
     if family is None or dims is None:
         return None, architecture.reason
@@ -175,7 +175,7 @@ def tensor_parallel_sizes(architecture: Architecture, modules: Sequence[StoredMo
 
 
 def _rows(modules: Sequence[StoredModule], architecture: Architecture) -> list[InspectionRow]:
-    """One row per path and format, in the family's order where it is known, else in the file's."""
+    """Returns one row per path and format, in the family's order where it is known, else in the file's."""
     groups: dict[tuple[str, str, str], list[StoredModule]] = {}
     for module in modules:
         groups.setdefault((module.stack, module.path, module.stored.number_format), []).append(module)
@@ -212,6 +212,7 @@ def _scale_text(module: StoredModule) -> str:
 
 
 def shape_text(shape: Sequence[int]) -> str:
+    """``"[4096, 1024]"``."""
     return "[" + ", ".join(map(str, shape)) + "]"
 
 
@@ -224,7 +225,7 @@ def _layers(modules: Sequence[StoredModule]) -> int:
 
 
 def _texts(value: Any) -> list[str]:
-    """The items of a list; whatever else somebody wrote there is none."""
+    """Returns the items of a list as text; none of any other value."""
     return [str(item) for item in value] if isinstance(value, list) else []
 
 
@@ -260,7 +261,7 @@ def _record_summary(record: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _index_warnings(checkpoint: Checkpoint) -> Iterator[str]:
-    """Warnings of an index, beyond the places of tensors, which ``open_checkpoint`` has compared."""
+    """Checks the index beyond the places of tensors, which ``open_checkpoint`` has compared."""
     if not has_file(checkpoint.directory, INDEX_NAME):
         return
     metadata = read_json(checkpoint.directory / INDEX_NAME).get("metadata")

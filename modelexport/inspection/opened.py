@@ -1,4 +1,4 @@
-"""A checkpoint opened for inspection: its headers and its config.json, read once for all that look at them."""
+"""A checkpoint opened for inspection: its headers and its config.json, read once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Contents", "open_contents"]
 
 @dataclass(frozen=True)
 class Contents:
-    """A checkpoint, its config.json and its modules, from headers alone.
+    """The content of a checkpoint's headers and of its config.json.
 
     Attributes:
         directory: as it was given.
@@ -29,7 +29,7 @@ class Contents:
 
 
 def open_contents(directory: Path | str, config: Path | str | None = None) -> Contents:
-    """Open a checkpoint of any format; no tensor is read and torch is not imported.
+    """Opens a checkpoint of any format; no tensor is read and torch is not imported.
 
     Args:
         config: the model's config.json, where the checkpoint has none of its own.

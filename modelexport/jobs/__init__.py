@@ -1,0 +1,1 @@
+"""The parts that exporting and resharding share: ranks, the target directory, side files, several hosts, the hub."""

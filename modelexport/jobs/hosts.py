@@ -27,12 +27,12 @@ _NOT_COHERENT = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs")
 
 
 def is_spread(config: MultiprocessConfig) -> bool:
-    """Whether the ranks are on several machines."""
+    """Returns whether the ranks are on several machines."""
     return bool(config.local_world_size < config.world_size)
 
 
 def check_coherent(out: str | None, instead: str) -> None:
-    """Refuse ``direct`` onto file systems that lose one of two clients' writes to the same page."""
+    """Refuses ``direct`` onto file systems that lose one of two clients' writes to the same page."""
     kind = None if out is None else filesystem_type(Path(out).resolve().parent)
     if kind in _NOT_COHERENT:
         raise UsageError(
@@ -59,16 +59,16 @@ def filesystem_type(path: Path) -> str | None:
 
 
 def agree(checkpoint: Checkpoint, recipe: Settings) -> None:
-    """Let all ranks compare what they are about to read, and what they were told.
+    """Checks that all ranks see the same source and were given the same settings.
 
     Raises:
         RankFailedError: on every rank, where two of them see different sources or were given different settings.
     """
-    ranks.reduce_and_broadcast(lambda: _sight(checkpoint, recipe), _compare)
+    ranks.reduce_and_broadcast(lambda: _local_view(checkpoint, recipe), _compare)
 
 
-def _sight(checkpoint: Checkpoint, recipe: Settings) -> dict[str, str]:
-    """What must be equal on every rank, and where this one is."""
+def _local_view(checkpoint: Checkpoint, recipe: Settings) -> dict[str, str]:
+    """Digests of the source and of the settings, which must be equal on every rank, and the names of this machine."""
     digest = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode())
     for name, info in sorted(checkpoint.infos.items()):
         digest.update(f"{name} {info.dtype} {info.shape} {info.path.name} {info.offset}\n".encode())
@@ -84,9 +84,9 @@ def _sight(checkpoint: Checkpoint, recipe: Settings) -> dict[str, str]:
     }
 
 
-def _compare(sights: list[dict[str, str]]) -> None:
-    first = sights[0]
-    for rank, other in enumerate(sights):
+def _compare(views: list[dict[str, str]]) -> None:
+    first = views[0]
+    for rank, other in enumerate(views):
         if other["digest"] != first["digest"]:
             raise CheckpointError(
                 f"rank {rank} on {other['host']} sees another model in {other['source']} than rank 0 on "

@@ -30,7 +30,7 @@ _IS_CHECKPOINT = ("config.json", "modelexport.json", ".metadata")
 
 
 def check_login(repo_id: str) -> None:
-    """Ask the hub who we are, before hours are spent on what is then to be pushed.
+    """Checks the login to the hub, before hours are spent on a checkpoint that is then to be pushed.
 
     Raises:
         UsageError: the id cannot be one.
@@ -42,7 +42,7 @@ def check_login(repo_id: str) -> None:
 
 
 def push(directory: str | os.PathLike[str], repo_id: str, *, private: bool = False, quiet: bool = False) -> str:
-    """Upload a checkpoint's directory; makes the repository where it is not there yet.
+    """Uploads a checkpoint's directory; makes the repository where it is not there yet.
 
     Args:
         private: whether the repository is to be private; one that is there and public is refused.
@@ -132,7 +132,7 @@ def _refusal(error: Any) -> str:
 
 @contextmanager
 def _progress(*, quiet: bool) -> Iterator[None]:
-    """Without the client's bars, where nobody wants them."""
+    """Hides the client's progress bars where they are not wanted."""
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     if not quiet or are_progress_bars_disabled():

@@ -1,4 +1,4 @@
-"""What an export and a resharding have in common: the ranks that do the work, and what is heard of them."""
+"""The ranks that carry out an export or a resharding, and the progress that they report."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 from modelexport.distributed import launch
 from modelexport.distributed.launch import MultiprocessConfig
 from modelexport.errors import RankFailedError
-from modelexport.jobs.target_directory import Target
+from modelexport.jobs.target_directory import TargetDirectory
 from modelexport.system.terminal import note, progress_bar
 
 T = TypeVar("T")
 OnEvent = Callable[[int, dict[str, Any]], None]
 Results = list[dict[str, Any]]
-Heard = tuple[OnEvent, Results]
+Progress = tuple[OnEvent, Results]
 
 
 def own_ranks(world: int, timeout: float, preload: Sequence[str], on_event: OnEvent) -> MultiprocessConfig:
@@ -32,19 +32,24 @@ def own_ranks(world: int, timeout: float, preload: Sequence[str], on_event: OnEv
 
 
 @contextmanager
-def heard(what: str, sizes: Mapping[str, int], done: Mapping[str, Any], *, quiet: bool) -> Iterator[Heard]:
-    """What hears the ranks' events, and the list that it puts the first rank's result into; with a progress bar.
+def show_progress(
+    description: str, sizes: Mapping[str, int], done: Mapping[str, Any], *, quiet: bool
+) -> Iterator[Progress]:
+    """Shows a progress bar inside the ``with``, unless ``quiet`` or stderr is no terminal.
 
     Args:
-        what: names the bar, which is silent where nobody watches.
+        description: the bar's label.
         sizes: bytes that each step writes.
         done: the steps that an earlier run has finished.
+
+    Yields:
+        The handler of the ranks' events, which moves the bar, and the list that it appends the first rank's result to.
     """
     resumed = sum(size for step, size in sizes.items() if step in done)
     if resumed and not quiet:
         note(f"resuming: {len(done)} of {len(sizes)} steps are done already")
     with progress_bar(
-        quiet=quiet, total=sum(sizes.values()), initial=resumed, unit="B", unit_scale=True, desc=what
+        quiet=quiet, total=sum(sizes.values()), initial=resumed, unit="B", unit_scale=True, desc=description
     ) as bar:
         results: Results = []
 
@@ -71,19 +76,22 @@ def single(results: Results) -> dict[str, Any]:
     return results[0]
 
 
-def take_part(
+def run_under_launcher(
     config: MultiprocessConfig,
-    target: Target,
+    target: TargetDirectory,
     work: Callable[[dict[str, Any]], None],
-    tell: Callable[[dict[str, Any], dict[str, Any]], T],
-    hear: Callable[[Mapping[str, Any]], AbstractContextManager[Heard]],
+    collect: Callable[[dict[str, Any], dict[str, Any]], T],
+    progress: Callable[[Mapping[str, Any]], AbstractContextManager[Progress]],
 ) -> T:
-    """The work as one of the ranks that another launcher started; rank 0 opens the target and publishes it.
+    """Does this rank's part of the work where another launcher started it; rank 0 opens and publishes the target.
 
     Args:
         work: this rank's part, given the steps that are done.
-        tell: makes what all ranks are told in the end, of the record and the first rank's result.
-        hear: :func:`heard`, given the steps that are done.
+        collect: makes the value that every rank returns from the record and the first rank's result; runs on rank 0.
+        progress: makes the context manager of :func:`show_progress` from the steps that are done.
+
+    Returns:
+        The value of ``collect``, on every rank.
     """
     from modelexport.distributed import ranks
 
@@ -92,12 +100,12 @@ def take_part(
             return target.begin()
 
     done = ranks.compute_and_broadcast(begin)
-    with hear(done) as (on_event, results), launch.local_status(on_event, config.rank):
+    with progress(done) as (on_event, results), launch.local_status(on_event, config.rank):
         work(done)
 
     def finish() -> T:
         with launch.phase_scope("publishing the checkpoint"):
             result = single(results)
-            return tell(target.finish(result), result)
+            return collect(target.finish(result), result)
 
     return ranks.compute_and_broadcast(finish)

@@ -20,7 +20,7 @@ from modelexport.system.small_files import LARGEST_CONFIG, has_file, read_small
 
 
 def cards(source: Path) -> tuple[frozenset[str], dict[str, str]]:
-    """What becomes of a source's README.md where ours takes its place.
+    """Decides on a source's README.md where a card of ours takes its place.
 
     Returns:
         Files that stay behind, and those that come along under another name: a card that was made of the source's

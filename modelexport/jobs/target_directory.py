@@ -1,4 +1,4 @@
-"""The checkpoint in the making, as the one process sees it that publishes it: staging, side files, record, rename."""
+"""The checkpoint under construction, in the process that publishes it: staging, side files, record, rename."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ MakeRecord = Callable[[SideFiles, Mapping[str, Path], dict[str, Any]], dict[str,
 
 
 @dataclass(frozen=True)
-class TargetFiles:
-    """What goes into a target beside the weights, and when it may be taken up again.
+class TargetDirectorySpec:
+    """Describes the files of a target besides its weights, and the conditions under which a run may be resumed.
 
     Attributes:
         source: the checkpoint that the weights come from; its tokenizer and the like come along.
@@ -47,16 +47,16 @@ class TargetFiles:
     renamed: Mapping[str, str] = field(default_factory=dict)
 
 
-class Target:
-    """``begin``, then the ranks write, then ``finish``; to be closed in any case."""
+class TargetDirectory:
+    """The staged checkpoint: ``begin``, then the ranks write the weights, then ``finish``. A context manager."""
 
-    def __init__(self, out: str, files: TargetFiles, *, overwrite: bool, quiet: bool) -> None:
+    def __init__(self, out: str, files: TargetDirectorySpec, *, overwrite: bool, quiet: bool) -> None:
         self._out, self._files, self._overwrite, self._quiet = out, files, overwrite, quiet
         self._staging: Staging | None = None
         self._side: SideFiles | None = None
 
     def begin(self) -> dict[str, Any]:
-        """Open the staging directory and put everything into it but the weights.
+        """Opens the staging directory and puts everything into it but the weights.
 
         Returns:
             The steps that an interrupted run has finished, with their records: none if a weight file had to be made.
@@ -82,7 +82,7 @@ class Target:
         return {} if made else dict(self._staging.done)
 
     def finish(self, outcome: dict[str, Any]) -> dict[str, Any]:
-        """Write index, record and card, and publish; returns the record (empty where there is none).
+        """Writes index, record and card, and publishes; returns the record (empty where there is none).
 
         Args:
             outcome: the first rank's result.
@@ -114,7 +114,7 @@ class Target:
         paths = {str(path.relative_to(directory)): path for path in directory.rglob("*") if path.is_file()}
         return {name: path for name, path in paths.items() if name not in other}
 
-    def __enter__(self) -> Target:
+    def __enter__(self) -> TargetDirectory:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

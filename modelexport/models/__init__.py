@@ -1,1 +1,1 @@
-"""What a checkpoint consists of, whoever wrote it: its modules, how their numbers are stored, how they may be cut."""
+"""The modules of a checkpoint in any file format: their tensors, how numbers are stored, how they may be cut."""

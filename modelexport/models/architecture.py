@@ -82,7 +82,8 @@ def family_of(config: dict[str, Any]) -> Family:
 
 
 def why_no_language_model(config: Mapping[str, Any]) -> str:
-    """Why a config.json does not describe a language model that transformers runs by itself; ``""`` where it may."""
+    """The reason why a config.json is not that of a language model that transformers runs by itself; ``""`` where it
+    may be."""
     part = ", as where a language model is a part of another one"
     size = config.get("vocab_size")
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
@@ -98,7 +99,7 @@ def why_no_language_model(config: Mapping[str, Any]) -> str:
 
 
 def ties_embeddings(config: Mapping[str, Any] | None) -> bool:
-    """Whether the head is the embedding: as config.json says, or as models of its type have it where it does not."""
+    """Returns whether the head is the embedding: as config.json says, or else as models of its type have it."""
     said = (config or {}).get("tie_word_embeddings")
     if said is not None or config is None:
         return bool(said)

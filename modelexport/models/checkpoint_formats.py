@@ -13,23 +13,25 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from modelexport import plugins
 from modelexport.checkpoints import formats as package
-from modelexport.checkpoints.safetensors.file import Checkpoint, Layout
 from modelexport.errors import UsageError, nearest
 from modelexport.quantization.methods import Method, methods, of_format, of_method
-from modelexport.sharding.rules import TensorRule
-from modelexport.sharding.shard_plan import ShardPlan
 
-Rules = Callable[..., list[TensorRule]]
+if TYPE_CHECKING:  # --help needs the names alone
+    from modelexport.checkpoints.safetensors.file import Checkpoint, Layout
+    from modelexport.sharding.rules import TensorRule
+    from modelexport.sharding.shard_plan import ShardPlan
+
+    Rules = Callable[..., list[TensorRule]]
 
 _NAME = re.compile(r'^NAME = "([\w-]+)"$', re.MULTILINE)
 
 
 class CheckpointFormat(Protocol):
-    """What a format module offers."""
+    """The interface of a checkpoint format's module."""
 
     NAME: str
     """As ``--format`` has it."""
@@ -39,7 +41,7 @@ class CheckpointFormat(Protocol):
     """Files that belong to the format and not to the model: they do not come along into another format."""
 
     def lay_out(self, plan: ShardPlan, config: dict[str, Any], *, max_shard_bytes: int) -> Layout:
-        """Which files there will be, and where everything goes.
+        """Returns the layout: the files, and the place of every tensor in them.
 
         A module with ``READS_SOURCE`` true also takes ``source``, the directory of the model's tokenizer.
         """
@@ -48,7 +50,7 @@ class CheckpointFormat(Protocol):
         """The files beside the weights that belong to the format: name -> content."""
 
     def recognises(self, directory: Path) -> bool:
-        """Whether the directory holds a checkpoint of this format."""
+        """Returns whether the directory holds a checkpoint of this format."""
 
     def open(self, directory: Path, config: dict[str, Any] | None, rules: Rules) -> Checkpoint:
         """Read and check everything but the weights."""

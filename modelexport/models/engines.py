@@ -1,4 +1,4 @@
-"""What engines are known to refuse of what we can write: a table, looked at before the work starts.
+"""Combinations that engines are known to refuse: a table, looked at before the work starts.
 
 Each row was read in the engine's own code or seen by running it, in the versions named here; its comment says where.
 What is not in the table is not known to fail, which is less than known to load. Importing this does not import torch.
@@ -81,7 +81,7 @@ class Refusal:
     units: tuple[int, int] | None = None
 
     def means(self, linear: Linear, tp: int, model: str) -> bool:
-        """Whether the row is about that linear, of a model of that type, on ``tp`` ranks."""
+        """Returns whether the row applies to that linear, of a model of that type, on ``tp`` ranks."""
         return (
             (not self.models or model in self.models)
             and (not self.number_formats or linear.number_format in self.number_formats)
@@ -323,7 +323,7 @@ def loadable_tp(
 
 
 def warnings(format_name: str, linears: Iterable[Linear], *, tp: int = 1, model: str = "") -> list[str]:
-    """What engines are known to refuse of these linears: one line for each row of the table that means any.
+    """Warnings for these linears: one line for each row of the table that applies to any.
 
     Args:
         format_name: as ``--format`` spells it.

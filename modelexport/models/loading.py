@@ -1,4 +1,4 @@
-"""Which engines have been seen to load what we write: a table of what the conformance tests ran, and of nothing else.
+"""The engines that were seen to load our checkpoints: a table of what the conformance tests ran, and of nothing else.
 
 The other table, :mod:`~modelexport.models.engines`, has what engines are known to refuse. What is in neither was not
 tried. Importing this does not import torch.
@@ -127,14 +127,14 @@ class Loading:
     any_group: bool = False
 
     def is_about(self, stored: Stored) -> bool:
-        """Whether it has run such a checkpoint of some model."""
+        """Returns whether it has run such a checkpoint of some model."""
         one = len(stored.number_formats) == 1 or self.mixed
         shape = self.format == stored.format and self.sharded in (None, stored.sharded)
         known = {name for names in self.ran.values() for name in names}
         return one and shape and self.kv_cache == stored.kv_cache and self._formats(stored) <= known
 
     def has_run(self, stored: Stored) -> bool:
-        """Whether it has run such a checkpoint of that model type."""
+        """Returns whether it has run such a checkpoint of that model type."""
         own = self.ran.get(stored.model_type or "", ())
         return self.is_about(stored) and self._formats(stored) <= set(own)
 

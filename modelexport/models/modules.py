@@ -14,7 +14,7 @@ from modelexport.checkpoints.safetensors.file import Checkpoint, TensorInfo
 from modelexport.errors import CheckpointError, ModelExportError
 from modelexport.models.architecture import Dimensions, Family, family_of, read_dimensions
 from modelexport.quantization.formats import name_of
-from modelexport.quantization.methods import QuantizationConfig, Scheme, StoredTensorSpec, tensor_specs
+from modelexport.quantization.methods import QuantizationConfig, Scheme, tensor_specs
 
 PLAIN = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64", "F8_E4M3": "fp8", "F8_E5M2": "fp8-e5m2"}
 _SCALES = ("weight_scale", "weight_scale_inv", "scales", "absmax", "weights_scaling_factor", "per_channel_scale")
@@ -23,7 +23,7 @@ _BITSANDBYTES = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", "qu
 
 @dataclass(frozen=True)
 class Stored:
-    """How a module's weight is stored.
+    """The storage of a module's weight.
 
     Attributes:
         number_format: the name as ``--quant`` spells it where there is one, else the dtype.
@@ -77,7 +77,7 @@ class StoredModule:
 
 @dataclass(frozen=True)
 class Architecture:
-    """What is known of the model: its family and dimensions, or ``reason`` why not.
+    """The family and the dimensions of a model, or the ``reason`` why they are not known.
 
     ``kinds``, ``shapes`` and ``fused`` are of its modules, by their path within a layer: what they are, their
     weights', and what engines fuse them into.
@@ -199,7 +199,7 @@ def _as_announced(
 
 
 def _are(promises: Mapping[str, StoredTensorSpec], tensors: Mapping[str, TensorInfo]) -> bool:
-    """Whether all that is promised is there as promised."""
+    """Returns whether all expected tensors are there, with the expected dtypes and shapes."""
     found = ((tensors.get(suffix), promise) for suffix, promise in promises.items())
     return all(info is not None and info.dtype in p.dtypes and info.shape in p.shapes for info, p in found)
 

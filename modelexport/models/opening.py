@@ -69,7 +69,7 @@ def _family_of_old(found: Checkpoint) -> Family | None:
 
 
 def _with_side_config(found: Checkpoint) -> Checkpoint:
-    """What a file beside config.json says of quantisation, where config.json says nothing of it."""
+    """Adds the quantization config of a file beside config.json, where config.json has none."""
     if found.config is None or any(found.config.get(key) for key in QUANTIZATION_KEYS):
         return found
     for method in methods().values():

@@ -1,4 +1,4 @@
-"""How each tensor of a checkpoint may be cut over ranks: its family's cuts, and what its number format keeps together.
+"""The cuts of each tensor of a checkpoint over ranks: its family's, on the units that its number format keeps together.
 
 The tensors of a quantised linear go with its weight: a rank that holds some of its rows holds their scales, their zero
 points and their packed words. Where a format keeps several elements of the weight together (a group, a block, a packed
@@ -26,7 +26,7 @@ from modelexport.quantization.methods import (
     read_quantization_config,
     tensor_specs,
 )
-from modelexport.sharding.rules import Part, Spread, TensorRule
+from modelexport.sharding.rules import CutRange, Spread, TensorRule
 
 Stages = tuple[Literal["first", "last"], ...]
 
@@ -70,7 +70,7 @@ def layers_of(rules: Sequence[TensorRule]) -> int:
 
 
 def tensor_rules(checkpoint: Checkpoint) -> list[TensorRule]:
-    """How every tensor of a checkpoint may be cut, from its headers and its config.json.
+    """The rules by which every tensor of a checkpoint may be cut, from its headers and its config.json.
 
     Any number format of the quantisation methods that are known, or none. Tensors that are no part of the model have
     no rule (:func:`left_out` names them).
@@ -135,7 +135,7 @@ def expected_rules(
 
 @dataclass(frozen=True)
 class _Model:
-    """What config.json says."""
+    """The model as config.json describes it."""
 
     config: Mapping[str, Any]
     family: Family
@@ -266,7 +266,7 @@ def _rules(
     """The rules of one module's tensors: ``suffix -> (dtype, shape)``."""
     module = place.module
     along = module.cut_dim
-    parts: tuple[Part, ...] = ()
+    parts: tuple[CutRange, ...] = ()
     if along is not None:
         kept = math.lcm(
             *(axis[1] for p in promises.values() for axis in p.axes if axis is not None and axis[0] == along)
@@ -297,13 +297,13 @@ def _rules(
     return rules
 
 
-def weight_parts(module: Module, dims: Dimensions, kept: int = 1) -> tuple[Part, ...]:
+def weight_parts(module: Module, dims: Dimensions, kept: int = 1) -> tuple[CutRange, ...]:
     """The ranges of a module's cut dimension, in elements of its weight.
 
     Args:
         kept: elements along it that its number format keeps together.
     """
-    parts: list[Part] = []
+    parts: list[CutRange] = []
     start = 0
     for role, axis in module.axes:
         along = dims.axis(axis)
@@ -312,7 +312,7 @@ def weight_parts(module: Module, dims: Dimensions, kept: int = 1) -> tuple[Part,
         if along.shared and heads == 1:
             unit = size  # never cut, only shared: its last block may be short
         parts.append(
-            Part(
+            CutRange(
                 role=role,
                 start=start,
                 stop=start + size,
@@ -323,7 +323,7 @@ def weight_parts(module: Module, dims: Dimensions, kept: int = 1) -> tuple[Part,
         )
         start += size
     if any(part.start % kept for part in parts):  # two of them share a group: they cannot be told apart
-        return (Part(role=module.role, start=0, stop=start, unit=start),)
+        return (CutRange(role=module.role, start=0, stop=start, unit=start),)
     return tuple(parts)
 
 
@@ -341,7 +341,7 @@ def _own_dim(promise: StoredTensorSpec, along: int | None, rank: int) -> tuple[i
     return None, 1
 
 
-def _per(part: Part, unit: int) -> Part:
+def _per(part: CutRange, unit: int) -> CutRange:
     """A part of the weight, in elements of a tensor that has one for each ``unit`` of it."""
     if unit == 1:
         return part

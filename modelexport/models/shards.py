@@ -1,4 +1,4 @@
-"""What a rank holds under a plan, as tensors in ranks are described: for resharding without a checkpoint on disk.
+"""A rank's shards under a plan, for resharding without a checkpoint on disk.
 
 ::
 

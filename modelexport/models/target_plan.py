@@ -1,4 +1,4 @@
-"""What a checkpoint of a given format and parallelism will consist of: decided, and checked, before a byte is read."""
+"""The plan of a target in a given format and parallelism: decided, and checked, before a byte is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other before tensors travel: what each has and needs, and what is wrong with its arguments.
+"""The exchange of metadata before tensors travel: each rank's shards and needs, and errors in its arguments.
 
 Where a rank's arguments are wrong, or ranks disagree, all of them raise the same error before anything is sent.
 """
@@ -13,21 +13,20 @@ from typing import Any
 
 import torch
 
-from modelexport.distributed import shared_mesh
 from modelexport.distributed.collectives.argument_check import exchange_texts
 from modelexport.distributed.collectives.groups import AnyGroup, Members, members
-from modelexport.distributed.shard_transport import Cargo, Piece, deliver, where_this_is
+from modelexport.distributed.delivery import shared_mesh
+from modelexport.distributed.delivery.pairwise import Piece, PieceBuffers, deliver, host_identity
 from modelexport.errors import UsageError, nearest
 
-__all__ = ["ExchangeReport", "Route", "agree", "is_float8tensor", "raw", "team_of", "tell_all"]
+__all__ = ["ExchangeReport", "Route", "agree", "exchange_records", "is_float8tensor", "raw", "team_of"]
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_DIRECT = ("p2p", "shared_memory")
 
 
 @dataclass
 class ExchangeReport:
-    """What an exchange did on this rank; filled in where one is passed. Exchanges add up.
+    """Counters of an exchange on this rank; filled in where one is passed. Exchanges add up.
 
     Attributes:
         algorithm: the one that ran last, ``auto`` resolved.
@@ -57,7 +56,7 @@ class ExchangeReport:
 
 @dataclass(frozen=True)
 class Route:
-    """How the tensors of one exchange travel.
+    """The group, the algorithm and the device by which the tensors of one exchange travel.
 
     Attributes:
         team: the group; ranks are places in it.
@@ -73,18 +72,18 @@ class Route:
     records: Sequence[dict[str, Any]]
     report: ExchangeReport
 
-    def carry(self, pieces: Sequence[Piece], cargo: Cargo, *, keep: bool) -> None:
-        """Bring the pieces to those who want them, by ``p2p`` or ``shared_memory``; see these modules."""
+    def carry(self, pieces: Sequence[Piece], buffers: PieceBuffers, *, keep: bool) -> None:
+        """Brings the pieces to the ranks that want them, by ``p2p`` or ``shared_memory``; see these modules."""
         me = self.team.position
         wanted = sum(piece.nbytes for piece in pieces if me in piece.targets)
         if self.algorithm == "p2p":
-            traffic = deliver(pieces, cargo, self.team, self.device)
+            traffic = deliver(pieces, buffers, self.team, self.device)
             assert traffic.received == wanted
             self.report.add(sent=traffic.sent, received=traffic.received, messages=traffic.messages)
             return
         assert self.algorithm == "shared_memory"
         try:
-            copied = self._mesh.deliver(pieces, cargo, keep=keep)
+            copied = self._mesh.deliver(pieces, buffers, keep=keep)
         except BaseException:
             shared_mesh.forget(self.team)
             raise
@@ -113,7 +112,7 @@ def agree(
     tensors: Callable[[], Sequence[torch.Tensor]],
     report: ExchangeReport | None,
 ) -> Route:
-    """Tell the others what ``describe`` says, hear from all, choose the way.
+    """Exchanges the ranks' records, checks that they agree, and chooses the algorithm and the device.
 
     Args:
         call: the public function, for messages.
@@ -138,10 +137,10 @@ def agree(
         # Looked up only where it decides: not every machine can say where it is.
         record |= {"cuda": cuda, "able": torch.cuda.is_available()}
         if team.size > 1 and algorithm in ("auto", "shared_memory"):
-            record |= {"host": where_this_is(), "mesh": shared_mesh.standing(team)}
+            record |= {"host": host_identity(), "mesh": shared_mesh.mesh_record(team)}
     except Exception as error:
         failure = error
-    records = tell_all(call, team, record, failure)
+    records = exchange_records(call, team, record, failure)
     for rank, said in zip(team.ranks, records, strict=True):
         if said["algorithm"] != records[0]["algorithm"]:
             raise UsageError(
@@ -161,7 +160,9 @@ def agree(
     return Route(team, algorithm, device, records, report)
 
 
-def tell_all(call: str, team: Members, record: dict[str, Any], failure: Exception | None) -> list[dict[str, Any]]:
+def exchange_records(
+    call: str, team: Members, record: dict[str, Any], failure: Exception | None
+) -> list[dict[str, Any]]:
     """Every rank's record, in the group's order: one exchange of metadata.
 
     Args:
@@ -200,7 +201,7 @@ def _check_one_host(call: str, records: Sequence[dict[str, Any]], team: Members)
 
 
 def is_float8tensor(tensor: torch.Tensor) -> bool:
-    """Whether this is Transformer Engine's ``Float8Tensor`` (which need not be installed to ask)."""
+    """Returns whether this is Transformer Engine's ``Float8Tensor`` (which need not be installed to ask)."""
     return any(
         kind.__name__ == "Float8Tensor" and kind.__module__.split(".")[0] == "transformer_engine"
         for kind in type(tensor).__mro__

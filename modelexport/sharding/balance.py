@@ -1,4 +1,4 @@
-"""Which rank handles which shard, so that all have about as many bytes to handle. Pure arithmetic, the same everywhere.
+"""Assignment of shards to ranks, so that all handle about as many bytes. Pure arithmetic, the same everywhere.
 
 ``greedy``: shards in the order (cross set last, held by fewest ranks first, largest first, id), each to the rank with
 the fewest bytes that holds it, ties to the lowest rank. ``balanced``: the same, and then shards are moved, or
@@ -60,7 +60,7 @@ def distribute(
 
 
 def lower_bound(sizes: Collection[int], num_ranks: int) -> int:
-    """Bytes that the fullest rank has at least, whoever holds what: the mean, or the largest shard."""
+    """Bytes that the fullest rank has at least, for any holders: the mean, or the largest shard."""
     return max(-(-sum(sizes) // num_ranks), max(sizes, default=0))
 
 
@@ -74,7 +74,7 @@ def _order(keys: Mapping[T, tuple[bool, int, int]]) -> list[T]:
 
 
 def _crowding(holders: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> int:
-    """A bound that counts who holds what: shards that only some ranks hold fill these by the mean at least."""
+    """A bound that regards the holders: shards that only some ranks hold fill these by the mean at least."""
     totals: Counter[tuple[int, ...]] = Counter()
     for able, size in zip(holders, sizes, strict=True):
         totals[able] += size
@@ -156,7 +156,7 @@ class _Improvement:
             shards.sort()
 
     def run(self, bound: int) -> None:
-        """Until no rank has more than about ``bound``, or nothing helps, or it has taken long enough."""
+        """Runs until no rank has more than about ``bound``, no step helps, or the effort is spent."""
         goal = bound + bound // 5000
         while self._effort > 0:
             # Where the fullest is stuck, a rank next to it may give something away, which makes room for it.
@@ -168,7 +168,7 @@ class _Improvement:
         return -self._loads[rank], rank
 
     def _relieve(self, rank: int) -> bool:
-        """Take the best step that gives some of the rank's load to another; whether there was one."""
+        """Takes the best step that gives some of the rank's load to another; returns whether there was one."""
         reachable = frozenset().union(*(self._able[shard] for _, shard in self._on[rank]))
         partners = sorted(reachable - {rank}, key=lambda other: (self._loads[other], other))[:_PARTNERS]
         best: tuple[int, int, _Bundle, _Bundle] | None = None
@@ -204,7 +204,7 @@ class _Improvement:
         return best
 
     def _bundles(self, rank: int, other: int) -> list[_Bundle]:
-        """What ``rank`` may give to ``other`` at a time, by size: nothing, a shard, and where it has few, several."""
+        """Sets of shards that ``rank`` may give to ``other`` at once, by size: none, one, and of few shards several."""
         self._effort -= len(self._on[rank])
         movable = [item for item in self._on[rank] if other in self._able[item[1]]]
         most = next((count for count, limit in _BUNDLES if len(movable) <= limit), 1)

@@ -25,7 +25,7 @@ def extent(box: Box) -> tuple[int, ...]:
 
 
 def offset(box: Box) -> tuple[int, ...]:
-    """Where a box begins."""
+    """The first index of a box along each dimension."""
     return tuple(start for start, _ in box)
 
 
@@ -35,7 +35,7 @@ def volume(box: Box) -> int:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """What two boxes of one tensor share; None where that is nothing. (Two scalars' boxes share one element.)"""
+    """The intersection of two boxes of one tensor; None where it is empty. (Two scalars' boxes share one element.)"""
     shared = tuple(
         (max(low, other_low), min(high, other_high)) for (low, high), (other_low, other_high) in zip(a, b, strict=True)
     )
@@ -48,12 +48,12 @@ def relative(box: Box, outer: Box) -> Box:
 
 
 def slices(box: Box) -> tuple[slice, ...]:
-    """What to index a tensor with, to get a box of it."""
+    """The index that selects a box of a tensor."""
     return tuple(slice(start, stop) for start, stop in box)
 
 
 def subtract(box: Box, taken: Box) -> Iterator[Box]:
-    """What is left of ``box`` without ``taken``, as boxes that do not overlap, in the order of their elements."""
+    """``box`` without ``taken``, as boxes that do not overlap, in the order of their elements."""
     shared = intersect(box, taken)
     if shared is None:
         yield box
@@ -77,7 +77,7 @@ def uncovered(box: Box, covers: Iterable[Box]) -> list[Box]:
 
 
 def tile(box: Box, covers: Iterable[Box]) -> Iterator[tuple[int, Box]]:
-    """Cut ``box`` up over ``covers``: (number of the cover, what is taken of it), no element twice.
+    """Cuts ``box`` up over ``covers``: (number of the cover, what is taken of it), no element twice.
 
     Where covers overlap (replicas) the first one counts. What no cover reaches is not yielded.
     """

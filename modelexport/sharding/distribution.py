@@ -1,4 +1,4 @@
-"""Who handles which shard of a state dict that several ranks hold replicas of: worked out alike on every rank.
+"""Distribution of a state dict's shards over the ranks that hold replicas of them, worked out alike on every rank.
 
 A rank is named by its place in the group: for torch's own groups as torch numbers the members, for the handles of
 ``collectives.new_group`` in the order given there.
@@ -13,7 +13,7 @@ import torch
 
 from modelexport.distributed.collectives.groups import AnyGroup, Members
 from modelexport.errors import UsageError
-from modelexport.sharding.agreement import team_of, tell_all
+from modelexport.sharding.agreement import exchange_records, team_of
 from modelexport.sharding.balance import distribute
 from modelexport.sharding.tensor import ShardedTensor, ShardId, order_key
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class ShardDistribution(NamedTuple):
-    """Who handles which shard. It goes with one group of ranks, which it does not name.
+    """An assignment of shards to the ranks of one group, which it does not name.
 
     Attributes:
         main_rank_for_shard: for each shard the rank that saves or loads it.
@@ -58,7 +58,7 @@ def distribute_shards_to_ranks(
     *,
     algorithm: str = "greedy",
 ) -> dict[T, int]:
-    """Spread shards over the ranks that hold them, so that each rank has about as many bytes to handle.
+    """Spreads shards over the ranks that hold them, so that each rank has about as many bytes to handle.
 
     A pure function: every rank that calls it with the same arguments, in whatever order its dicts are, gets the same.
 
@@ -89,7 +89,7 @@ def determine_main_replica_uniform_distribution(
     *,
     algorithm: str = "greedy",
 ) -> ShardDistribution | None:
-    """Agree on who saves, or loads, which shard. One exchange of metadata; then each rank works out the same by itself.
+    """Agrees on the rank that saves, or loads, each shard, by one exchange of metadata.
 
     Args:
         sharded_state_dict: nested dicts, lists and tuples with :class:`ShardedTensor` leaves; others are ignored.
@@ -113,7 +113,7 @@ def determine_main_replica_uniform_distribution(
         mine["shards"] = _described(sharded_state_dict)
     except UsageError as error:
         failure = error
-    records = tell_all(call, team, mine, failure)
+    records = exchange_records(call, team, mine, failure)
     if team.alone:
         return None
     for rank, record in zip(team.ranks, records, strict=True):

@@ -1,4 +1,4 @@
-"""What must move between ranks so that each has the shards it wants: a pure function of who holds and who wants what.
+"""Moves between ranks after which each has the shards it wants: a pure function of what each holds and wants.
 
 Every rank works it out by itself from the same descriptions, so that all come to the same moves, or the same error.
 """

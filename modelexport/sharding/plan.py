@@ -1,4 +1,4 @@
-"""How a dimension is cut over tensor-parallel ranks: pure arithmetic on sizes, no tensors and no models.
+"""Cuts of a dimension over tensor-parallel ranks: pure arithmetic on sizes, no tensors and no models.
 
 A rank *holds* what its part of the model computes with, and *owns* what it hands over. The two differ where
 ranks hold the same elements (key/value heads when there are fewer of them than ranks): each element is owned
@@ -57,7 +57,7 @@ class Parallelism:
 
 @dataclass(frozen=True)
 class Cut:
-    """Which part of a tensor each rank holds and owns.
+    """The ranges of a tensor that each rank holds and owns.
 
     Attributes:
         dim: the dimension that is cut, or None where every rank holds the whole tensor.
@@ -70,13 +70,13 @@ class Cut:
     owned: tuple[Range, ...]
 
     def owns(self, rank: int) -> bool:
-        """Whether ``rank`` emits any part of the tensor."""
+        """Returns whether ``rank`` emits any part of the tensor."""
         start, stop = self.owned[rank]
         return stop > start
 
 
 def even_cut(size: int, unit: int, parts: int) -> tuple[Range, ...]:
-    """Cut ``size`` into ``parts`` ranges on multiples of ``unit``, the first ones larger by one unit.
+    """Cuts ``size`` into ``parts`` ranges on multiples of ``unit``, the first ones larger by one unit.
 
     Ranges may be empty where there are fewer units than parts.
 
@@ -96,7 +96,7 @@ def even_cut(size: int, unit: int, parts: int) -> tuple[Range, ...]:
 
 
 def block_cut(size: int, block: int, parts: int) -> tuple[Range, ...]:
-    """Cut ``size`` into ranges that begin on multiples of ``block``; the last block may be short."""
+    """Cuts ``size`` into ranges that begin on multiples of ``block``; the last block may be short."""
     whole = even_cut(-(-size // block) * block, block, parts)
     return tuple((min(start, size), min(stop, size)) for start, stop in whole)
 
@@ -116,7 +116,7 @@ def group_query_cut(heads: int, kv_heads: int, head_dim: int, parts: int, *, uni
 
 
 def owned_ranges(held: Sequence[Range]) -> tuple[Range, ...]:
-    """Give each element to the first rank that holds it; ``held`` is in rank order with rising ends."""
+    """Gives each element to the first rank that holds it; ``held`` is in rank order with rising ends."""
     owned = []
     reached = 0
     for start, stop in held:

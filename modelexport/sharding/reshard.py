@@ -14,7 +14,7 @@ import torch
 
 from modelexport.distributed.collectives.byte_transport import flat_bytes
 from modelexport.distributed.collectives.groups import AnyGroup
-from modelexport.distributed.shard_transport import Piece
+from modelexport.distributed.delivery.pairwise import Piece
 from modelexport.errors import UsageError
 from modelexport.sharding.agreement import ExchangeReport, Route, agree, raw, team_of
 from modelexport.sharding.boxes import Box, extent, intersect, placed, relative, slices
@@ -52,7 +52,7 @@ def reshard(
             :func:`modelexport.sharding.exchange.exchange_by_distribution`.
         share: a result may be memory that is not its own: a view of a held tensor of which it is a part, or with
             ``shared_memory`` of another rank's, where it is one rectangle of that. Write to none of these.
-        report: is told what it cost.
+        report: counters that the exchange adds to.
 
     Returns:
         By shard id one contiguous tensor for each of ``wanted`` (with ``share``, views may have strides).
@@ -86,7 +86,7 @@ def reshard(
 
 
 class _Assembly:
-    """This rank's part of the moves: the cargo of the exchange."""
+    """This rank's part of the moves: the buffers of its pieces (see ``PieceBuffers``)."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class _Assembly:
         self._views: set[ShardId] = set()  # results that are complete, and not this rank's to write to
 
     def run(self) -> dict[ShardId, torch.Tensor]:
-        """What this rank wants."""
+        """Exchanges the pieces; returns the shards that this rank wants."""
         me = self._route.team.position
         self._route.report.add(needed=sum(move.nbytes for move in self._moves if me in move.targets))
         for shard in self._all:
@@ -173,7 +173,7 @@ class _Assembly:
                 yield shard
 
     def _take_own(self, shard: ShardedTensor) -> None:
-        """What this rank has of a shard itself."""
+        """Takes from this rank's own tensors what they hold of a shard."""
         for box in self._held.get(shard.key, ()):
             shared = intersect(box, shard.box)
             if shared is None:

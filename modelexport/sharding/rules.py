@@ -1,4 +1,4 @@
-"""How one tensor of a model may be cut over ranks: what a plan works on. Data, without tensors or models.
+"""Rules of how one tensor of a model may be cut over ranks, of which a plan is made. Data, without tensors or models.
 
 Whoever knows the model (its family, its number format) says for each tensor along which dimension it is cut and
 what must stay whole there; :mod:`modelexport.sharding.shard_plan` then cuts it for any parallelism.
@@ -13,7 +13,7 @@ Spread = Literal["even", "heads", "kv_heads", "padded"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class CutRange:
     """A range of a tensor's cut dimension that is divided by itself: the whole of it, or one module of a fused one.
 
     Attributes:
@@ -79,4 +79,4 @@ class TensorRule:
     expert: int | None = None
     experts: int = 0
     dim: int | None = None
-    parts: tuple[Part, ...] = ()
+    parts: tuple[CutRange, ...] = ()

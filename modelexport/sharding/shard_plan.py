@@ -17,13 +17,13 @@ from functools import cached_property
 from modelexport.errors import PlanError
 from modelexport.sharding.boxes import Box, whole
 from modelexport.sharding.plan import Parallelism, Range
-from modelexport.sharding.rules import Part, TensorRule
+from modelexport.sharding.rules import CutRange, TensorRule
 
-Held = tuple[Part | None, Box]
+Held = tuple[CutRange | None, Box]
 """A rectangle that a rank holds, and the part of the tensor that it comes from (None: the tensor is not cut)."""
 
 
-def cut_part(part: Part, tp: int, rank: int) -> Range:
+def cut_part(part: CutRange, tp: int, rank: int) -> Range:
     """The elements of a part's dimension that tensor-parallel rank ``rank`` of ``tp`` holds; perhaps none.
 
     :func:`part_problem` has found nothing.
@@ -40,7 +40,7 @@ def cut_part(part: Part, tp: int, rank: int) -> Range:
     return min(part.start + first * part.unit, part.stop), min(part.start + last * part.unit, part.stop)
 
 
-def first_holder(part: Part, tp: int, rank: int) -> int:
+def first_holder(part: CutRange, tp: int, rank: int) -> int:
     """The lowest tensor-parallel rank that holds the same elements of a part as ``rank`` of ``tp``."""
     units = -(-part.size // part.unit)
     if part.spread == "kv_heads" and tp > units:
@@ -48,8 +48,8 @@ def first_holder(part: Part, tp: int, rank: int) -> int:
     return rank
 
 
-def part_problem(part: Part, tp: int) -> str | None:
-    """Why ``tp`` ranks cannot hold equal whole parts, with both numbers; None where they can."""
+def part_problem(part: CutRange, tp: int) -> str | None:
+    """The reason for which ``tp`` ranks cannot hold equal whole parts, with both numbers; None where they can."""
     if tp == 1 or part.spread == "padded":
         return None
     units, rest = divmod(part.size, part.unit)
@@ -70,7 +70,7 @@ def part_problem(part: Part, tp: int) -> str | None:
     return f"{count} can neither be divided equally among {tp} ranks nor shared by equally many"
 
 
-def _unit_name(part: Part, units: int) -> str:
+def _unit_name(part: CutRange, units: int) -> str:
     if part.spread == "even":
         unit = part.unit * part.stands_for
         return f"units of {unit}" if unit > 1 else "elements"
@@ -82,7 +82,7 @@ def _unit_name(part: Part, units: int) -> str:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """What each rank holds; :func:`build_shard_plan` makes it.
+    """The rectangles that each rank holds; :func:`build_shard_plan` makes it.
 
     Attributes:
         rules: every tensor by name, in the model's order.
@@ -163,7 +163,7 @@ class ShardPlan:
         return tuple(sorted(grid.rank_of(t, p, e) for p in self.stages(name) for e in eps for t in tps))
 
     def is_first(self, name: str, rank: int, number: int = 0) -> bool:
-        """Whether the rank is the first that holds this rectangle: its main replica (arguments as for owners)."""
+        """Returns whether the rank is the first that holds this rectangle (its main replica); see :meth:`owners`."""
         rule, grid = self.rules[name], self.parallelism
         part, _ = self.held(name, rank)[number]
         tp, pp, ep = grid.coordinates(rank)
@@ -240,12 +240,12 @@ def count_experts(rules: Iterable[TensorRule]) -> int:
 
 
 def _has_experts(rule: TensorRule) -> bool:
-    """Whether expert parallelism divides it: one expert's tensor, or a stack of all."""
+    """Returns whether expert parallelism divides the tensor: one expert's tensor, or a stack of all."""
     return rule.expert is not None or rule.experts > 0
 
 
 def build_shard_plan(rules: Sequence[TensorRule], parallelism: Parallelism, *, layers: int) -> ShardPlan:
-    """Cut every tensor for ``parallelism``.
+    """Cuts every tensor for ``parallelism``.
 
     Args:
         rules: every tensor of the model, in its order.
@@ -268,7 +268,7 @@ def build_shard_plan(rules: Sequence[TensorRule], parallelism: Parallelism, *, l
 
 
 def _tp_problems(rules: Iterable[TensorRule], tp: int) -> dict[str, list[str]]:
-    """What is wrong -> the modules where it is."""
+    """The problems of cutting for ``tp`` ranks: message -> the modules that have it."""
     found: dict[str, dict[str, None]] = defaultdict(dict)
     for kind, part in _different_parts(rules):
         problem = part_problem(part, tp)
@@ -277,7 +277,7 @@ def _tp_problems(rules: Iterable[TensorRule], tp: int) -> dict[str, list[str]]:
     return {text: list(names) for text, names in found.items()}
 
 
-def _different_parts(rules: Iterable[TensorRule]) -> dict[tuple[str, Part], None]:
+def _different_parts(rules: Iterable[TensorRule]) -> dict[tuple[str, CutRange], None]:
     """Every part, once for all layers and experts, with the module's general name."""
     return {(rule.path.replace("{e}", "*"), part): None for rule in rules for part in rule.parts}
 

@@ -16,7 +16,7 @@ __all__ = ["ShardId", "ShardedTensor", "is_main_replica", "order_key"]
 
 
 def order_key(value: object) -> tuple[Any, ...]:
-    """What to sort a shard's id by: every two ids compare, whatever they are made of, and alike on every rank.
+    """A sort key of a shard's id: every two ids compare, whatever they are made of, and alike on every rank.
 
     None comes before numbers, those before strings, bytes, and tuples (or lists), which compare part by part.
 
@@ -68,7 +68,7 @@ class ShardId(NamedTuple):
 
 
 def is_main_replica(replica_id: int | tuple[int, ...]) -> bool:
-    """Whether a replica id is that of the main replica: 0, or a tuple of zeros."""
+    """Returns whether a replica id is that of the main replica: 0, or a tuple of zeros."""
     return not any(replica_id) if isinstance(replica_id, tuple) else replica_id == 0
 
 
@@ -172,7 +172,7 @@ class ShardedTensor:
 
     @property
     def is_main_replica(self) -> bool:
-        """Whether this is the main one of the shard's replicas."""
+        """True if this is the main one of the shard's replicas."""
         return is_main_replica(self.replica_id)
 
     @property

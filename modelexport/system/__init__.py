@@ -1,0 +1,1 @@
+"""Services around the work: limits of the process, small files, terminal output, JSON and YAML values, startup."""

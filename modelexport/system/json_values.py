@@ -1,4 +1,4 @@
-"""Values of a JSON object that a stranger wrote: each of the kind that is needed, or an error that names its key."""
+"""Checked values of an untrusted JSON object: each of the kind that is needed, or an error that names its key."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class JsonValues:
     where: str = "config.json"
 
     def has(self, key: str) -> bool:
-        """Whether there is such a value."""
+        """Returns whether the object has a value for ``key``."""
         return self.content.get(key) is not None
 
     def whole(self, key: str, default: int | None = None, *, least: int = 1, most: int = _MOST) -> int:
@@ -108,7 +108,7 @@ class JsonValues:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether ``value`` is a number that a float holds."""
+    """Returns whether ``value`` is a number that a float holds."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     try:

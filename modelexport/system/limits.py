@@ -33,7 +33,7 @@ _ULIMITS = {
 
 
 def limit_error(error: BaseException) -> ModelExportError | None:
-    """The error to tell people where ``error``, or what it came of, is a limit that was reached; else None.
+    """The error to show where ``error``, or one in its chain, is a limit that was reached; else None.
 
     An error that is a sentence already, and does not name the limit, is given as that sentence with the limit behind
     it.
@@ -45,8 +45,8 @@ def limit_error(error: BaseException) -> ModelExportError | None:
     if not isinstance(error, ModelExportError):
         return LimitError(f"{what}: {then}" if then else what)
     text = str(error)
-    told = not then or "ulimit" in text or then in text
-    return None if told else LimitError(f"{text}; {then}")
+    explained = not then or "ulimit" in text or then in text
+    return None if explained else LimitError(f"{text}; {then}")
 
 
 def advice(error: OSError) -> str:
@@ -61,7 +61,7 @@ def advice(error: OSError) -> str:
 
 
 def file_size_limit() -> int | None:
-    """How large a file this process may make, in bytes; None: as large as there is room for."""
+    """The largest file that this process may write (``ulimit -f``), in bytes; None without a limit."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     return None if limit == resource.RLIM_INFINITY else limit
 
@@ -84,7 +84,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _reached(error: BaseException) -> tuple[str, str] | None:
-    """What an exception, by itself, says was reached, and what to do; None where it tells of no limit."""
+    """The limit that an exception by itself shows was reached, and the remedy; None where it shows none."""
     if isinstance(error, ModelExportError):
         return None
     code = error.errno if isinstance(error, OSError) else None
@@ -150,7 +150,7 @@ def _address_space() -> int | None:
 
 
 def _machine_memory() -> tuple[int, int]:
-    """What is available and what there is, in MB; zeros where /proc does not say."""
+    """Available and total memory in MB; zeros where /proc does not say."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             known = {name: int(rest.split()[0]) // 1000 for name, _, rest in (line.partition(":") for line in file)}

@@ -1,4 +1,4 @@
-"""Files that are read whole, and files that are written whole: the one place that opens what somebody named.
+"""Files that are read whole, and files that are written whole: the one place that opens paths that users give.
 
 A path may lead anywhere: in a downloaded directory ``config.json`` may be a link to ``/dev/zero`` or a named pipe,
 and ``--html`` may name a device. Reading therefore takes regular files alone, found out from the open descriptor, and
@@ -49,7 +49,7 @@ _KINDS = (
 
 
 def has_file(directory: Path, name: str) -> bool:
-    """Whether a directory lists a file of that name. What cannot be read counts: opening it says what is wrong."""
+    """Returns whether a directory lists a file of that name, readable or not (opening it raises the error)."""
     return os.path.lexists(directory / name) and not (directory / name).is_dir()
 
 
@@ -60,7 +60,7 @@ def open_regular(
     label: str | None = None,
     error: type[ModelExportError] = CheckpointError,
 ) -> BufferedReader:
-    """Open a regular file to read it; links are followed, and nothing that is no file is waited for or read.
+    """Opens a regular file for reading. Links are followed; pipes and devices are neither waited for nor read.
 
     Args:
         largest: the most bytes that it may have; None: any number.
@@ -95,7 +95,7 @@ def check_regular(
     label: str | None = None,
     error: type[ModelExportError] = CheckpointError,
 ) -> None:
-    """Refuse a file that :func:`open_regular` would refuse, before a library of others opens it.
+    """Refuses a file that :func:`open_regular` would refuse, before a library of others opens it.
 
     Raises:
         ModelExportError: as :func:`open_regular`.
@@ -166,7 +166,7 @@ def file_sha256(path: Path) -> str:
 def check_place(
     path: str | os.PathLike[str], *, label: str | None = None, error: type[ModelExportError] = UsageError
 ) -> None:
-    """Refuse a path that :func:`write_small` could not write to, before what is to be written is worked out.
+    """Refuses a path that :func:`write_small` could not write to, before what is to be written is worked out.
 
     Raises:
         ModelExportError: of the kind ``error``.
@@ -181,7 +181,7 @@ def write_small(
     label: str | None = None,
     error: type[ModelExportError] = UsageError,
 ) -> None:
-    """Write a file whole: at any time it has its old content or the new one, and keeps its permissions.
+    """Writes a file whole: at any time it has its old content or the new one, and keeps its permissions.
 
     A link is followed: the file that it leads to is replaced. A named pipe (that somebody reads) and a character
     device are written into.
@@ -208,7 +208,7 @@ def write_small(
 
 
 def _place(path: str | os.PathLike[str], label: str, error: type[ModelExportError]) -> os.stat_result | None:
-    """What is where a file is to be written; None where there is nothing yet."""
+    """The status of the path where a file is to be written; None where there is nothing yet."""
     try:
         status = os.stat(path)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What the program prints: a result on stdout, notes and progress on stderr, whatever has become of either.
+"""Output of the program: a result on stdout, notes and progress on stderr, whatever has become of either.
 
 A stream may be closed, full, a pipe that nobody reads, or one that knows ASCII only. None of these undoes work that is
 done, and none ends in a traceback. Control characters of names that come from files never reach a terminal.
@@ -23,7 +23,7 @@ _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
 
 
 def open_standard_streams() -> None:
-    """Open /dev/null in place of the standard streams that are closed; to be called before any file is opened.
+    """Opens /dev/null in place of the standard streams that are closed; to be called before any file is opened.
 
     A closed descriptor's number would be given to the next file: a weight file that is descriptor 1 is written into by
     whatever prints. Ranks inherit what is opened here.
@@ -39,7 +39,7 @@ def open_standard_streams() -> None:
 
 
 def show(text: str, *, stands: str = "") -> None:
-    """Print a result on stdout.
+    """Prints a result on stdout.
 
     Args:
         text: one or more lines.
@@ -64,7 +64,7 @@ def show(text: str, *, stands: str = "") -> None:
 
 
 def note(text: str) -> None:
-    """Print a line on stderr, or nothing where stderr cannot be written: nobody is left to tell."""
+    """Prints a line on stderr, or nothing where stderr cannot be written."""
     try:
         _write(sys.stderr, text)
     except OSError:
@@ -72,7 +72,7 @@ def note(text: str) -> None:
 
 
 def flush() -> None:
-    """Write out what libraries have printed, as far as that can be done."""
+    """Flushes the standard streams, as far as that can be done."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not stream.closed:
             try:
@@ -82,7 +82,7 @@ def flush() -> None:
 
 
 def progress_bar(*, quiet: bool, **options: Any) -> tqdm[Any]:
-    """tqdm's bar on stderr; silent where it is not to be seen, or nobody watches. ``options`` are tqdm's."""
+    """tqdm's bar on stderr; silent with ``quiet`` or where stderr is no terminal. ``options`` are tqdm's."""
     from tqdm import tqdm
 
     stream = sys.stderr
@@ -91,7 +91,7 @@ def progress_bar(*, quiet: bool, **options: Any) -> tqdm[Any]:
 
 
 def columns() -> int | None:
-    """How wide stdout's terminal is; None where it is none."""
+    """The width of stdout's terminal in columns; None where it is none."""
     stream = sys.stdout
     if stream is None or stream.closed or not stream.isatty():
         return None
@@ -107,7 +107,7 @@ def _write(stream: TextIO | None, text: str) -> None:
 
 
 def _discard(stream: TextIO) -> None:
-    """Send what is still buffered, which the interpreter would try again to write as it ends, to /dev/null."""
+    """Sends what is still buffered, which the interpreter would try again to write as it ends, to /dev/null."""
     with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
         fd = os.open(os.devnull, os.O_WRONLY)
         try:

@@ -1,4 +1,4 @@
-"""YAML from a stranger: plain values, or an error of one kind."""
+"""Untrusted YAML: plain values, or an error of one kind."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read_yaml(text: str | bytes) -> Any:
 
 
 def _check_depth(text: str) -> None:
-    """Refuse brackets within brackets: the parser's time grows with the square of their depth."""
+    """Refuses brackets within brackets: the parser's time grows with the square of their depth."""
     depth = 0
     for bracket in re.findall(r"[\[\]{}]", text):
         depth = depth + 1 if bracket in "[{" else max(0, depth - 1)

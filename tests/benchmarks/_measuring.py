@@ -9,14 +9,21 @@ times from another run.
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import ctypes
+import io
 import os
+import re
 import signal
+import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+PERFORMANCE = Path(__file__).resolve().parents[2] / "docs" / "performance.md"
 SAMPLE_SECONDS = 0.02
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -161,3 +168,52 @@ def private_bytes(pid: int) -> int:
     except OSError:
         return 0
     return total
+
+
+# ------------------------------------------------------------------------------- the tables of docs/performance.md
+
+
+def add_write_option(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--write``, which :func:`written` takes."""
+    parser.add_argument("--write", action="store_true", help="put the table into docs/performance.md, too")
+
+
+@contextlib.contextmanager
+def written(script: str, write: bool) -> Iterator[None]:
+    """Copies what is printed inside into docs/performance.md, between the marks of the script, if ``write``."""
+    if not write:
+        yield
+        return
+    name, printed = Path(script).stem, io.StringIO()
+    replace_table(PERFORMANCE.read_text(encoding="utf-8"), name, "")  # hours are not to end in a missing mark
+    with contextlib.redirect_stdout(_Both(sys.stdout, printed)):
+        yield
+    text = replace_table(PERFORMANCE.read_text(encoding="utf-8"), name, printed.getvalue())
+    PERFORMANCE.write_text(text, encoding="utf-8")
+
+
+def replace_table(text: str, name: str, table: str) -> str:
+    """Returns ``text`` with ``table`` between ``<!-- name -->`` and ``<!-- /name -->``; fenced, unless it is Markdown.
+
+    Raises:
+        ValueError: these marks are not there, or more than once.
+    """
+    fence = "" if re.search(r"^\|", table, re.MULTILINE) else "```"
+    inside = f"{fence}{'text' if fence else ''}\n{table.strip()}\n{fence}".strip()
+    marks = re.compile(f"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)", re.DOTALL)
+    if len(marks.findall(text)) != 1:
+        raise ValueError(f"<!-- {name} --> ... <!-- /{name} -->: needed once, found {len(marks.findall(text))} times")
+    return marks.sub(lambda found: found[1] + inside + found[2], text)
+
+
+class _Both(io.TextIOBase):
+    """Prints to two streams."""
+
+    def __init__(self, *streams: io.TextIOBase) -> None:
+        self._streams = streams
+
+    def write(self, text: str) -> int:
+        for stream in self._streams:
+            stream.write(text)
+            stream.flush()
+        return len(text)

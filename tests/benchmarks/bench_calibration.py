@@ -27,7 +27,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from modelexport.system.tables import size_text, table
-from tests.benchmarks._measuring import Run, become_reaper, run
+from tests.benchmarks._measuring import Run, add_write_option, become_reaper, run, written
 from tests.benchmarks.bench_export import make_model, warm, weights_sha256
 
 REPOSITORY = sys.path[0]
@@ -136,6 +136,7 @@ def main() -> int:
     parser.add_argument("--scratch", type=Path, help="where targets go, on the disk of the model (default: a temp dir)")
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds after which a run is ended")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every run's figures here")
+    add_write_option(parser)
     parser.add_argument("--plain-forward", type=Path, metavar="SAMPLES", help=argparse.SUPPRESS)
     parser.add_argument("--prepare", type=Path, metavar="SAMPLES", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -185,7 +186,8 @@ def _measure_all(scratch: Path, options: argparse.Namespace) -> int:
         if options.json:
             figures = [{**asdict(one), "hashes": sorted(one.hashes)} for one in found]
             options.json.write_text(json.dumps(figures, indent=1) + "\n")
-    print("\n".join(report(found, _layer_bytes(config))))
+    with written(__file__, options.write):
+        print("\n".join(report(found, _layer_bytes(config))))
     return 0
 
 

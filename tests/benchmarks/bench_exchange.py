@@ -37,7 +37,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 
 import torch
 import torch.distributed as dist
-from _measuring import Run, Sampler, private_bytes
+from _measuring import Run, Sampler, add_write_option, private_bytes, written
 
 from modelexport.distributed.transport import memory
 from modelexport.sharding.balance import lower_bound
@@ -220,11 +220,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--skip-exchange", action="store_true")
     parser.add_argument("--skip-distribution", action="store_true")
+    add_write_option(parser)
     args = parser.parse_args()
-    if not args.skip_exchange:
-        exchanges(args.ranks, args.repeats)
-    if not args.skip_distribution:
-        distributions()
+    with written(__file__, args.write):
+        if not args.skip_exchange:
+            exchanges(args.ranks, args.repeats)
+        if not args.skip_distribution:
+            distributions()
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from modelexport.system.tables import size_text, table
-from tests.benchmarks._measuring import Run, become_reaper, run
+from tests.benchmarks._measuring import Run, add_write_option, become_reaper, run, written
 
 REPOSITORY = sys.path[0]
 QUANTS = ("none", "int8", "fp8", "int4")
@@ -285,6 +285,7 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which a run is ended")
     parser.add_argument("--no-torch-loop", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every run's figures here")
+    add_write_option(parser)
     parser.add_argument("--torch-loop", choices=QUANTS, help=argparse.SUPPRESS)
     parser.add_argument("--make-model", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
@@ -321,7 +322,8 @@ def _measure_all(scratch: Path, options: argparse.Namespace) -> int:
         for number in range(options.repeat):
             measure(case, scratch, model, sample=False, timeout=options.timeout)
             _progress(f"run {number + 1} of {options.repeat}: {case.name}, tp {case.tp}: {case.runs[-1].wall:.2f} s")
-    print("\n".join(report(found, _layer_bytes(config), options)))
+    with written(__file__, options.write):
+        print("\n".join(report(found, _layer_bytes(config), options)))
     if options.json:
         options.json.write_text(json.dumps([asdict(case) for case in found], indent=1) + "\n")
     return 0

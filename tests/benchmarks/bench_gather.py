@@ -37,6 +37,7 @@ import torch.distributed as dist
 
 from modelexport.distributed import gather
 from modelexport.distributed.transport import memory
+from tests.benchmarks._measuring import add_write_option, written
 
 TENSORS = 16
 MB = 1 << 20
@@ -136,7 +137,13 @@ def main() -> None:
     parser.add_argument("--mb", type=int, nargs="+", default=[64, 512])
     parser.add_argument("--workspace", help="directory for the NFS rows (default: a temporary one)")
     parser.add_argument("--repeats", type=int, default=5)
+    add_write_option(parser)
     args = parser.parse_args()
+    with written(__file__, args.write):
+        measure_all(args)
+
+
+def measure_all(args: argparse.Namespace) -> None:
     kinds = {
         "gloo": "torch.distributed.gather",
         "arena": "shm, from the arena",

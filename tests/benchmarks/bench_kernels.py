@@ -34,6 +34,7 @@ from torch import Tensor
 
 from modelexport.quantization import formats, kernels
 from modelexport.quantization.formats.base import NumberFormat
+from tests.benchmarks._measuring import add_write_option, written
 
 COLUMNS = ("memcpy", "quantise", "/memcpy", "torch", "theirs", "/theirs", "mse", "torch", "dequant.", "error")
 PEAKS = ("peak MiB", "theirs")
@@ -163,7 +164,6 @@ def bench_import() -> None:
 
 
 def main() -> None:
-    """Parse, run, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=4096)
     parser.add_argument("--cols", type=int, default=4096)
@@ -171,7 +171,14 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=7, help="runs of which the best counts (default: 7)")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--only", nargs="+", choices=formats.names(), default=formats.names(), metavar="FORMAT")
+    add_write_option(parser)
     arguments = parser.parse_args()
+    with written(__file__, arguments.write):
+        measure(arguments)
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """Prints the table, and what importing costs."""
     torch.set_num_threads(arguments.threads)
     kernels.set_threads(arguments.threads)
     generator = torch.Generator().manual_seed(0)

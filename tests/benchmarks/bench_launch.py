@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from modelexport.distributed.launch import MultiprocessConfig, launch_subprocesses, report
 from modelexport.errors import RankFailedError
+from tests.benchmarks._measuring import add_write_option, written
 
 METHODS = {
     "forkserver": "forkserver, preload",
@@ -167,13 +168,15 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--deaths", type=int, default=20)
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    add_write_option(parser)
     args = parser.parse_args()
     if args.one:
         one_program(args.one[0], args.ranks, args.one[1])
         return
-    print(f"{os.cpu_count()} cores")
-    start_up(args.ranks, args.repeats)
-    deaths(args.ranks, args.deaths)
+    with written(__file__, args.write):
+        print(f"{os.cpu_count()} cores")
+        start_up(args.ranks, args.repeats)
+        deaths(args.ranks, args.deaths)
 
 
 if __name__ == "__main__":

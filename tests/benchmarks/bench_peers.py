@@ -37,7 +37,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from modelexport.assets import demo_model_path
 from modelexport.system.tables import size_text, table
-from tests.benchmarks._measuring import Run, become_reaper, run
+from tests.benchmarks._measuring import Run, add_write_option, become_reaper, run, written
 from tests.benchmarks._quality import (
     WINDOW,
     Figures,
@@ -275,6 +275,7 @@ def main() -> int:
     parser.add_argument("--scratch", type=Path, help="where targets go (default: a temporary directory)")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds after which a run is ended")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every run's figures here")
+    add_write_option(parser)
     options = parser.parse_args()
     # Our commands run this tree's package, wherever this is called from and whatever is installed.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (REPOSITORY, os.environ.get("PYTHONPATH"))))
@@ -290,7 +291,8 @@ def main() -> int:
                 _all_runs(row, model, Path(temporary), options)
                 if options.json:  # after every row: it is a long way to the end
                     options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    print("\n".join(report(rows)))
+    with written(__file__, options.write):
+        print("\n".join(report(rows)))
     return 1 if any(row.failed for row in rows) else 0
 
 

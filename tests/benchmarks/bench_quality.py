@@ -1,12 +1,12 @@
 """Every algorithm in every number format: mean KL and loss against the source on held-out text, as markdown tables.
 
-    python tests/benchmarks/bench_quality.py                   everything, all 197 windows: the tables of the README
+    python tests/benchmarks/bench_quality.py                   everything, all 197 windows
     python tests/benchmarks/bench_quality.py --quick           32 windows
     python tests/benchmarks/bench_quality.py --models hard --formats int8-static int4 --algorithms rtn awq smoothquant
     python tests/benchmarks/bench_quality.py --json FILE       what FILE has already is not made again (delete it when
                                                                the code has changed)
 
-Models: the demo model, and the same made hard (``tests/_hard_model.py``: the same function, with the activation
+Models: the demo model, and the same made hard (``tests/helpers/hard_model.py``: the same function, with the activation
 outliers that large models have). Each cell is an export of 64 x 256 calibration tokens, in this process, decoded into
 float32 again and held against the source, whose log-probabilities are computed once.
 
@@ -37,9 +37,10 @@ from modelexport.exporting import export
 from modelexport.quantization.formats import int4
 from modelexport.quantization.formats.base import Grid
 from modelexport.quantization.kernels import reference
-from tests._hard_model import make_hard
 from tests.benchmarks._fake_formats import Int3Format
+from tests.benchmarks._measuring import add_write_option, written
 from tests.benchmarks._quality import Figures, Reference, demo_samples, write_samples
+from tests.helpers.hard_model import make_hard
 
 SAMPLES, LENGTH = 64, 256
 MODELS = ("demo", "hard")
@@ -205,6 +206,7 @@ def main() -> int:
     parser.add_argument("--windows", type=int, help="so many windows")
     parser.add_argument("--scratch", type=Path, help="where targets go (default: a temporary directory)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every cell here, and take what is there")
+    add_write_option(parser)
     options = parser.parse_args()
     known, cells = read_cells(options.json), []
     with tempfile.TemporaryDirectory(prefix="bench_quality.", dir=options.scratch) as temporary:
@@ -230,7 +232,8 @@ def main() -> int:
                     known[cell.key] = cell
                     if options.json:
                         options.json.write_text(json.dumps([asdict(c) for c in known.values()], indent=1) + "\n")
-    print("\n".join(report(cells)))
+    with written(__file__, options.write):
+        print("\n".join(report(cells)))
     return 0
 
 

@@ -30,7 +30,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from modelexport.system.tables import size_text, table
-from tests.benchmarks._measuring import Run, become_reaper, run
+from tests.benchmarks._measuring import Run, add_write_option, become_reaper, run, written
 from tests.benchmarks.bench_export import make_model, warm
 
 REPOSITORY = sys.path[0]
@@ -178,6 +178,7 @@ def main() -> int:
     parser.add_argument("--scratch", type=Path, help="where everything goes (default: a temporary directory)")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which a run is ended")
     parser.add_argument("--no-peer", action="store_true")
+    add_write_option(parser)
     parser.add_argument("--peer", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--make-model", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
@@ -214,7 +215,8 @@ def _measure_all(scratch: Path, options: argparse.Namespace) -> int:
         for _ in range(options.repeat):
             measure(case, scratch, sample=False, timeout=options.timeout)
         print(f"{case.name}: {case.wall():.2f} s", file=sys.stderr, flush=True)
-    print("\n".join(report(found, options.repeat)))
+    with written(__file__, options.write):
+        print("\n".join(report(found, options.repeat)))
     return 0
 
 

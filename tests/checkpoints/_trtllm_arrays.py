@@ -12,8 +12,8 @@ import torch
 from modelexport.checkpoints.formats.trtllm.quantized import with_cache
 from modelexport.checkpoints.safetensors.file import torch_dtype
 from modelexport.models.rules import expected_rules
-from tests._models import headers_only
-from tests.checkpoints._shards import Model
+from tests.helpers.format_models import Model
+from tests.helpers.models import headers_only
 
 Matrix = npt.NDArray[Any]
 ENTRIES: dict[str, dict[str, Any]] = {

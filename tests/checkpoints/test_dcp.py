@@ -28,8 +28,8 @@ from modelexport.checkpoints.torch_archive.pickle_writing import write_pickle
 from modelexport.checkpoints.torch_archive.zip import dtype_to_torch
 from modelexport.errors import CheckpointError
 from modelexport.models.rules import expected_rules
-from tests._models import LlamaShape, config_json
-from tests.checkpoints._dcp_models import ALONE, assert_same, plan_of, read_all, rules_of, values_of, write
+from tests.helpers.dcp_models import ALONE, assert_same, plan_of, read_all, rules_of, values_of, write
+from tests.helpers.models import LlamaShape, config_json
 
 SMALL = LlamaShape(hidden=32, heads=4, kv_heads=2, intermediate=24, vocab=37, layers=2)
 CONFIG = config_json(SMALL)

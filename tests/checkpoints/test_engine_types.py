@@ -8,7 +8,7 @@ import pytest
 
 from modelexport.errors import PlanError
 from modelexport.resharding import reshard
-from tests._tiny_models import tiny_checkpoint
+from tests.helpers.tiny_models import tiny_checkpoint
 
 
 @pytest.mark.timeout(120)

@@ -18,8 +18,8 @@ from modelexport.checkpoints.gguf.metadata import model_values, read_rope
 from modelexport.checkpoints.safetensors.file import Reader, torch_dtype
 from modelexport.errors import CheckpointError, PlanError
 from modelexport.models.rules import expected_rules, tensor_rules
-from tests._models import LlamaShape, config_json, headers_only
-from tests.checkpoints._shards import Model, assert_same, make_model, reopen, write
+from tests.helpers.format_models import Model, assert_same, make_model, reopen, write
+from tests.helpers.models import LlamaShape, config_json, headers_only
 
 SHAPES: dict[str, dict[str, Any]] = {
     "biased": {"attention_bias": True, "mlp_bias": True, "heads": 8, "kv_heads": 2, "head_dim": 32},

@@ -12,7 +12,7 @@ import pytest
 from modelexport.checkpoints.formats import gguf
 from modelexport.checkpoints.gguf.file import encode_header, read_gguf
 from modelexport.errors import CheckpointError, PlanError
-from tests.checkpoints._shards import make_model, reopen, write
+from tests.helpers.format_models import make_model, reopen, write
 
 
 @pytest.mark.parametrize(

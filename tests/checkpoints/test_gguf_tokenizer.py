@@ -12,7 +12,7 @@ from modelexport.assets import demo_model_path
 from modelexport.checkpoints.formats import gguf
 from modelexport.checkpoints.gguf.tokenizer import Tokenizer, read_tokenizer
 from modelexport.errors import CheckpointError
-from tests.checkpoints._shards import make_model
+from tests.helpers.format_models import make_model
 
 
 def demo_tokenizer(

@@ -19,8 +19,8 @@ from modelexport.checkpoints.formats import dcp, megatron
 from modelexport.errors import CheckpointError, PlanError
 from modelexport.models.rules import expected_rules
 from modelexport.sharding.rules import TensorRule
-from tests._models import LlamaShape, config_json
-from tests.checkpoints._dcp_models import ALONE, Values, assert_same, plan_of, read_all, rules_of, values_of, write
+from tests.helpers.dcp_models import ALONE, Values, assert_same, plan_of, read_all, rules_of, values_of, write
+from tests.helpers.models import LlamaShape, config_json
 
 SMALL = LlamaShape(hidden=32, heads=8, kv_heads=2, intermediate=24, vocab=300, layers=2)
 SHAPES = {

@@ -10,7 +10,7 @@ from modelexport.checkpoints.formats import gguf, trtllm
 from modelexport.errors import CheckpointError, PlanError
 from modelexport.models.rules import expected_rules
 from modelexport.sharding.plan import Parallelism
-from tests.checkpoints._shards import make_model
+from tests.helpers.format_models import make_model
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 1e4}

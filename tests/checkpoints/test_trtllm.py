@@ -17,7 +17,7 @@ from modelexport.checkpoints.formats.trtllm.config import model_config
 from modelexport.errors import CheckpointError, PlanError
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.shard_plan import build_shard_plan
-from tests.checkpoints._shards import Model, assert_same, make_model, reopen, round_trip, write
+from tests.helpers.format_models import Model, assert_same, make_model, reopen, round_trip, write
 
 SHAPES: dict[str, dict[str, Any]] = {
     "biased": {"attention_bias": True, "mlp_bias": True, "vocab": 211, "layers": 4},

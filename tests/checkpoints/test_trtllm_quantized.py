@@ -18,9 +18,10 @@ from modelexport.exporting import export
 from modelexport.models.opening import open_model
 from modelexport.models.rules import expected_rules, tensor_rules
 from modelexport.resharding import reshard
-from tests._models import make_llama
-from tests.checkpoints._shards import Model, assert_same, make_model, reopen, round_trip, write
 from tests.checkpoints._trtllm_arrays import ENTRIES, SHAPE, quantised, rank_arrays, raw
+from tests.helpers.format_models import Model, assert_same, make_model, reopen, round_trip, write
+from tests.helpers.marks import few
+from tests.helpers.models import make_llama
 
 CASES = [
     *((algo, {}, (4, 2, 1)) for algo in ENTRIES),
@@ -235,7 +236,7 @@ def test_what_the_format_cannot_hold() -> None:
 EXPORTS = [("fp8", "llama"), ("nvfp4", "mixtral"), ("int4", "phi3")]
 
 
-@pytest.mark.parametrize(("quant", "model_type"), EXPORTS)
+@pytest.mark.parametrize(("quant", "model_type"), few(EXPORTS, EXPORTS[0]))
 def test_exported_resharded_and_converted_back(tmp_path: Path, quant: str, model_type: str) -> None:
     """tp 2, pp 2 -> tp 4 -> hf -> tp 2, pp 2: the same files; and through compressed-tensors' spelling."""
     source = make_llama(model_type=model_type, **SHAPE)

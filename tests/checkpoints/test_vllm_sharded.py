@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from modelexport.checkpoints.formats import vllm_sharded
 from modelexport.errors import CheckpointError, PlanError
-from tests.checkpoints._shards import Model, assert_same, make_model, reopen, round_trip, write
+from tests.helpers.format_models import Model, assert_same, make_model, reopen, round_trip, write
 
 SHAPES: dict[str, dict[str, Any]] = {
     "biased": {"attention_bias": True, "mlp_bias": True, "vocab": 211, "heads": 8, "kv_heads": 2},

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests._models import LlamaShape
-from tests.checkpoints._dcp_models import values_of
+from tests.helpers.dcp_models import values_of
+from tests.helpers.models import LlamaShape
 
 SHAPE = LlamaShape(hidden=32, heads=4, kv_heads=2, intermediate=24, vocab=37, layers=3)
 

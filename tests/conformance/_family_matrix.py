@@ -21,7 +21,7 @@ from modelexport.exporting import export
 from modelexport.inspection.diff import diff_checkpoints
 from modelexport.inspection.evaluate.models import PlainTensors
 from modelexport.models.opening import open_model
-from tests._tiny_models import model_class, tiny_checkpoint, tiny_inputs
+from tests.helpers.tiny_models import model_class, tiny_checkpoint, tiny_inputs
 
 QUANTS = ("none", "int8", "int4")
 SIZES = (1, 2, 4)

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from modelexport.models import derived
-from tests._tiny_models import NOT_MADE, causal_types
 from tests.conformance._family_matrix import Outcome
+from tests.helpers.tiny_models import NOT_MADE, causal_types
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "families.md"
 HEADER = ("type", "class", "family", "tp", "quantised", "stays, and why", "rank of 2 holds", "int8", "int4")

@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from tests._tiny_models import tiny_checkpoint
+from tests.helpers.tiny_models import tiny_checkpoint
 
 _CORRECTED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 _LFM2 = {

@@ -136,16 +136,16 @@ def run_in_rank(names: Sequence[str], directory: str, module: str, checked: bool
     suite.dist = dist
 
     tests = with_values(type("Tests", (suite.TestDistBackend, suite.DistributedTest._DistTestBase), {}), dist)
-    meeting = Meeting(Path(directory, "meetings"))
+    rendezvous = RankRendezvous(Path(directory, "rendezvous"))
     for name in names:
         before, start = Counter(dist.calls), time.monotonic()
         with phase_scope(f"running {name}"):
-            skipped = _run_test(tests(name), rank, Path(directory, name), suite, dist, meeting)
+            skipped = _run_test(tests(name), rank, Path(directory, name), suite, dist, rendezvous)
         event = {"test": name, "skipped": skipped, "lifted": _lifted(getattr(tests, name))}
         report({**event, "seconds": time.monotonic() - start, "calls": dict(dist.calls - before)})
 
 
-class Meeting:
+class RankRendezvous:
     """Where the ranks wait for each other between tests, whatever has become of the process group.
 
     torch's ``Barrier`` does the same through files, looking every 0.1 s; within the tests it is used unchanged.
@@ -196,7 +196,7 @@ def _lifted(test: Any) -> str:
     return reason if is_lifted(test.__name__, reason) else getattr(test, "lifted", "")
 
 
-def _run_test(case: Any, rank: int, directory: Path, suite: Any, dist: Any, meeting: Meeting) -> str:
+def _run_test(case: Any, rank: int, directory: Path, suite: Any, dist: Any, rendezvous: RankRendezvous) -> str:
     """Runs one test; returns "" or why torch skips it."""
     name = directory.name
     reason = getattr(getattr(type(case), name), "__unittest_skip_why__", "")
@@ -215,7 +215,7 @@ def _run_test(case: Any, rank: int, directory: Path, suite: Any, dist: Any, meet
         rank=rank,
         timeout=timedelta(seconds=GROUP_TIMEOUT),
     )
-    meeting.wait(name, "begins")
+    rendezvous.wait(name, "begins")
     importlib.import_module("torch.testing._internal.common_utils").set_rng_seed()
     try:
         getattr(case, name)()
@@ -228,6 +228,6 @@ def _run_test(case: Any, rank: int, directory: Path, suite: Any, dist: Any, meet
         reason = skips[leave.code]
     else:
         reason = ""
-    meeting.wait(name, "ends")
+    rendezvous.wait(name, "ends")
     dist.destroy_process_group()
     return reason

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from modelexport.quantization import formats
 from modelexport.quantization.methods import of_method
 from modelexport.quantization.methods.base import ModelQuantization, WeightSlice
-from tests._models import make_llama
+from tests.helpers.models import make_llama
 
 VLLM = os.environ.get("MODELEXPORT_VLLM_PYTHON")
 CASES = [

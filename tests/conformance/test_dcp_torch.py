@@ -10,9 +10,9 @@ import pytest
 from modelexport.checkpoints.formats import dcp
 from modelexport.distributed.launch import MultiprocessConfig, launch_subprocesses
 from modelexport.models.rules import expected_rules
-from tests._models import config_json
-from tests.checkpoints._dcp_models import assert_same, plan_of, read_all, rules_of, values_of, write
 from tests.conformance import _dcp_ranks as ranks
+from tests.helpers.dcp_models import assert_same, plan_of, read_all, rules_of, values_of, write
+from tests.helpers.models import config_json
 
 CONFIG = config_json(ranks.SHAPE)
 

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from modelexport.models.derived.skeleton import read_skeleton
 from modelexport.sharding.plan import Parallelism
-from tests._tiny_models import tiny_checkpoint
 from tests.conformance.test_transformers_tp import part, plan_of, run_transformers
+from tests.helpers.tiny_models import tiny_checkpoint
 
 FEW = ["cohere", "ernie4_5", "glm4_moe", "granitemoe"]
 MORE = ["apertus", "arcee", "dots1", "exaone4", "olmoe", "nemotron", "phi", "mellum"]
@@ -20,7 +20,10 @@ MORE = ["apertus", "arcee", "dots1", "exaone4", "olmoe", "nemotron", "phi", "mel
 pytestmark = [pytest.mark.timeout(400), pytest.mark.filterwarnings("ignore")]
 
 
-@pytest.mark.parametrize("types", [FEW, pytest.param(MORE, marks=pytest.mark.slow)], ids=["few", "more"])
+@pytest.mark.parametrize(
+    "types",
+    [pytest.param(FEW, id="few", marks=pytest.mark.extended), pytest.param(MORE, id="more", marks=pytest.mark.slow)],
+)
 def test_each_rank_holds_what_transformers_gives_it(tmp_path: Path, types: list[str]) -> None:
     models = {name: tiny_checkpoint(name) for name in types}
     run_transformers(tmp_path, 2, models)

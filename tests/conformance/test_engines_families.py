@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from modelexport.exporting import export
-from tests._tiny_models import model_class, tiny_checkpoint
 from tests.conformance._vllm import needs_vllm, token_logprobs, vllm_logprobs
+from tests.helpers.tiny_models import model_class, tiny_checkpoint
 
 PROMPTS, LENGTH = 4, 12
 FEW = {"quiet": True, "evaluate": False}

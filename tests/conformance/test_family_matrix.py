@@ -20,7 +20,6 @@ from safetensors.torch import load_file, save_file
 
 from modelexport.models import derived
 from modelexport.models.architecture import known_model_types
-from tests._tiny_models import NOT_MADE, causal_types, tiny_checkpoint
 from tests.conformance._family_matrix import (
     QUANTS,
     SIZES,
@@ -45,11 +44,13 @@ from tests.conformance._family_table import (
     shortened,
     stays,
 )
+from tests.helpers.marks import few
+from tests.helpers.tiny_models import NOT_MADE, causal_types, tiny_checkpoint
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]  # transformers warns of many things
 
 WRITE = os.environ.get("MODELEXPORT_WRITE_DOCS") == "1"
-FAST = (
+SOME = (
     *("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma2", "gemma3_text", "phi3", "glm4", "granite", "olmo2"),
     *("cohere2", "deepseek_v3", "gpt_oss", "gpt_neox", "starcoder2", "gpt2"),  # all of these are declared
     *("apertus", "glm4_moe", "qwen3_5", "falcon_h1", "bert", "musicgen", "zamba2", "minicpm3"),  # these derived
@@ -78,7 +79,7 @@ def same_versions() -> None:
         pytest.skip(f"docs/families.md is not about {versions()}")
 
 
-@pytest.mark.parametrize("kind", FAST)
+@pytest.mark.parametrize("kind", few(SOME, "gpt_oss", "qwen3_moe", "apertus", "bert", "musicgen"))
 def test_a_few_types(tmp_path: Path, kind: str) -> None:
     outcome = examine(kind, tmp_path, quants=("int4",), sizes=(1, 2), sharded=False)
     same_versions()

@@ -11,8 +11,8 @@ import torch
 
 from modelexport.checkpoints.formats import hf_sharded
 from modelexport.checkpoints.safetensors.file import Reader
-from tests.checkpoints._dcp_models import ALONE
-from tests.checkpoints._shards import Model, assert_same, make_model, write
+from tests.helpers.dcp_models import ALONE
+from tests.helpers.format_models import Model, assert_same, make_model, write
 
 pytest.importorskip("torch.distributed.checkpoint.hf_storage")
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -27,7 +27,7 @@ from modelexport.inspection.evaluate.models import load_dequantised
 from modelexport.models.opening import open_model
 from modelexport.quantization.formats import of_scheme
 from modelexport.quantization.methods import WeightSlice, gguf, read_quantization_config
-from tests._models import copy_checkpoint, make_llama
+from tests.helpers.models import copy_checkpoint, make_llama
 
 LLAMA = os.environ.get("MODELEXPORT_LLAMA_PYTHON")
 QUANTS = {"none": "BF16", "int8-wo": "Q8_0", "int4": "Q4_0", "mxfp4-wo": "MXFP4"}

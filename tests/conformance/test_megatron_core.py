@@ -17,9 +17,9 @@ import torch
 
 from modelexport.checkpoints.formats import megatron
 from modelexport.models.rules import expected_rules
-from tests._models import LlamaShape, config_json
-from tests.checkpoints._dcp_models import Values, assert_same, plan_of, read_all, rules_of, values_of, write
 from tests.checkpoints.test_megatron import layer_of, padded
+from tests.helpers.dcp_models import Values, assert_same, plan_of, read_all, rules_of, values_of, write
+from tests.helpers.models import LlamaShape, config_json
 
 PYTHON = os.environ.get("MODELEXPORT_MEGATRON_PYTHON")
 SCRIPT = Path(__file__).with_name("_megatron_core.py")

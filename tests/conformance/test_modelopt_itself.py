@@ -23,7 +23,7 @@ from modelexport.quantization import formats
 from modelexport.quantization.formats.base import NumberFormat
 from modelexport.quantization.methods import fp8, modelopt, read_quantization_config
 from modelexport.quantization.methods.base import ModelQuantization, WeightSlice
-from tests._models import copy_checkpoint, make_llama
+from tests.helpers.models import copy_checkpoint, make_llama
 
 MODELOPT = os.environ.get("MODELEXPORT_MODELOPT_PYTHON")
 VLLM = os.environ.get("MODELEXPORT_VLLM_PYTHON")

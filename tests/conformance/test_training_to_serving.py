@@ -11,8 +11,9 @@ from modelexport.distributed.launch import MultiprocessConfig, launch_subprocess
 from modelexport.errors import CheckpointError
 from modelexport.exporting import export
 from modelexport.inspection.diff import diff_checkpoints
-from tests._models import make_llama
 from tests.conformance._training_rank import save_as_training_would
+from tests.helpers.marks import few
+from tests.helpers.models import make_llama
 from tests.test_export import digests
 
 
@@ -31,7 +32,7 @@ def trained(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("quant", ["none", "int4", "fp8"])
+@pytest.mark.parametrize("quant", few(["none", "int4", "fp8"], "int4"))
 def test_an_export_of_it_is_the_export_of_the_model(source: Path, trained: Path, quant: str, tmp_path: Path) -> None:
     settings = {"quant": quant, "evaluate": False, "quiet": True}
     export(model=str(source), out=str(tmp_path / "a"), **settings)

@@ -19,8 +19,9 @@ from modelexport.inspection.evaluate.models import PlainTensors, load_dequantise
 from modelexport.inspection.evaluate.streaming import through_layers
 from modelexport.models.opening import open_model
 from modelexport.quantization import formats
-from tests._models import make_llama
 from tests.conformance._kv_cache import round_kv_cache
+from tests.helpers.marks import few
+from tests.helpers.models import make_llama
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' and compressed-tensors' own, many and changing
 
@@ -73,7 +74,7 @@ def described(difference: Tensor, of: Tensor) -> str:
     return f"{difference.mean():.6f} on average, {difference.max():.6f} at most, of logits that vary by {of.std():.2f}"
 
 
-@pytest.mark.parametrize("quant", ALL)
+@pytest.mark.parametrize("quant", few(ALL, *ALL[::4]))
 def test_it_decodes_and_computes_what_we_do(tmp_path: Path, tokens: dict[str, Any], quant: str) -> None:
     from transformers import CompressedTensorsConfig
 

@@ -23,8 +23,8 @@ from modelexport.models.rules import layers_of, tensor_rules
 from modelexport.sharding.boxes import slices
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.shard_plan import ShardPlan, build_shard_plan
-from tests._models import copy_checkpoint, make_llama
-from tests._tiny_models import tiny_checkpoint
+from tests.helpers.models import copy_checkpoint, make_llama
+from tests.helpers.tiny_models import tiny_checkpoint
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -136,6 +136,7 @@ def test_each_rank_holds_in_transformers_what_our_plan_gives_it(tmp_path: Path, 
 TINY = ("cohere2", "gemma2", "gemma3_text", "gpt_neox", "granite", "starcoder2")
 
 
+@pytest.mark.extended
 def test_ranks_of_other_families_hold_what_our_plan_gives_them(tmp_path: Path) -> None:
     """Plain column and row cuts; those of heads that are fused one by one among them."""
     models = {

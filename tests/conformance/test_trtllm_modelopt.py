@@ -21,7 +21,7 @@ from modelexport.models.opening import open_model
 from modelexport.quantization import formats
 from modelexport.quantization.decoding import dequantise
 from modelexport.quantization.methods import read_quantization_config
-from tests._models import make_llama
+from tests.helpers.models import make_llama
 
 MODELOPT = os.environ.get("MODELEXPORT_MODELOPT_PYTHON")
 WORDS = {  # our number format -> modelopt's, its block size

@@ -21,7 +21,7 @@ from modelexport.checkpoints.safetensors.file import Reader, Writer, open_checkp
 from modelexport.models.rules import layers_of, tensor_rules
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.shard_plan import build_shard_plan
-from tests._models import make_llama
+from tests.helpers.models import make_llama
 
 VLLM = os.environ.get("MODELEXPORT_VLLM_PYTHON")
 MODELS: dict[str, dict[str, Any]] = {

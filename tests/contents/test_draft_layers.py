@@ -12,7 +12,7 @@ from modelexport.cli.summary import summary
 from modelexport.errors import CheckpointError
 from modelexport.exporting import export
 from modelexport.models.families.drafts import draft_counts, without_counts
-from tests._tiny_models import tiny_checkpoint
+from tests.helpers.tiny_models import tiny_checkpoint
 
 NESTED = {"num_nextn_predict_layers": 0, "text_config": {"mtp_num_hidden_layers": 2, "hidden_size": 8}, "x": [1]}
 

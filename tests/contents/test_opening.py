@@ -16,7 +16,7 @@ from modelexport.models.checkpoint_formats import formats
 from modelexport.models.opening import config_path, open_model, read_config
 from modelexport.models.rules import tensor_rules
 from modelexport.resharding import reshard
-from tests._models import copy_checkpoint, make_llama
+from tests.helpers.models import copy_checkpoint, make_llama
 
 FORMATS = ("dcp", "hf", "megatron", "trtllm", "vllm-sharded")
 

@@ -19,7 +19,7 @@ from modelexport.sharding.boxes import Box, slices, volume
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.rules import TensorRule
 from modelexport.sharding.shard_plan import ShardPlan, build_shard_plan
-from tests._models import SCHEMES, LlamaShape, headers_only, make_llama, quantised_headers, tensor_shapes
+from tests.helpers.models import SCHEMES, LlamaShape, headers_only, make_llama, quantised_headers, tensor_shapes
 
 FAMILIES = ("llama", "mistral", "qwen2", "phi3", "mixtral", "deepseek_v3", "deepseek_v2")
 ROOMY = LlamaShape(hidden=512, heads=8, kv_heads=4, head_dim=128, intermediate=1024, vocab=211)

@@ -14,8 +14,8 @@ from modelexport.models.shards import planned_shards
 from modelexport.sharding.boxes import volume, whole
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.shard_plan import build_shard_plan
-from tests._models import make_llama
-from tests.contents._shards_rank import through_parallelisms
+from tests.helpers.models import make_llama
+from tests.helpers.resharding_ranks import through_parallelisms
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from modelexport.models.rules import tensor_rules
 from modelexport.models.target_plan import TargetPlan, places, plan_target
 from modelexport.sharding.boxes import uncovered, whole
 from modelexport.sharding.plan import Parallelism
-from tests._models import headers_only, quantised_headers
+from tests.helpers.models import headers_only, quantised_headers
 
 MODEL = {"hidden": 128, "heads": 8, "kv_heads": 2, "head_dim": 128, "intermediate": 1024, "layers": 3}
 

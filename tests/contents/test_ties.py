@@ -14,7 +14,7 @@ from modelexport.models import ties
 from modelexport.models.opening import open_model
 from modelexport.models.ties import check_ties
 from modelexport.resharding import reshard
-from tests._models import copy_checkpoint, make_llama
+from tests.helpers.models import copy_checkpoint, make_llama
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

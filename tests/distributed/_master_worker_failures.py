@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from modelexport.distributed import collectives as c
+from modelexport.distributed.collectives import operations
 from modelexport.distributed.collectives.collective_mode import driver
 from modelexport.distributed.collectives.master_worker import driving
 from modelexport.distributed.collectives.master_worker.remote_calls import Member
@@ -68,7 +69,7 @@ def with_a_bad_worker(rank: int, world_size: int, init_method: str, place: str) 
             true_all_reduce(tensor, check=check)
 
         Member._prepare = prepare  # type: ignore[method-assign]
-        c.all_reduce = all_reduce
+        operations.all_reduce = all_reduce
     return run(rank, world_size, init_method, {"prepare": _bad_at_preparing, "run": _bad_at_running}[place])
 
 

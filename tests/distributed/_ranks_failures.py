@@ -25,7 +25,7 @@ from modelexport.distributed.ranks import (
     zero_first,
     zero_only,
 )
-from modelexport.distributed.rendezvous import meetings
+from modelexport.distributed.rendezvous import agreement
 from modelexport.distributed.rendezvous.links import default_store
 from modelexport.errors import CheckpointError
 from tests.distributed import _ranks_targets as targets
@@ -144,11 +144,11 @@ def _interrupt_when_waiting() -> None:
 
 def _patiently(action: Callable[[], Any]) -> None:
     """Where all ranks fail: however slow the machine, they have time to say so before one of them decides."""
-    former, meetings._SETTLE = meetings._SETTLE, (20.0, 20.0, 20.0)
+    former, agreement._SETTLE = agreement._SETTLE, (20.0, 20.0, 20.0)
     try:
         action()
     finally:
-        meetings._SETTLE = former
+        agreement._SETTLE = former
 
 
 def _all_fail(rank: int, culprit: int) -> None:
@@ -292,7 +292,7 @@ def host_leaves_first(rank: int, port: int) -> Any:
     _anew(rank, f"tcp://127.0.0.1:{port}", 3)
     if rank:
         # The pause between two looks at the store, and so the time in which rank 0 could be gone.
-        meetings.time = _SlowTime()  # type: ignore[assignment]
+        agreement.time = _SlowTime()  # type: ignore[assignment]
     try:
         # Larger than what such a store takes at once.
         return len(compute_and_broadcast(lambda: bytes(9 << 20)))

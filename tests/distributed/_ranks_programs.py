@@ -20,8 +20,8 @@ from modelexport.distributed.ranks import (
     zero_first,
     zero_only,
 )
+from modelexport.distributed.rendezvous import agreement
 from modelexport.distributed.rendezvous import links as rendezvous
-from modelexport.distributed.rendezvous import meetings
 from modelexport.errors import RankFailedError
 
 _me = threading.local()
@@ -58,7 +58,7 @@ def ranks_in_threads(stores: Sequence[Any]) -> Iterator[Callable[[Callable[[int]
         return results
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meetings, "group_position", lambda: (_me.rank, world))
+        patch.setattr(agreement, "group_position", lambda: (_me.rank, world))
         patch.setattr(rendezvous, "default_store", lambda: stores[_me.rank])
         yield run
 

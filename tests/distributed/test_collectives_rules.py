@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from modelexport.distributed import collectives as c
-from modelexport.distributed.collectives import argument_check, collective_mode, streams
+from modelexport.distributed.collectives import argument_check, collective_mode, operations, streams
 from modelexport.distributed.collectives.groups import Members
 from modelexport.distributed.launch import all_to_all
 from modelexport.errors import UsageError
@@ -185,7 +185,7 @@ def test_streams_are_ordered_with_collectives(monkeypatch: pytest.MonkeyPatch) -
     current = Stream("current")
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
-    monkeypatch.setattr(c, "initialized", lambda: True)
+    monkeypatch.setattr(operations, "initialized", lambda: True)
     with pytest.raises(UsageError, match=r"7 is not a torch\.cuda\.Stream"):
         c._register_stream(7)
     side = Stream("side")

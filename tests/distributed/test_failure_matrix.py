@@ -4,7 +4,8 @@ Every cell asserts that the error names the culprit (never a victim) and what it
 a death and at the time-out for a hang, and that nothing is left: no process, nothing in /dev/shm, no descriptor of
 the launcher, no file in the workspace, no temporary file. ``pytest -s`` shows the seconds.
 
-Half of the cells run always, every fault with 4 ranks among them; the others are ``slow``.
+Each fault runs always, once; half of the other cells are ``extended``, the rest ``slow``.
+Through the exporter: ``tests/test_failures.py``.
 """
 
 from __future__ import annotations
@@ -16,10 +17,6 @@ from typing import Any
 
 import pytest
 
-from modelexport.errors import RankFailedError
-from modelexport.exporting import export
-from modelexport.exporting import rank as export_rank
-from tests import _faults
 from tests.distributed._failure_helpers import AT_ONCE, GENEROUS, leaving_nothing, provoke, warm_up
 
 pytestmark = pytest.mark.timeout(120)
@@ -88,6 +85,7 @@ FAULTS = (
 
 
 def cells() -> Iterator[Any]:
+    shown = set()
     for fault in FAULTS:
         for role in fault.roles:
             for world in (4, 2):
@@ -96,7 +94,10 @@ def cells() -> Iterator[Any]:
                         continue
                     alone = isinstance(fault.words, tuple) and None in fault.words
                     chosen = (role == "sender") == ((world == 4) == (transport == "shm")) or (alone and world == 4)
-                    marks = () if chosen and not (fault.hang and world == 2) else pytest.mark.slow
+                    chosen &= not (fault.hang and world == 2)
+                    first = chosen and fault.name not in shown
+                    marks = () if first else pytest.mark.extended if chosen else pytest.mark.slow
+                    shown |= {fault.name} if chosen else set()
                     name = f"{fault.name}-{role}-{world}-{transport}"
                     yield pytest.param(fault, role, world, transport, id=name, marks=marks)
 
@@ -128,31 +129,3 @@ def test_the_culprit_is_named(
     assert words is not None
     assert words in outcome.summary
     assert (TIME_OUT if fault.hang else 0) <= outcome.seconds < AT_ONCE
-
-
-# --- through the exporter -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("kind", "culprit", "tp", "gather"),
-    [
-        ("kill", 1, 4, "nfs"),
-        ("exit", 0, 2, "nfs"),
-        ("raise", 2, 4, "direct"),
-        ("hang", 2, 4, "nfs"),
-        ("kill", 0, 4, "shm"),
-    ],
-)
-def test_an_export_names_the_culprit(
-    kind: str, culprit: int, tp: int, gather: str, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "workspace"
-    settings: dict[str, Any] = {"workspace": str(path)} if gather == "nfs" else {}
-    settings |= {"timeout": 3.0} if kind == "hang" else {}
-    monkeypatch.setenv("FAULT", f"{kind} {culprit} 3")
-    monkeypatch.setattr(export_rank, "run_rank", _faults.misbehave)
-    with leaving_nothing(temporary, path), pytest.raises(RankFailedError) as caught:
-        export(out=str(tmp_path / "out"), tp=tp, quiet=True, evaluate=False, gather=gather, **settings)
-    assert caught.value.rank == culprit
-    assert caught.value.phase == "quantising model.layers.2"
-    assert not (tmp_path / "out").exists()

@@ -22,6 +22,7 @@ from modelexport.distributed.launch import (
 from modelexport.errors import RankFailedError, UsageError
 from tests.distributed import _launch_targets as targets
 from tests.distributed._launch_helpers import Events, alive, failing, launch, wait_until
+from tests.helpers.marks import few
 
 pytestmark = pytest.mark.timeout(90)
 WORLDS = (2, 4)
@@ -120,7 +121,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("world_size", few(WORLDS, 4))
 @pytest.mark.parametrize("how", EXPECTED)
 def test_the_rank_that_failed_is_named(how: str, world_size: int) -> None:
     culprit = world_size - 1
@@ -137,7 +138,7 @@ def test_the_rank_that_failed_is_named(how: str, world_size: int) -> None:
     assert "rank_main.py" not in error.rank_traceback or how.startswith("hang") or how == "SIGSEGV"
 
 
-@pytest.mark.parametrize("how", ["hang", "SIGSTOP"])
+@pytest.mark.parametrize("how", few(["hang", "SIGSTOP"], "hang"))
 def test_a_hung_rank_is_found_without_phases(how: str) -> None:
     error, _ = failing(targets.fail_without_phases, 4, how, 2, timeout=1.5)
     assert error.rank == 2

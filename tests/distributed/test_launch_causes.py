@@ -117,8 +117,8 @@ def test_no_other_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_torchrun_and_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
-    meeting = {"MASTER_ADDR": "node7", "MASTER_PORT": "4321"}
-    set_environment(monkeypatch, RANK="5", WORLD_SIZE="8", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4", **meeting)
+    address = {"MASTER_ADDR": "node7", "MASTER_PORT": "4321"}
+    set_environment(monkeypatch, RANK="5", WORLD_SIZE="8", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4", **address)
     found = external_config(MultiprocessConfig(model_parallelism=4, timeout=60.0))
     assert found is not None
     assert (found.rank, found.local_rank, found.world_size, found.local_world_size) == (5, 1, 8, 4)
@@ -128,7 +128,7 @@ def test_torchrun_and_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     set_environment(monkeypatch, **mpi)
     with pytest.raises(UsageError, match="set MASTER_ADDR and MASTER_PORT"):
         external_config()
-    set_environment(monkeypatch, **mpi, **meeting)
+    set_environment(monkeypatch, **mpi, **address)
     found = external_config()
     assert found is not None
     assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (3, 4, 1, 2)

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelexport.distributed.grid import grid_ranks
 from modelexport.distributed.launch import (
     MultiprocessConfig,
     all_to_all,
@@ -29,6 +28,7 @@ from modelexport.distributed.launch import (
     phase_scope,
     set_distributed_backend,
 )
+from modelexport.distributed.launch.grid import grid_ranks
 from modelexport.distributed.supervision import status
 from modelexport.distributed.supervision.phase_board import PhaseBoard, new_board_file
 from modelexport.errors import UsageError

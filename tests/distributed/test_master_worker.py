@@ -23,6 +23,7 @@ from tests.distributed import _master_worker_failures as failures
 from tests.distributed import _master_worker_handles as with_handles
 from tests.distributed import _master_worker_targets as targets
 from tests.distributed._launch_helpers import alive, wait_until
+from tests.helpers.marks import extended
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -95,7 +96,7 @@ def processes(tmp_path: Path) -> Any:
     wait_until(lambda: set(os.listdir("/dev/shm")) <= shared_memory)
 
 
-def meeting(kind: str, directory: Path) -> str:
+def init_method(kind: str, directory: Path) -> str:
     return {
         "env": f"env://{free_port()}",
         "tcp": f"tcp://127.0.0.1:{free_port()}",
@@ -110,9 +111,9 @@ NOTHING_LEFT = ("returned", (False, False, 0, 1))
     ("scenario", "world_size", "how"),
     [
         (targets.every_collective, 1, "file"),
-        (targets.every_collective, 2, "env"),
+        extended(targets.every_collective, 2, "env"),
         (targets.every_collective, 3, "tcp"),
-        (targets.every_collective, 4, "file"),
+        extended(targets.every_collective, 4, "file"),
         (targets.groups, 4, "tcp"),
         (targets.pairs, 3, "file"),
         (targets.dtypes, 2, "tcp"),
@@ -121,7 +122,7 @@ NOTHING_LEFT = ("returned", (False, False, 0, 1))
     ],
 )
 def test_from_the_master(processes: Processes, scenario: Callable, world_size: int, how: str) -> None:
-    where = meeting(how, processes.directory)
+    where = init_method(how, processes.directory)
     processes.start(world_size, targets.run, where, scenario)
     ends = processes.ends()
     assert ends == [NOTHING_LEFT] * world_size, processes.explain(ends)
@@ -132,14 +133,14 @@ def test_from_the_master(processes: Processes, scenario: Callable, world_size: i
 @pytest.mark.parametrize("place", ["prepare", "run"])
 def test_a_worker_that_fails(processes: Processes, place: str) -> None:
     """It is named; nobody waits for it for ever. Before the collective has begun, nothing else happens."""
-    processes.start(3, failures.with_a_bad_worker, meeting("tcp", processes.directory), place)
+    processes.start(3, failures.with_a_bad_worker, init_method("tcp", processes.directory), place)
     ends = processes.ends()
     assert ends == [NOTHING_LEFT] * 3, processes.explain(ends)
 
 
 @pytest.mark.parametrize(("scenario", "dead"), [(failures.worker_killed, 2), (failures.worker_killed_in_the_middle, 1)])
 def test_death_of_a_worker(processes: Processes, scenario: Callable, dead: int) -> None:
-    processes.start(3, failures.with_pids, meeting("tcp", processes.directory), scenario)
+    processes.start(3, failures.with_pids, init_method("tcp", processes.directory), scenario)
     ends = processes.ends()
     expected: list[tuple[str, Any]] = [NOTHING_LEFT] * 3
     expected[dead] = ("killed", 9)
@@ -148,7 +149,7 @@ def test_death_of_a_worker(processes: Processes, scenario: Callable, dead: int) 
 
 def test_death_of_a_worker_seen_at_the_end(processes: Processes) -> None:
     scenario = failures.worker_found_dead_at_the_end
-    processes.start(3, failures.with_pids, meeting("file", processes.directory), scenario)
+    processes.start(3, failures.with_pids, init_method("file", processes.directory), scenario)
     ends = processes.ends()
     assert ends == [("returned", "named"), ("killed", 9), NOTHING_LEFT], processes.explain(ends)
 
@@ -162,7 +163,7 @@ def test_death_of_a_worker_seen_at_the_end(processes: Processes) -> None:
     ],
 )
 def test_end_of_the_master(processes: Processes, scenario: Callable, end: str) -> None:
-    processes.start(3, targets.run, meeting("tcp", processes.directory), scenario)
+    processes.start(3, targets.run, init_method("tcp", processes.directory), scenario)
     [master, *workers] = processes.ends()
     assert master[0] == end
     for rank, (kind, text) in enumerate(workers, 1):
@@ -172,13 +173,13 @@ def test_end_of_the_master(processes: Processes, scenario: Callable, end: str) -
 
 
 def test_interrupted(processes: Processes) -> None:
-    processes.start(2, failures.with_pids, meeting("tcp", processes.directory), failures.worker_stopped)
+    processes.start(2, failures.with_pids, init_method("tcp", processes.directory), failures.worker_stopped)
     ends = processes.ends()
     assert ends == [NOTHING_LEFT] * 2, processes.explain(ends)
 
 
 def test_a_worker_that_does_not_answer(processes: Processes) -> None:
-    processes.start(3, failures.with_pids, meeting("tcp", processes.directory), failures.worker_silent)
+    processes.start(3, failures.with_pids, init_method("tcp", processes.directory), failures.worker_silent)
     ends = processes.ends()
     assert ends[0] == ("returned", "named"), processes.explain(ends)
     assert ends[2] == NOTHING_LEFT
@@ -201,7 +202,7 @@ def test_again_and_again(processes: Processes) -> None:
 
 
 def test_handles_of_another_session(processes: Processes) -> None:
-    processes.start(2, with_handles.stale_handles, meeting("file", processes.directory))
+    processes.start(2, with_handles.stale_handles, init_method("file", processes.directory))
     ends = processes.ends()
     assert ends == [NOTHING_LEFT] * 2, processes.explain(ends)
 

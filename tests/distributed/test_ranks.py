@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from modelexport.distributed import ranks
-from modelexport.distributed.rendezvous import meetings
+from modelexport.distributed.rendezvous import agreement
 from modelexport.distributed.transport import mailbox
 from modelexport.errors import GatherError, RankFailedError, UsageError
 from tests.distributed import _ranks_failures as failures
@@ -23,11 +23,12 @@ from tests.distributed import _ranks_programs as programs
 from tests.distributed import _ranks_targets as targets
 from tests.distributed._gather_targets import run_ranks
 from tests.distributed._launch_helpers import ROOT, failing, launch
+from tests.helpers.marks import few
 
 pytestmark = pytest.mark.timeout(120)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", few([1, 2, 4], 1, 4))
 def test_values_come_back_exactly_and_order_is_kept(world_size: int) -> None:
     events = launch(targets.works, world_size)
     assert sorted(event["rank"] for _, event in events) == list(range(world_size))
@@ -179,7 +180,7 @@ def _group_over(store: Any, world: int) -> list[Any]:
     return [dist.PrefixStore("default_pg", store) for _ in range(world)]
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", few([2, 3], 3))
 @pytest.mark.parametrize("seed", range(4))
 def test_random_programs_stay_in_step(world: int, seed: int) -> None:
     steps = programs.random_steps(seed, world, 40)
@@ -219,7 +220,7 @@ def test_a_rank_that_fails_after_the_others_have_their_values(monkeypatch: pytes
             raise GatherError("no such class here")
         return mailbox.decode(data)
 
-    monkeypatch.setattr(meetings, "decode", decode)
+    monkeypatch.setattr(agreement, "decode", decode)
     with programs.ranks_in_threads(_group_over(dist.HashStore(), 3)) as run:
         one, broken, other = run(lambda rank: ranks.compute_and_broadcast(lambda: 5))
         assert one == other == 5
@@ -287,7 +288,7 @@ def test_predicates_and_lone_helpers_import_no_torch() -> None:
     code = """
 import sys
 from modelexport.distributed import ranks
-from modelexport.distributed.rendezvous import meetings
+from modelexport.distributed.rendezvous import agreement
 from modelexport.distributed.transport import mailbox
 assert ranks.is_main_process() and not ranks.is_distributed()
 ranks.barrier()

@@ -20,6 +20,7 @@ from modelexport.distributed.config import MultiprocessConfig
 from modelexport.distributed.environment import interface_towards
 from modelexport.distributed.supervision.watch_hub import Hub, Lines
 from tests.distributed._launch_helpers import ROOT
+from tests.helpers.marks import extended
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -117,13 +118,13 @@ def test_all_leave_together_and_events_stay_in_their_process() -> None:
 @pytest.mark.parametrize(
     ("kind", "culprit", "own", "text"),
     [
-        ("raise", 2, "ValueError", "ValueError: no luck"),
+        extended("raise", 2, "ValueError", "ValueError: no luck"),
         ("raise", 0, "ValueError", "ValueError: no luck"),
-        ("exit", 1, "SystemExit", "SystemExit: 0"),
-        ("term", 1, "EndedByLauncherError", "its process was asked to end (SIGTERM)"),
+        extended("exit", 1, "SystemExit", "SystemExit: 0"),
+        extended("term", 1, "EndedByLauncherError", "its process was asked to end (SIGTERM)"),
         ("kill", 1, None, "its process ended without leaving an error"),
-        ("leave", 2, None, "its process ended without leaving an error"),
-        ("kill", 0, None, "its process ended"),
+        extended("leave", 2, None, "its process ended without leaving an error"),
+        extended("kill", 0, None, "its process ended"),
     ],
 )
 def test_every_rank_raises_what_one_died_of(kind: str, culprit: int, own: str | None, text: str) -> None:

@@ -21,8 +21,8 @@ from modelexport.models.architecture import (
     ties_embeddings,
 )
 from modelexport.models.families.base import Axis
-from tests._models import copy_checkpoint
-from tests._tiny_models import tiny_checkpoint
+from tests.helpers.models import copy_checkpoint
+from tests.helpers.tiny_models import tiny_checkpoint
 
 DECLARED = [
     "cohere2",

@@ -20,7 +20,7 @@ from modelexport.quantization.assignment import Assignment
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.rules import TensorRule
 from modelexport.sharding.shard_plan import build_shard_plan
-from tests._tiny_models import tiny_checkpoint
+from tests.helpers.tiny_models import tiny_checkpoint
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
 

@@ -13,7 +13,8 @@ from modelexport.cli.summary import summary
 from modelexport.errors import PlanError
 from modelexport.exporting import export
 from modelexport.exporting.result import ExportResult
-from tests._tiny_models import tiny_checkpoint
+from tests.helpers.marks import extended
+from tests.helpers.tiny_models import tiny_checkpoint
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
 
@@ -49,7 +50,8 @@ def hashes(directory: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "model_type", ["glm4_moe", "bloom", *(pytest.param(name, marks=pytest.mark.slow) for name in ("opt", "cohere"))]
+    "model_type",
+    [extended("glm4_moe"), "bloom", *(pytest.param(name, marks=pytest.mark.slow) for name in ("opt", "cohere"))],
 )
 def test_gptq_is_the_same_on_any_number_of_ranks_and_better_than_nearest(
     tmp_path: Path, model_type: str, samples: Path

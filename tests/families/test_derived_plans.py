@@ -21,7 +21,7 @@ from modelexport.models.architecture import family_of, known_model_types
 from modelexport.models.opening import open_model
 from modelexport.quantization.assignment import Assignment
 from modelexport.sharding.plan import Parallelism
-from tests._tiny_models import NOT_MADE, causal_types, model_class, tiny_checkpoint
+from tests.helpers.tiny_models import NOT_MADE, causal_types, model_class, tiny_checkpoint
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
 

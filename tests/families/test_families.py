@@ -17,7 +17,7 @@ from modelexport.models.families.phi3 import FAMILY as PHI3
 from modelexport.models.families.qwen2 import FAMILY as QWEN2
 from modelexport.models.families.qwen3 import FAMILY as QWEN3
 from modelexport.models.families.qwen3_moe import FAMILY as QWEN3_MOE
-from tests._models import LlamaShape, config_json, describe, make_llama, tensor_shapes
+from tests.helpers.models import LlamaShape, config_json, describe, make_llama, tensor_shapes
 
 DEEPSEEK_V2 = DEEPSEEK.of_type("deepseek_v2")
 FAMILIES = (DEEPSEEK, DEEPSEEK_V2, LLAMA, MIXTRAL, PHI3, QWEN2, QWEN3, QWEN3_MOE)

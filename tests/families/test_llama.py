@@ -12,7 +12,7 @@ from safetensors import safe_open
 from modelexport.errors import CheckpointError, PlanError, UsageError
 from modelexport.models.architecture import Dimensions, family_of, known_model_types, read_dimensions
 from modelexport.models.families.llama import FAMILY
-from tests._models import LlamaShape, config_json, describe, make_llama, tensor_shapes
+from tests.helpers.models import LlamaShape, config_json, describe, make_llama, tensor_shapes
 
 SHAPES = [
     LlamaShape(),

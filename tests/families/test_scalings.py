@@ -16,8 +16,8 @@ from modelexport.exporting.calibrated.folds import apply_fold, folds_of_layer
 from modelexport.models.architecture import Family, Scaling, family_of, read_dimensions
 from modelexport.quantization import formats
 from modelexport.quantization.algorithms.base import CalibratedLinear
-from tests._models import LlamaShape, copy_checkpoint, describe, make_llama
-from tests._tiny_models import tiny_checkpoint
+from tests.helpers.models import LlamaShape, copy_checkpoint, describe, make_llama
+from tests.helpers.tiny_models import tiny_checkpoint
 
 SHAPE: dict[str, Any] = {"hidden": 64, "intermediate": 96, "vocab": 101, "dtype": "float32"}
 MODELS = [

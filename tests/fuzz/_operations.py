@@ -18,12 +18,13 @@ from modelexport.checkpoints.staging import staging_directory
 from modelexport.checkpoints.staging.journal import Journal, OtherExport, published_inode
 from modelexport.cli.diff import print_diff
 from modelexport.cli.inspect import print_inspection
+from modelexport.cli.report import print_report
 from modelexport.cli.summary import reshard_summary, summary
 from modelexport.cli.verify import print_verification
 from modelexport.exporting import export, prepare
 from modelexport.exporting.record import target_of_export
 from modelexport.inspection.record.reading import read_record
-from modelexport.inspection.report import gather, print_report, render
+from modelexport.inspection.report import gather, render
 from modelexport.quantization.calibration.text import token_batches_from
 from modelexport.recipe import ExportRecipe, ReshardRecipe
 from modelexport.resharding import reshard

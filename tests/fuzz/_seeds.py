@@ -17,8 +17,8 @@ from modelexport.assets import demo_model_path
 from modelexport.checkpoints.staging import staging_directory
 from modelexport.errors import PlanError
 from modelexport.exporting import export
-from modelexport.jobs.target_directory import Target
-from tests._models import copy_checkpoint, make_llama
+from modelexport.jobs.target_directory import TargetDirectory
+from tests.helpers.models import copy_checkpoint, make_llama
 
 VOCABULARY = 104
 SHAPE: dict[str, Any] = {"hidden": 128, "intermediate": 128, "heads": 4, "kv_heads": 2, "layers": 1}
@@ -166,6 +166,9 @@ def _beside(source: Path, target: Path) -> Path:
 
 def interrupted_export(source: Path, out: Path) -> Path:
     """The staging directory of an export to ``out`` that was cut off after its last step; see :func:`resumed`."""
-    with mock.patch.object(Target, "finish", side_effect=KeyboardInterrupt), contextlib.suppress(KeyboardInterrupt):
+    with (
+        mock.patch.object(TargetDirectory, "finish", side_effect=KeyboardInterrupt),
+        contextlib.suppress(KeyboardInterrupt),
+    ):
         export(model=str(source), out=str(out), **RESUMED)
     return staging_directory(out)

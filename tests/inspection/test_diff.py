@@ -13,7 +13,7 @@ from modelexport.cli import main
 from modelexport.errors import CheckpointError
 from modelexport.inspection.diff import CHUNK_BYTES, diff_checkpoints
 from modelexport.resharding import reshard
-from tests._models import copy_checkpoint, make_llama
+from tests.helpers.models import copy_checkpoint, make_llama
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
 

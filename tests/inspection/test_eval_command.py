@@ -16,7 +16,7 @@ from modelexport.errors import CheckpointError, PlanError, UsageError
 from modelexport.inspection.evaluate import compare_checkpoints
 from modelexport.inspection.evaluate import text as eval_command
 from modelexport.inspection.evaluate.text import evaluate_on_text
-from tests._models import copy_checkpoint, make_llama
+from tests.helpers.models import copy_checkpoint, make_llama
 from tests.inspection._quantised import save_quantised
 
 pytestmark = pytest.mark.timeout(120)

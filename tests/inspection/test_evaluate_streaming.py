@@ -25,7 +25,8 @@ from modelexport.inspection.evaluate.models import load_dequantised, load_refere
 from modelexport.inspection.evaluate.streaming import measure
 from modelexport.models.opening import open_model
 from modelexport.quantization import formats
-from tests._models import LlamaShape, config_json, copy_checkpoint, make_llama, tensor_shapes
+from tests.helpers.marks import few
+from tests.helpers.models import LlamaShape, config_json, copy_checkpoint, make_llama, tensor_shapes
 from tests.inspection._quantised import REACH, save_decoded, save_quantised
 
 pytestmark = pytest.mark.timeout(180)
@@ -53,7 +54,7 @@ def smooth(_: Any, x: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
     return torch.tanh(x * (1.0 + scale / (1.0 + scale)))
 
 
-@pytest.mark.parametrize("quant", ["int4", "int8-static", "nvfp4"])
+@pytest.mark.parametrize("quant", few(["int4", "int8-static", "nvfp4"], "int8-static"))
 def test_equal_to_the_whole_model(quant: str, text: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = save_quantised(demo_model_path(), tmp_path / "ckpt", quant)
     if quant != "int4":
@@ -282,6 +283,7 @@ def save_deep(directory: Path, layers: int) -> Path:
     return directory
 
 
+@pytest.mark.extended
 def test_memory_is_that_of_a_layer(tmp_path: Path) -> None:
     directories = [save_deep(tmp_path / str(layers), layers) for layers in (2, 10)]
     layer = 4 * (4 * 512 * 512 + 3 * 512 * 1536)  # in float32

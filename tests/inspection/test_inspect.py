@@ -23,7 +23,7 @@ from modelexport.exporting import export
 from modelexport.inspection.inspect import inspect_checkpoint
 from modelexport.models.modules import layer_path, recognise
 from modelexport.quantization.methods import read_quantization_config, tensor_specs
-from tests._models import copy_checkpoint, make_llama
+from tests.helpers.models import copy_checkpoint, make_llama
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -13,8 +13,8 @@ from modelexport.cli import main
 from modelexport.errors import CheckpointError
 from modelexport.exporting import export
 from modelexport.inspection.card import model_card
-from modelexport.inspection.record.reading import read_record
-from tests._models import copy_checkpoint, make_llama
+from modelexport.inspection.record.reading import ExportRecord, read_record
+from tests.helpers.models import copy_checkpoint, make_llama
 
 CALIB: dict[str, Any] = {"calib_samples": 4, "calib_length": 16, "evaluate": False, "quiet": True}
 
@@ -98,3 +98,17 @@ def test_the_card_says_no_more_than_is_known(exported: Path) -> None:
     assert "pipeline_tag" not in model_card(record), "it takes images, too"
     assert "tensor-parallel ranks" in model_card({**record, "tensor_parallel_sizes": [1, 2]})
     assert "tensor-parallel ranks" not in model_card({**record, "tensor_parallel_sizes": [1]}), "of no plan, or of one"
+
+
+def test_a_record_leaves_out_what_is_of_another_kind_and_says_so() -> None:
+    tensors = {"weight": {"dtype": "BF16", "shape": [2, 3]}, "other": {"dtype": "X", "shape": [1]}, "none": 3}
+    layer = {"name": "a.0", "index": 0, "modules": {"e.1.w": {"shape": "x", "tensors": tensors}, "b": 5}}
+    found = ExportRecord.of(
+        {"layers": [3, {"modules": 4}, layer], "sqnr_db": {"x": "good", "y": 3}, "recipe": 3, "changed": "all"}
+    )
+    assert found.sqnr_db == {"y": 3.0}
+    assert [(m.name, m.path, m.label, m.shape) for m in found.modules] == [("a.0.e.1.w", "e.*.w", None, (0,))]
+    assert found.modules[0].tensors == (("BF16", 12), ("X", 0))
+    assert found.recipe == {}
+    assert list(found.problems) == ["changed", "recipe", "sqnr_db"]
+    assert ExportRecord.of({}) == ExportRecord()

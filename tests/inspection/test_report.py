@@ -14,14 +14,15 @@ import pytest
 import torch
 
 from modelexport.cli import main
+from modelexport.cli.report import print_report
 from modelexport.errors import CheckpointError, UsageError
 from modelexport.exporting import export
 from modelexport.inspection.inspect import inspect_checkpoint
-from modelexport.inspection.report import gather, print_report, render, write_page
-from modelexport.inspection.report.html import clean, element
+from modelexport.inspection.report import gather, render, write_page
+from modelexport.inspection.report.charts import FormatColours, bar, shown_text
 from modelexport.inspection.verify import verify_checkpoint
 from modelexport.system.tables import size_text
-from tests._models import make_llama
+from tests.helpers.models import make_llama
 from tests.inspection._page import Page
 from tests.inspection._quantised import save_quantised
 
@@ -333,16 +334,34 @@ def test_importing_it_is_quick() -> None:
 # ----------------------------------------------------------------------- strangers
 
 
-def test_elements_escape() -> None:
-    assert element("p", "<b>&\"'", title='"><script>') == (
-        '<p title="&quot;&gt;&lt;script&gt;">&lt;b&gt;&amp;&quot;&#x27;</p>'
-    )
-    assert element("br") == "<br>"
-    assert (
-        element("p", None, ["a", [1, element("i", "x")]], class_="k", aria_label=None) == '<p class="k">a1<i>x</i></p>'
-    )
-    assert clean("a\u202eb\ud800c\x00d\te") == "a\ufffdb\ufffdc\ufffdd\te"
-    assert len(clean("x" * 10**6)) == 303
+def test_what_is_not_shown_is_replaced() -> None:
+    assert shown_text("a\u202eb\ud800c\x00d\te") == "a\ufffdb\ufffdc\ufffdd\te"
+    assert len(shown_text("x" * 10**6)) == 303
+
+
+def test_labels_of_drawings_are_escaped() -> None:
+    (drawing,) = Page(bar({"\"><script>&'": 1}, 1, FormatColours([]))).all("svg")
+    assert drawing.attributes["aria-label"] == "\"><script>&' 1 B"
+
+
+def test_markup_in_every_string_of_a_record_stays_text(copy: Path) -> None:
+    markup = "</style></p><script>alert(1)</script>"
+
+    def marked(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: marked(part) for key, part in value.items()} | {markup: markup}
+        if isinstance(value, list):
+            return [*map(marked, value)]
+        return f"{value}{markup}" if isinstance(value, str) else value
+
+    record = record_of(copy) | {"warnings": ["a warning"], "left_out": {"a": "reason"}, "source": "a source"}
+    kept = {key: record[key] for key in ("sqnr_db", "output_error")}  # of figures alone
+    figures = {"text": "a text", "windows": 1, "window": 2, "model": {"perplexity": 2.0}}
+    change(copy, **marked({**record, "evaluation": figures}) | kept)
+    page = page_of(copy)
+    assert "error" in page.sections
+    for section, text in (("warnings", "a warning"), ("kept", "reason"), ("recipe", "gptq"), ("evaluation", "a text")):
+        assert f"{text}{markup}" in page.text(section)
 
 
 def test_a_strangers_words_stay_words(copy: Path, tmp_path: Path) -> None:

@@ -13,27 +13,35 @@ import pytest
 from modelexport.checkpoints.safetensors.file import Checkpoint
 from modelexport.inspection.opened import open_contents
 from modelexport.inspection.report import gather, render
-from modelexport.inspection.report.charts import Colours, heat_figures, heat_map, histogram, scale_domain
-from modelexport.inspection.report.figures import Cell, Grid, Naming, make_grid
+from modelexport.inspection.report.charts import HEAT_STEPS, FormatColours, histogram, scale_domain
+from modelexport.inspection.report.figures import Cell, ErrorGrid, ModuleKinds, make_grid
+from modelexport.inspection.report.page import TEMPLATES, environment
 from modelexport.inspection.report.scales import ScaleCounts
-from modelexport.inspection.report.style import HEAT_STEPS, STYLE
-from tests._models import quantised_headers
+from tests.helpers.models import quantised_headers
 from tests.inspection._page import Page
 
 pytestmark = pytest.mark.timeout(180)
 
+STYLE = (TEMPLATES / "style.css").read_text()
 
-def grid(*rows: list[float | None]) -> Grid:
+
+def heat_page(macro: str, *arguments: object) -> Page:
+    """What a macro of the heat map's template writes."""
+    template: Any = environment().get_template("heat_map.html.j2").module
+    return Page(f"<html>{getattr(template, macro)(*arguments)}</html>")
+
+
+def grid(*rows: list[float | None]) -> ErrorGrid:
     cells = {
         f"m{n}": [None if value is None else Cell(value, value, 1, f"layer.{i}.m{n}") for i, value in enumerate(row)]
         for n, row in enumerate(rows)
     }
-    return Grid(list(range(len(rows[0]))), 1, cells, {})
+    return ErrorGrid(list(range(len(rows[0]))), 1, cells, {})
 
 
-def steps(found: Grid) -> list[int | None]:
+def steps(found: ErrorGrid) -> list[int | None]:
     """The class of every cell, row by row."""
-    page = Page(f"<html>{heat_map(found, 'what')}</html>")
+    page = heat_page("heat_map", found, "what")
     cells = [e for e in page.all("td") if e.attributes.get("class") != "sum"]
     return [int(e.attributes["class"][1:]) if "class" in e.attributes else None for e in cells]
 
@@ -51,26 +59,23 @@ def test_colours_go_from_the_best_to_the_worst() -> None:
 
 def test_figures_stand_in_the_cells_or_below() -> None:
     few, many = grid([20.06] * 16), grid([20.06] * 17, [None] * 16 + [3.0])
-    assert heat_figures(few) is None
-    page = Page(f"<html>{heat_map(few, 'what')}</html>")
-    assert [e.text for e in page.all("td")] == ["20.1"] * 18
-    below = heat_figures(many)
-    assert below is not None
-    page = Page(f"<html>{below}</html>")
-    assert [e.text for e in page.all("td")] == ["20.1", "-"] * 16 + ["20.1", "3.0"]
-    page = Page(f"<html>{heat_map(many, 'what')}</html>")
+    assert not heat_page("heat_figures", few).all("table")
+    assert [e.text for e in heat_page("heat_map", few, "what").all("td")] == ["20.1"] * 18
+    below = heat_page("heat_figures", many)
+    assert [e.text for e in below.all("td")] == ["20.1", "-"] * 16 + ["20.1", "3.0"]
+    page = heat_page("heat_map", many, "what")
     assert page.all("td", class_="h6")[0].attributes["title"] == "layer.16.m1: 3.00 dB"
 
 
 def test_of_many_layers_a_few_share_a_column() -> None:
     checkpoint = quantised_headers("int4", layers=50)
     modules = open_contents_of(checkpoint)
-    naming = Naming(modules)
+    kinds = ModuleKinds(modules)
     figures = {m.name: float(10 + (m.index or 0)) for m in modules if m.stored.quantised}
-    whole = make_grid(figures, naming)
+    whole = make_grid(figures, kinds)
     assert whole is not None
     assert (whole.together, len(whole.layers), len(whole.rows)) == (1, 50, 7)
-    found = make_grid(figures, naming, most=100)
+    found = make_grid(figures, kinds, most=100)
     assert found is not None
     assert found.together == 4
     assert found.layers == list(range(0, 50, 4))
@@ -96,7 +101,7 @@ def test_histograms_have_one_axis() -> None:
     assert domain is not None
     assert domain[0] < -17.5
     assert -6.2 < domain[1] < -5.5
-    colours = Colours(["bf16", "int8", "mxfp4"])
+    colours = FormatColours(["bf16", "int8", "mxfp4"])
     assert [colours.of(name) for name in ("bf16", "int8", "mxfp4", "fp32")] == ["c0", "c1", "c2", "c0"]
     page = Page(f"<html>{histogram(counts[0], domain, colours)}</html>")
     bars = page.all("rect")

@@ -19,7 +19,7 @@ from modelexport.inspection.opened import open_contents
 from modelexport.inspection.report import scales as report_scales
 from modelexport.inspection.report.data import gather
 from modelexport.inspection.report.scales import ScaleCounts, bin_edge, count_scales
-from tests._models import make_llama
+from tests.helpers.models import make_llama
 from tests.inspection._quantised import save_quantised
 
 pytestmark = pytest.mark.timeout(180)

@@ -22,7 +22,7 @@ from modelexport.cli import main
 from modelexport.errors import CheckpointError, UsageError
 from modelexport.exporting import export
 from modelexport.inspection.verify import Verification, audit, verify_checkpoint
-from tests._models import copy_checkpoint, make_llama
+from tests.helpers.models import copy_checkpoint, make_llama
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from modelexport.exporting import export
 from modelexport.inspection.verify import verify_checkpoint
-from tests._models import copy_checkpoint, make_llama
+from tests.helpers.models import copy_checkpoint, make_llama
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -60,7 +60,7 @@ def rounded(x: Tensor) -> Tensor:
 def run_all(directories: list[str], all_experts: bool = False, one_host: bool = True) -> list[dict[str, Any]]:
     """:func:`run_through` of several models; as on several hosts, if asked."""
     if not one_host:
-        setattr(calibration_exchange, "where_this_is", lambda: f"host {collectives.get_rank()}")  # noqa: B010
+        setattr(calibration_exchange, "host_identity", lambda: f"host {collectives.get_rank()}")  # noqa: B010
     return [run_through(directory, all_experts=all_experts) for directory in directories]
 
 

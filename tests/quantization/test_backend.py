@@ -87,6 +87,35 @@ def test_without_numba_the_reference_runs_and_says_so() -> None:
     assert third.startswith("MODELEXPORT_KERNELS=fused, but numba cannot be imported")
 
 
+def test_nothing_is_compiled_where_there_is_little_to_do() -> None:
+    """Not before as many bytes as are little have gone through, nor where a job says that there will be no more."""
+    code = """
+        import sys, torch
+        from modelexport.quantization import formats, kernels
+        weight = torch.ones(kernels.LITTLE // 4096, 1024)
+        rounded = []
+        kernels.expect(kernels.LITTLE)
+        while "numba" not in sys.modules:
+            rounded.append(formats.get("int8").quantise(weight[:, :256]))
+        print(kernels.LITTLE // 2 <= len(rounded) * weight.nbytes // 4 <= 8 * kernels.LITTLE)
+        print(all(torch.equal(a, b) for a, b in zip(rounded[0].values(), rounded[-1].values())))
+    """
+    assert _run(code).split() == ["True", "True"]
+    assert kernels.modules("fp8", "mse", kernels.LITTLE) == ()
+    assert kernels.modules("fp8", "mse", kernels.LITTLE + 1) == kernels.modules("fp8", "mse") != ()
+
+
+def test_a_large_job_begins_with_compiled_kernels() -> None:
+    code = """
+        import sys, torch
+        from modelexport.quantization import formats, kernels
+        kernels.expect(kernels.LITTLE + 1)
+        formats.get("int8").quantise(torch.ones(2, 128))
+        print("modelexport.quantization.kernels.fused" in sys.modules)
+    """
+    assert _run(code) == "True"
+
+
 def test_importing_the_fused_kernels_starts_no_thread() -> None:
     """So that a process may import them and then fork."""
     code = """
@@ -169,7 +198,9 @@ def test_the_cache_goes_to_the_user_where_the_package_cannot_be_written(tmp_path
 
     (torn,) = Path(cache).rglob("kernel_of_a_test.doubled_*.nbi")
     torn.write_bytes(torn.read_bytes()[:-20])
-    assert _compiled_or_loaded(package, XDG_CACHE_HOME=cache) == "42 0 1 None"  # compiled anew, kept nowhere
+    temporary = _private(tmp_path / "tmp")
+    again = _compiled_or_loaded(package, XDG_CACHE_HOME=cache, TMPDIR=str(temporary))
+    assert again.startswith(f"42 0 1 {temporary}")  # compiled anew, kept elsewhere
 
 
 def test_a_change_of_any_file_of_kernels_invalidates_the_cache(tmp_path: Path) -> None:
@@ -195,10 +226,30 @@ def test_a_change_of_any_file_of_kernels_invalidates_the_cache(tmp_path: Path) -
     assert _compiled_or_loaded(package, XDG_CACHE_HOME=cache).startswith("42 1 0 ")
 
 
-def test_kernels_compile_where_no_cache_can_be_had(tmp_path: Path) -> None:
-    blocked = tmp_path / "blocked"
-    blocked.write_text("")
-    assert _compiled_or_loaded(tmp_path / "site", XDG_CACHE_HOME=str(blocked)) == "42 0 1 None"
+def _private(directory: Path) -> Path:
+    directory.mkdir(0o700)
+    return directory
+
+
+def _blocked(directory: Path) -> str:
+    directory.write_text("")
+    return str(directory)
+
+
+def test_the_cache_is_temporary_where_the_user_has_none(tmp_path: Path) -> None:
+    where = {"XDG_CACHE_HOME": _blocked(tmp_path / "blocked"), "TMPDIR": str(_private(tmp_path / "tmp"))}
+    assert _compiled_or_loaded(tmp_path / "site", **where).startswith(f"42 0 1 {where['TMPDIR']}/modelexport-kernels-")
+    assert _compiled_or_loaded(tmp_path / "site", **where).startswith("42 1 0 ")
+
+
+@pytest.mark.parametrize("writable", ["tmp", "tmp/modelexport-kernels-{user}"])
+def test_no_cache_is_loaded_that_others_can_write(tmp_path: Path, writable: str) -> None:
+    """Kernels are compiled all the same."""
+    where = {"XDG_CACHE_HOME": _blocked(tmp_path / "blocked"), "TMPDIR": str(_private(tmp_path / "tmp"))}
+    open_to_all = tmp_path / writable.format(user=os.geteuid())
+    open_to_all.mkdir(exist_ok=True)
+    open_to_all.chmod(0o777)
+    assert _compiled_or_loaded(tmp_path / "site", **where) == "42 0 1 None"
 
 
 def test_threads_find_the_first_bad_row(restored_threads: None) -> None:

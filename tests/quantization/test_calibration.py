@@ -21,7 +21,7 @@ from modelexport.inspection.evaluate import tokenise
 from modelexport.quantization.calibration import text as calibration_text
 from modelexport.quantization.calibration.layers import LayerRunner
 from modelexport.quantization.calibration.ranges import Ranges, observe, token_batches_from
-from tests._models import copy_checkpoint, make_llama
+from tests.helpers.models import copy_checkpoint, make_llama
 from tests.quantization._forward_ranks import forward_reader
 
 VOCABULARY = 211

@@ -19,7 +19,8 @@ from modelexport.models.architecture import Dimensions, family_of
 from modelexport.quantization.calibration import layers as calibration_layers
 from modelexport.quantization.calibration.cut import WHOLE, ForwardCut, ForwardShard, even_ranges, nodes, over_tree
 from modelexport.quantization.calibration.layers import LayerRunner
-from tests._models import make_llama
+from tests.helpers.marks import few
+from tests.helpers.models import make_llama
 from tests.quantization import _forward_ranks as targets
 from tests.quantization._forward_ranks import digest, on_ranks, opened
 
@@ -297,7 +298,7 @@ def test_even_ranges() -> None:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", few([2, 3], 3))
 def test_several_ranks_have_the_bits_of_one(world: int) -> None:
     models = directories("biases", "mixtral")
     check_equal(targets.run_all(models), on_ranks(targets.run_all, world, models, models=("llama", "mixtral")))

@@ -20,7 +20,7 @@ from modelexport.quantization import formats
 from modelexport.quantization.algorithms import get
 from modelexport.quantization.algorithms.base import CalibratedLinear, Folding
 from modelexport.quantization.calibration.statistics import InputStatistics
-from tests._hard_model import make_hard
+from tests.helpers.hard_model import make_hard
 
 LAYER = "model.layers.1"
 TOKENS = 512

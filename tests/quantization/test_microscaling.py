@@ -433,9 +433,10 @@ import sys
 import torch
 from modelexport.quantization import formats
 name = "modelexport.quantization.kernels.microscaling_compiled"
-formats.get("nvfp4-wo").check_shape("x", (8, 64))
+number_format = formats.get("nvfp4-wo")
+number_format.check_shape("x", (8, 64))
 assert name not in sys.modules
-formats.get("nvfp4-wo").quantise(torch.ones(2, 64))
+number_format.quantise(torch.ones(8, 64))
 print(name in sys.modules)
 """
     for wanted, expected in (("reference", "False"), ("fused", "True")):

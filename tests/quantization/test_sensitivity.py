@@ -23,7 +23,7 @@ from modelexport.quantization.assignment import Assignment
 from modelexport.quantization.calibration.layers import LayerRunner
 from modelexport.quantization.formats.base import NumberFormat
 from modelexport.quantization.sensitivity import Assigned, affordable, assign, measure
-from tests._models import copy_checkpoint, make_llama
+from tests.helpers.models import copy_checkpoint, make_llama
 
 ATTENTION = (("q_proj", "k_proj", "v_proj"), ("o_proj",))
 PLAIN = tuple(tuple(f"self_attn.{name}" for name in group) for group in ATTENTION)

@@ -18,7 +18,7 @@ import pytest
 from modelexport.assets import demo_model_path
 from modelexport.exporting import export
 from modelexport.inspection.verify import verify_checkpoint
-from tests._models import make_llama
+from tests.helpers.models import make_llama
 from tests.recipes._running import RECIPES, ROOT, run_apart
 
 pytestmark = pytest.mark.timeout(240)
@@ -74,6 +74,7 @@ def test_the_scripts_are_bash() -> None:
         subprocess.run(["bash", "-n", str(RECIPES / name)], check=True)
 
 
+@pytest.mark.extended
 def test_torchrun_on_two_machines(alone: bytes, tmp_path: Path) -> None:
     out, workspace = tmp_path / "out", tmp_path / "workspace"
     arguments = ["--model", str(demo_model_path()), "--quant", "int8", "--no-evaluate", "--out", str(out)]

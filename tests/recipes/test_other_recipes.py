@@ -16,7 +16,7 @@ from modelexport.inspection.evaluate.models import PlainTensors
 from modelexport.inspection.inspect import inspect_checkpoint
 from modelexport.models.opening import open_model
 from modelexport.resharding import reshard
-from tests._models import copy_checkpoint
+from tests.helpers.models import copy_checkpoint
 from tests.recipes._running import RECIPES, run_apart, run_here
 
 pytestmark = pytest.mark.timeout(240)

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from modelexport.distributed import collectives, shard_transport, shared_mesh
+from modelexport.distributed import collectives
 from modelexport.distributed.collectives.groups import members
-from modelexport.distributed.shard_transport import as_flat_bytes
+from modelexport.distributed.delivery import pairwise, shared_mesh
+from modelexport.distributed.delivery.pairwise import as_flat_bytes
 from modelexport.distributed.transport import memory
 from modelexport.errors import GatherError, UsageError
 from modelexport.sharding.agreement import raw
@@ -27,8 +28,8 @@ from modelexport.sharding.exchange import (
     exchange_loaded_tensors_broadcast,
     exchange_loaded_tensors_gather_object,
     exchange_loaded_tensors_gather_rounds,
+    shard_exchange,
 )
-from modelexport.sharding.exchange import job as exchange_job
 from modelexport.sharding.tensor import ShardedTensor, ShardId
 
 ALGORITHMS = ("broadcast", "gather_rounds", "gather_object", "p2p", "shared_memory", "auto")
@@ -127,7 +128,7 @@ def exchange_everything(rank: int) -> dict[str, Any]:
                 key: digest(shards[key]) for key in [*loaded, *unloaded]
             }
     for name, value in (("IN_FLIGHT_BYTES", 1000), ("PACKED_BYTES", 60), ("ALONE_BYTES", 30)):
-        setattr(shard_transport, name, value)  # many messages, few at a time
+        setattr(pairwise, name, value)  # many messages, few at a time
     result = exchange_by_distribution(loaded, unloaded, distribution, None, "p2p")
     assert [str(key) for key in unloaded if digest(result[key]) != digest(shards[key])] == []
     return reports
@@ -321,7 +322,7 @@ def dies(rank: int, algorithm: str) -> dict[str, Any]:
     made = ShardDistribution({key: key for key in shards}, set(shards), described, {key: [0, 1, 2] for key in shards})
     rest = {key: shard for key, shard in described.items() if key != rank}
     if rank == 1:
-        exchange_job.raw = lambda tensor: os._exit(3)
+        shard_exchange.raw = lambda tensor: os._exit(3)
     began = time.monotonic()
     try:
         exchange_by_distribution({rank: shards[rank]}, rest, made, None, algorithm)

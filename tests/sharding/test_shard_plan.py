@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from modelexport.errors import PlanError
 from modelexport.sharding.boxes import slices, volume, whole
 from modelexport.sharding.plan import Parallelism
-from modelexport.sharding.rules import Part, Spread, TensorRule
+from modelexport.sharding.rules import CutRange, Spread, TensorRule
 from modelexport.sharding.shard_plan import ShardPlan, build_shard_plan, cut_part, part_problem
 
 
-def rule(name: str, shape: tuple[int, ...], dim: int | None = None, *parts: Part, **more: object) -> TensorRule:
+def rule(name: str, shape: tuple[int, ...], dim: int | None = None, *parts: CutRange, **more: object) -> TensorRule:
     module, parameter = name.rsplit(".", 1)
     place: dict[str, object] = {"path": module, "role": module, "stages": ("first",), **more}
     return TensorRule(
@@ -26,8 +26,10 @@ def rule(name: str, shape: tuple[int, ...], dim: int | None = None, *parts: Part
     )
 
 
-def part(size: int, unit: int = 1, spread: Spread = "even", heads: int = 0, start: int = 0, role: str = "x") -> Part:
-    return Part(role=role, start=start, stop=start + size, unit=unit, spread=spread, heads=heads)
+def part(
+    size: int, unit: int = 1, spread: Spread = "even", heads: int = 0, start: int = 0, role: str = "x"
+) -> CutRange:
+    return CutRange(role=role, start=start, stop=start + size, unit=unit, spread=spread, heads=heads)
 
 
 def model(
@@ -189,7 +191,7 @@ def test_parts_by_hand() -> None:
         (part(5, 1, "padded"), [1, 2, 3, 4, 5, 6, 7, 8]),
     ],
 )
-def test_sizes_that_work(its_part: Part, works: list[int]) -> None:
+def test_sizes_that_work(its_part: CutRange, works: list[int]) -> None:
     assert [tp for tp in range(1, 9) if part_problem(its_part, tp) is None] == works
 
 

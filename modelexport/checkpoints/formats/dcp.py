@@ -50,7 +50,7 @@ def file_name(rank: int) -> str:
 
 
 def lay_out(plan: ShardPlan, config: dict[str, Any], *, max_shard_bytes: int = 0) -> Layout:
-    """Where everything goes. A rank has one file, however large: ``max_shard_bytes`` does not matter here.
+    """Returns the layout. A rank has one file, however large: ``max_shard_bytes`` does not matter here.
 
     Raises:
         CheckpointError: a dtype that torch.save cannot keep.
@@ -65,7 +65,7 @@ def side_files(plan: ShardPlan, config: dict[str, Any], layout: Layout | None = 
 
 
 def recognises(directory: Path) -> bool:
-    """Whether there is a ``.metadata``, and no ``metadata.json`` that makes it Megatron's."""
+    """Returns whether there is a ``.metadata``, and no ``metadata.json`` that makes it Megatron's."""
     return has_file(directory, METADATA_NAME) and container.sharded_backend(directory) is None
 
 
@@ -167,7 +167,7 @@ _TITAN = {
 
 
 def titan_options(rule: TensorRule, heads: Heads) -> list[Option]:
-    """How torchtitan may keep a tensor of a Llama; nothing for what it has not.
+    """Yields the forms in which torchtitan may keep a tensor of a Llama; none for tensors that it does not have.
 
     Newer versions wrap q, k and v in a module, or fuse them (for each key/value head its query heads, k and v), and
     call the head as Hugging Face does.

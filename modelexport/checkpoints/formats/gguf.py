@@ -82,7 +82,7 @@ _CLOSE = 1e-5  # relative: others compute the factors in float32
 
 @dataclass(frozen=True)
 class _Target:
-    """What of llama.cpp's architecture decides the tensors' form."""
+    """The facts of llama.cpp's architecture that decide the form of the tensors."""
 
     interleaved: bool
     heads: Mapping[str, int]
@@ -172,7 +172,7 @@ def _array(name: str, rules: Sequence[TensorRule], target: _Target) -> Array:
 
 
 def _shares(rule: TensorRule, target: _Target) -> list[Share]:
-    """Where a tensor's rows go: in their order, or the two halves of each head by turns."""
+    """The places of a tensor's rows: in their order, or the two halves of each head by turns."""
     box, rest = whole(rule.shape), (0,) * (len(rule.shape) - 1)
     if not (target.interleaved and rule.role in target.heads):
         return [Share(rule.name, box, (0, *rest))]
@@ -196,7 +196,7 @@ def lay_out(
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
     source: Path | None = None,
 ) -> Layout:
-    """Where everything goes in the one file, however large.
+    """Returns the layout of the one file, however large.
 
     Args:
         source: the directory of the model's tokenizer; None: the file gets none.
@@ -245,7 +245,7 @@ def side_files(plan: ShardPlan, config: dict[str, Any], layout: Layout) -> Mappi
 
 
 def notes(plan: ShardPlan, config: dict[str, Any], source: Path | None) -> list[str]:
-    """What people should know of the file before it is written."""
+    """Warnings to give before the file is written."""
     note = describe(read_tokenizer(source, config, _vocabulary(plan)))
     return [] if note is None else [note]
 
@@ -254,7 +254,7 @@ def notes(plan: ShardPlan, config: dict[str, Any], source: Path | None) -> list[
 
 
 def recognises(directory: Path) -> bool:
-    """Whether a directory's weights are a GGUF file, or several."""
+    """Returns whether a directory's weights are one or several GGUF files."""
     names = os.listdir(directory)
     return any(name.endswith(_SUFFIX) for name in names) and not any(name.endswith(".safetensors") for name in names)
 
@@ -324,7 +324,7 @@ def _the_file(directory: Path) -> Path:
 
 
 def _check_factors(found: GgufFile, factors: Mapping[str, bytes]) -> list[str]:
-    """What of the rotary embedding's factors is not as config.json has it."""
+    """Checks the factors of the rotary embedding against config.json."""
     problems = []
     for name in _ROPE_FACTORS:
         info, wanted = found.infos.get(name), factors.get(name)

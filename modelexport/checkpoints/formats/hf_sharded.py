@@ -24,7 +24,6 @@ from modelexport.checkpoints.safetensors.sharded import divide, raise_problems, 
 from modelexport.checkpoints.safetensors.sharded import lay_out as lay_out_files
 from modelexport.errors import CheckpointError, quoted
 from modelexport.sharding.boxes import Box, extent, offset, placed, uncovered, whole
-from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.rules import TensorRule
 from modelexport.sharding.shard_plan import ShardPlan
 from modelexport.system.small_files import LARGEST_CONFIG, has_file, read_json
@@ -39,7 +38,7 @@ _LISTED = 8
 
 
 def arrays(plan: ShardPlan, config: dict[str, Any]) -> list[Array]:
-    """What each rank's files hold; ``file`` is the rank's number, :func:`lay_out` names the files."""
+    """The arrays in each rank's files; ``file`` is the rank's number, :func:`lay_out` names the files."""
     found = []
     for rank in range(plan.parallelism.size):
         for name in plan.names(rank):
@@ -67,7 +66,7 @@ def _joined(boxes: Sequence[Box], dim: int | None) -> list[Box]:
 
 
 def lay_out(plan: ShardPlan, config: dict[str, Any], *, max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES) -> Layout:
-    """Which files there will be, and where everything goes.
+    """Returns the layout: the files, and the place of every tensor in them.
 
     Raises:
         CheckpointError: elements that fill no whole bytes.
@@ -105,7 +104,7 @@ def side_files(plan: ShardPlan, config: dict[str, Any], layout: Layout) -> Mappi
 
 
 def recognises(directory: Path) -> bool:
-    """Whether the first safetensors file of a directory says where in their tensors its arrays belong."""
+    """Returns whether the first safetensors file of a directory places its arrays in their tensors."""
     names = _file_names(directory)
     if not names:
         return False
@@ -279,7 +278,7 @@ def _read_object(metadata: Mapping[str, str], key: str) -> dict[str, Any] | None
 
 
 def _placing(info: TensorInfo, where: Any) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """Where an array begins in its tensor, and the tensor's shape where it is told."""
+    """The offset of an array in its tensor, and the tensor's shape where it is recorded."""
     known = where if isinstance(where, dict) else {}
     offsets = _sizes(known.get("saved_offsets"))
     if offsets is None or len(offsets) != len(info.shape):
@@ -298,12 +297,3 @@ def _sizes(value: Any) -> tuple[int, ...] | None:
 
 def _is_size(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 62
-
-
-def parallelism_of(checkpoint: Checkpoint) -> Parallelism | None:
-    """The parallelism that an open checkpoint of this format is cut for; None where its files do not tell."""
-    for header in checkpoint.headers.values():
-        shard = _read_object(header.metadata, SHARD_KEY) or {}
-        if all(_is_size(shard.get(axis)) and shard[axis] for axis in _AXES):
-            return Parallelism(**{axis: shard[axis] for axis in _AXES})
-    return None

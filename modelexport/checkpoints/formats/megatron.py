@@ -69,7 +69,7 @@ _QKV = ("attention.q", "attention.k", "attention.v", "attention.qkv")
 
 @dataclass(frozen=True)
 class Names:
-    """What Megatron's names of a model's tensors depend on."""
+    """The facts that Megatron's names of a model's tensors depend on."""
 
     layers: int
     experts: int
@@ -95,7 +95,8 @@ class Names:
         return cls(layers, experts, heads_of(rules), frozenset(sparse), alike)
 
     def options(self, rule: TensorRule) -> list[Option]:
-        """How Megatron may keep a tensor, the way in which it is written first; nothing for what it has not."""
+        """Yields the forms in which Megatron may keep a tensor, the one that is written first; none for tensors it does
+        not have."""
         found: list[Option] = []
         for suffix in self._parameters(rule):
             for prefix, lead, sizes in self._stacks(rule):
@@ -214,7 +215,7 @@ def _check(config: Mapping[str, Any], rules: Sequence[TensorRule], kept: Mapping
 
 
 def _within(share: Share, box: Box) -> Share | None:
-    """What of a share is of a rectangle of the tensor."""
+    """The part of a share that lies in a rectangle of the tensor."""
     part = intersect(share.box, box)
     if part is None:
         return None
@@ -224,7 +225,7 @@ def _within(share: Share, box: Box) -> Share | None:
 
 
 def _beside(share: Share) -> Box:
-    """Where a share is in every dim of its key but the rows: shares that agree in it can be one rectangle."""
+    """The place of a share in every dim of its key but the rows: shares that agree in it can be one rectangle."""
     lead = len(share.origin) - len(share.box)
     sizes = (1,) * lead + extent(share.box)
     box = tuple((at, at + size) for at, size in zip(share.origin, sizes, strict=True))
@@ -259,7 +260,7 @@ def _joined(file: str, key: str, pieces: list[tuple[TensorRule, Spelling, Share]
 
 
 def lay_out(plan: ShardPlan, config: dict[str, Any], *, max_shard_bytes: int = 0) -> Layout:
-    """Where everything goes. A rank has one file, however large: ``max_shard_bytes`` does not matter here.
+    """Returns the layout. A rank has one file, however large: ``max_shard_bytes`` does not matter here.
 
     Raises:
         PlanError: see :func:`arrays`.
@@ -295,7 +296,7 @@ def side_files(plan: ShardPlan, config: dict[str, Any], layout: Layout | None = 
 
 
 def recognises(directory: Path) -> bool:
-    """Whether ``metadata.json`` says that it is Megatron's ``torch_dist``."""
+    """Returns whether ``metadata.json`` names Megatron's ``torch_dist``."""
     return has_file(directory, METADATA_NAME) and container.sharded_backend(directory) == BACKEND
 
 

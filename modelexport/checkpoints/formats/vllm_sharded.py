@@ -113,7 +113,7 @@ def arrays(plan: ShardPlan, config: dict[str, Any]) -> list[Array]:
 
 
 def lay_out(plan: ShardPlan, config: dict[str, Any], *, max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES) -> Layout:
-    """Which files there will be, and where everything goes.
+    """Returns the layout: the files, and the place of every tensor in them.
 
     Raises:
         PlanError: as :func:`arrays`.
@@ -131,7 +131,7 @@ def side_files(plan: ShardPlan, config: dict[str, Any], layout: Layout) -> Mappi
 
 
 def recognises(directory: Path) -> bool:
-    """Whether a directory has files of that name: there is nothing else that tells the format."""
+    """Returns whether a directory has files of that name: nothing else tells the format."""
     return any(_FILE.fullmatch(name) for name in os.listdir(directory))
 
 

@@ -200,7 +200,7 @@ def _content(value: Value, whole: int) -> tuple[int, bytes]:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """What a file says of itself.
+    """The header of a GGUF file.
 
     Attributes:
         values: its values; of an array the number of its elements.

@@ -1,4 +1,4 @@
-"""What a GGUF file says of its model: the values that llama.cpp's loader reads, from config.json.
+"""The metadata of a GGUF file: the values that llama.cpp's loader reads, from config.json.
 
 Follows llama.cpp's own conversion (``convert_hf_to_gguf.py``) and what its loader asks for: ``llama`` is its name for
 Llama, Mistral and Mixtral. As there, a sliding window of Mistral's or Qwen2's is not told: the model attends to
@@ -91,7 +91,7 @@ def model_values(config: Mapping[str, Any], *, vocab: int, rope: Rope) -> dict[s
 
 
 def file_values(kinds: Mapping[str, int]) -> dict[str, Value]:
-    """What the file says of its types: that of most weights.
+    """The value for the type of most weights.
 
     Args:
         kinds: ggml types -> bytes of linears in each.

@@ -205,7 +205,7 @@ def _template(directory: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def describe(tokenizer: Tokenizer) -> str | None:
-    """What people should know: that the file has no tokenizer, and why; None where it has one."""
+    """A warning that the file has no tokenizer, and why; None where it has one."""
     if tokenizer.missing is None:
         return None
     return f"the GGUF file has no tokenizer ({tokenizer.missing}): llama.cpp takes token ids, not text"

@@ -1,4 +1,4 @@
-"""What a sharded checkpoint format is, to us: which arrays its files hold, and what of which tensor is in each.
+"""Sharded checkpoint formats as arrays in files, and the parts of tensors that each array holds.
 
 A format module turns rules and a parallelism into a list of :class:`Array`. That one list serves both ways. To write,
 a container (safetensors, DCP) gives each array its place, and :func:`placements` tells the writer where every
@@ -60,7 +60,7 @@ class Array:
 def placements(
     arrays: Iterable[Array], locate: Callable[[Array], tuple[Path, int]]
 ) -> dict[str, tuple[Placement, ...]]:
-    """Where every rectangle of every tensor lies, by the tensor's name.
+    """The places of all rectangles of every tensor, by the tensor's name.
 
     Args:
         locate: the file and the offset in it of an array's first byte.

@@ -1,4 +1,4 @@
-"""What a safetensors file says about itself, checked before a byte of it is used.
+"""The header of a safetensors file, checked before a byte of the file is used.
 
 The format: 8 bytes little-endian header length; a UTF-8 JSON object, padded with spaces,
 ``{name: {"dtype", "shape", "data_offsets": [begin, end]}, "__metadata__": {str: str}}``; then the data, which
@@ -55,7 +55,7 @@ _DTYPES: dict[str, tuple[int, str | None]] = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies.
+    """The place of a tensor in a file.
 
     Attributes:
         name: the tensor's name in the checkpoint.

@@ -1,4 +1,4 @@
-"""Where every tensor of a checkpoint will lie: offsets follow from shapes, which the plan knows before any data."""
+"""The layout of a checkpoint: offsets follow from shapes, which the plan knows before any data."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LayoutFile:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where every tensor of a checkpoint will lie.
+    """The files of a checkpoint, and the place of every tensor in them.
 
     Attributes:
         files: in order.

@@ -1,4 +1,4 @@
-"""Where rectangles of a tensor lie in files, and the runs of bytes that moving one of them takes.
+"""Places of rectangles of a tensor in files, and the runs of bytes that moving one of them takes.
 
 A tensor of a sharded checkpoint lies in several arrays, of several files, perhaps as a part of something larger: a
 fused projection, a stack of all layers' weights. Whatever the format, each rectangle is described alike: the file, the

@@ -203,7 +203,7 @@ def _place(info: TensorInfo) -> tuple[Path, int]:
 
 
 def only_widened(info: TensorInfo) -> bool:
-    """Whether float32 numbers in a file are all bfloat16 ones: whether their lower halves are zero."""
+    """Returns whether all float32 numbers in a file are bfloat16 ones: whether their lower halves are zero."""
     return not any(any(text[i::4].strip(b"\0") for i in (0, 1)) for text in _pieces(info))
 
 

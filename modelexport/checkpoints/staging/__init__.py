@@ -50,23 +50,24 @@ class Staging:
 
     @property
     def beside(self) -> Path:
-        """Where a run keeps what it needs to be resumed and the target does not; may not be there yet."""
+        """The directory of what a run needs to be resumed and the target does not; may not exist yet."""
         return self._home / "beside"
 
     @property
     def resumed(self) -> bool:
-        """Whether an interrupted run of the same export is being taken up."""
+        """True if an interrupted run of the same export is being resumed."""
         return self._journal.resumed
 
     @property
     def restarted(self) -> bool:
-        """Whether there was one, but before this machine was last booted: its data may never have reached the
+        """True if there was one, but before this machine was last booted: its data may never have reached the
         disk, so the export starts from the beginning."""
         return self._journal.restarted
 
     @property
     def lost(self) -> str:
-        """Why what an earlier export had left here was dropped: it could never have been finished. "" if none was."""
+        """The reason for which an earlier export here was dropped: it could never have been finished. "" if none
+        was."""
         return self._journal.lost
 
     @classmethod
@@ -214,7 +215,7 @@ class Staging:
 
 
 def staging_directory(out: Path) -> Path:
-    """Where an export to ``out`` grows."""
+    """The staging directory of an export to ``out``."""
     return out.parent / f".{out.name}.modelexport"
 
 
@@ -299,7 +300,7 @@ def _check_target(target: Path, overwrite: bool) -> None:
 
 
 def _was_published(home: Path) -> bool:
-    """Whether the rename of the export that left this journal was done, and only the cleaning up was cut off:
+    """Returns whether the rename of the export that left this journal was done, and only the cleaning up was cut off:
     ``ckpt`` is no longer what was about to become the target, but gone, or the old target."""
     inode = published_inode(home / "journal.jsonl")
     ckpt = home / "ckpt"

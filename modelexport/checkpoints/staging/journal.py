@@ -137,7 +137,7 @@ class Journal:
         self._append({"ended": reason})
 
     def has_steps(self) -> bool:
-        """Whether the file holds finished steps, whoever wrote them."""
+        """Returns whether the file holds finished steps, of any run."""
         return bool(self.done) or bool(_steps(_read(self.path)[0]))
 
     def close(self) -> None:
@@ -174,7 +174,7 @@ def published_inode(path: Path) -> int | None:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """What differs between two fingerprints: (dotted key, old value, new value) as JSON text, sorted by key."""
+    """The differences of two fingerprints: (dotted key, old value, new value) as JSON text, sorted by key."""
     old, new = dict(_flat(before)), dict(_flat(now))
     return [
         (key, old.get(key, _ABSENT), new.get(key, _ABSENT))
@@ -212,7 +212,7 @@ def _steps(lines: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _why_lost(lines: list[dict[str, Any]]) -> str:
-    """Why no command can finish the run that wrote these lines; "" where one may.
+    """The reason why no command can finish the run that wrote these lines; "" where one may.
 
     It ended by itself with an error that its files lead to; or one of these files is another one by now, or gone from
     a directory that has others (an empty one may be where a disk is mounted). Files are compared within one boot
@@ -232,7 +232,7 @@ def _why_lost(lines: list[dict[str, Any]]) -> str:
 
 
 def _state(path: Path) -> list[int] | None:
-    """What changes with a file's content; None where there is no such file."""
+    """The facts that change with a file's content; None where there is no such file."""
     try:
         status = path.stat()
     except OSError:

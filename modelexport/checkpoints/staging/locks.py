@@ -82,7 +82,7 @@ def join(home: Path) -> int:
 
 
 def ranks_gone(home: Path) -> bool:
-    """Whether no rank holds the ranks' lock."""
+    """Returns whether no rank holds the ranks' lock."""
     try:
         fd = os.open(home / RANKS_LOCK, os.O_RDWR | os.O_CLOEXEC)
     except OSError:

@@ -28,7 +28,7 @@ SUFFIX = ".distcp"
 
 
 def sharded_backend(directory: Path) -> str | None:
-    """What Megatron's ``metadata.json`` names; None where there is no such file, or one of somebody else's."""
+    """The back end that Megatron's ``metadata.json`` names; None where there is no such file, or another program's."""
     try:
         found = read_json(directory / "metadata.json", largest=1 << 16).get("sharded_backend")
     except CheckpointError:
@@ -38,7 +38,7 @@ def sharded_backend(directory: Path) -> str | None:
 
 @dataclass(frozen=True)
 class Spelling:
-    """What a key of a checkpoint holds of a model's tensor.
+    """The part of a model's tensor that a key of a checkpoint holds.
 
     Attributes:
         key: without the prefix that all keys of the model may have.
@@ -53,7 +53,7 @@ class Spelling:
     padded: bool = False
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Whether a global tensor of this shape can hold it."""
+        """Returns whether a global tensor of this shape can hold it."""
         longer = self.padded and len(shape) == len(self.shape) and shape[0] >= self.shape[0]
         return tuple(shape) == self.shape or (longer and tuple(shape[1:]) == self.shape[1:])
 
@@ -86,7 +86,7 @@ _COPIES = ("optim", "exp_avg", "ema.", "shadow", "teacher", "reference")
 
 
 def find_prefixes(keys: Iterable[str], names: Iterable[str]) -> tuple[list[str], int]:
-    """What stands before a model's names in a checkpoint's keys: the prefixes under which most are found, and how many.
+    """The prefixes of a model's names in a checkpoint's keys under which most are found, and their number.
 
     Of equally good ones only those that do not speak of an optimizer or an average. ``([], 0)``: no name is found.
     """
@@ -222,7 +222,7 @@ def _find(fd: int, size: int, chunk: Chunk, tensor: StoredTensor) -> Stored:
 
 
 def _within_chunks(tensor: StoredTensor, shares: Sequence[Share]) -> Iterable[tuple[Chunk, Share]]:
-    """What of the shares is in each chunk. Where all are of single layers of a stack, only that layer's are tried."""
+    """The parts of the shares in each chunk. Where all are of single layers of a stack, only that layer's are tried."""
     dims = len(tensor.shape)
     stacked = all(len(share.box) < dims for share in shares)
     by_layer: dict[int, list[Share]] = defaultdict(list)
@@ -238,7 +238,7 @@ def _within_chunks(tensor: StoredTensor, shares: Sequence[Share]) -> Iterable[tu
 
 
 def clip(share: Share, chunk: Box) -> Share | None:
-    """What of a share of a global array lies in a chunk of it, with its origin in the chunk; None: nothing."""
+    """The part of a share of a global array that lies in a chunk of it, with its origin in the chunk; None: nothing."""
     lead = len(chunk) - len(share.box)
     origin = [at - start for at, (start, _) in zip(share.origin, chunk, strict=True)]
     if any(not start <= at < stop for at, (start, stop) in zip(share.origin[:lead], chunk[:lead], strict=True)):
@@ -264,7 +264,7 @@ def _placement(path: Path, stored: Stored, share: Share) -> Placement:
 
 
 def grouped(metadata: Metadata, used: Iterable[str]) -> dict[str, str]:
-    """What the checkpoint holds beside the used keys, in groups: ``"optimizer.*"`` -> what it is and how many."""
+    """The keys of the checkpoint beside the used ones, in groups: ``"optimizer.*"`` -> what it is and how many."""
     taken = set(used)
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     for key in (*metadata.keys, *metadata.objects):
@@ -330,7 +330,7 @@ def lay_out(arrays: Sequence[Array], rules: Mapping[str, TensorRule]) -> Layout:
 
 
 def stored_tensors(arrays: Sequence[Array]) -> list[StoredTensor]:
-    """What ``.metadata`` must say of the files that :func:`lay_out` plans."""
+    """The entries of ``.metadata`` for the files that :func:`lay_out` plans."""
     starts, _ = _starts(arrays)
     found: dict[str, StoredTensor] = {}
     chunks: dict[str, list[Chunk]] = defaultdict(list)
@@ -344,7 +344,7 @@ def stored_tensors(arrays: Sequence[Array]) -> list[StoredTensor]:
 
 
 def _starts(arrays: Sequence[Array]) -> tuple[list[int], dict[str, int]]:
-    """Where each array's archive begins in its file, and the size of every file."""
+    """The offset of each array's archive in its file, and the size of every file."""
     starts: list[int] = []
     ends: dict[str, int] = {}
     for array in arrays:

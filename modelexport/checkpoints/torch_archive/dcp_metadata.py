@@ -53,7 +53,7 @@ class StoredTensor:
 
 
 class Metadata:
-    """What ``.metadata`` says. A tensor's entry is looked into and checked when it is asked for: most are not.
+    """The content of ``.metadata``. A tensor's entry is parsed and checked when it is asked for: most are not.
 
     Attributes:
         keys: of all tensors.
@@ -202,7 +202,8 @@ def _check_tiling(key: str, shape: Sequence[int], boxes: Iterable[Box]) -> None:
 
 
 def _is_grid(boxes: Sequence[Box], dims: int) -> bool:
-    """Whether boxes, all different, are the cells of a grid: then they cannot overlap. Quick for many of them."""
+    """Returns whether boxes, all different, are the cells of a grid: then they cannot overlap. Quick for many of
+    them."""
     cells = 1
     for dim in range(dims):
         ranges = sorted({box[dim] for box in boxes})

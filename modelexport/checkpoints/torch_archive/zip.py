@@ -66,7 +66,7 @@ def dtype_from_torch(name: str) -> str | None:
 
 
 def dtype_to_torch(dtype: str) -> str:
-    """What torch calls a dtype.
+    """Torch's dtype of a safetensors name.
 
     Raises:
         CheckpointError: torch cannot keep tensors of it.
@@ -98,7 +98,7 @@ class Stored:
 
 
 def find_tensor(fd: int, start: int, length: int) -> Stored:
-    """Where the one tensor that was saved to bytes ``[start, start + length)`` of an open file lies.
+    """Finds the one tensor that was saved to bytes ``[start, start + length)`` of an open file.
 
     Raises:
         CheckpointError: there is no such archive, it is damaged, or it holds something else than a plain tensor.
@@ -202,7 +202,7 @@ def _wide_sizes(fields: bytes, sizes: list[int]) -> list[int]:
 
 
 def _span(view: _View, member: _Member | None, name: str) -> tuple[int, int]:
-    """Where a member's bytes are in the archive: (offset, size)."""
+    """The place of a member's bytes in the archive: (offset, size)."""
     if member is None:
         raise CheckpointError(f"is no tensor that torch.save wrote: it has no {name}")
     header = view.read(member.header, 30)
@@ -286,7 +286,7 @@ def _are_sizes(values: Any) -> bool:
 
 @dataclass(frozen=True)
 class Envelope:
-    """What goes around a tensor's elements.
+    """The bytes around a tensor's elements.
 
     Attributes:
         head, tail: the bytes before and after them.
@@ -317,7 +317,7 @@ def envelope(dtype: str, shape: tuple[int, ...]) -> Envelope:
 
 
 def object_archive(value: Any) -> bytes:
-    """What ``torch.save`` makes of an object without tensors."""
+    """The archive that ``torch.save`` makes of an object without tensors."""
     archive = _Archive()
     for name, content in (("data.pkl", write_pickle(value)), ("byteorder", b"little"), ("version", b"3\n")):
         archive.add(name, content)
@@ -367,7 +367,7 @@ class _Archive:
         self.entries.append(b"PK\x01\x02" + struct.pack("<H", 45) + common + ends + path + wide)
 
     def directory(self, at: int) -> bytes:
-        """What comes after the last member's content, which ends at ``at``."""
+        """The central directory, which follows the last member's content; that ends at ``at``."""
         entries = b"".join(self.entries)
         count, size = len(self.entries), len(entries)
         wide = b"PK\x06\x06" + struct.pack("<QHHIIQQQQ", 44, 45, 45, 0, 0, count, count, size, at)

@@ -30,15 +30,15 @@ class CollectiveMismatchError(UsageError, RuntimeError):
 
 
 def checking(check: bool | None) -> bool:
-    """Whether to check: as asked, or as ``MODELEXPORT_DEBUG`` says."""
+    """Returns whether to check: ``check``, or where that is None the setting ``MODELEXPORT_DEBUG``."""
     return os.environ.get("MODELEXPORT_DEBUG", "") not in ("", "0") if check is None else check
 
 
 class Agreement:
-    """``with Agreement("broadcast", team, check) as call:`` what this rank brings is looked at, then all compare.
+    """Compares the ranks' arguments at the end of ``with Agreement("broadcast", team, check) as call:``.
 
-    The block validates this rank's arguments and names them with :meth:`says`. What it raises is raised on every rank
-    where the check is on.
+    The block validates this rank's arguments and declares them (:meth:`declare`). An error that it raises is raised on
+    every rank where the check is on.
     """
 
     def __init__(self, name: str, team: Members, check: bool | None) -> None:
@@ -52,8 +52,8 @@ class Agreement:
     def __enter__(self) -> Agreement:
         return self
 
-    def says(self, tensor: torch.Tensor | None = None, **facts: Any) -> None:
-        """Facts that must be the same on every rank."""
+    def declare(self, tensor: torch.Tensor | None = None, **facts: Any) -> None:
+        """Declares facts that must be the same on every rank."""
         if not self._on:
             return
         if tensor is not None:
@@ -61,7 +61,7 @@ class Agreement:
         self._facts.update({name: str(value) for name, value in facts.items()})
 
     def exchanges(self, sent: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
-        """What goes to each member, and what is expected from each (in the group's order)."""
+        """Declares the tensors sent to each member, and those expected from each (in the group's order)."""
         if self._on:
             self._sent, self._expected = [str(tuple(t.shape)) for t in sent], [str(tuple(t.shape)) for t in expected]
 
@@ -103,7 +103,7 @@ def _exchange_blocks(data: bytes, size: int, team: Members) -> list[bytes]:
 
 
 def _disagreement(records: list[dict[str, Any]], ranks: tuple[int, ...]) -> str | None:
-    """What is wrong with the ranks' records, in the same words on every rank; None where all is well."""
+    """Returns the first disagreement between the ranks' records, worded alike on every rank; None where they agree."""
     odd = _odd_one([record["collective"] for record in records])
     if odd is not None:
         culprit, other = odd
@@ -127,7 +127,7 @@ def _disagreement(records: list[dict[str, Any]], ranks: tuple[int, ...]) -> str 
 
 
 def _odd_one(values: list[Any]) -> tuple[int, int] | None:
-    """Where a value is that differs from most, and where one of those; None where all are equal.
+    """The index of a value that differs from the most frequent one, and an index of that; None where all are equal.
 
     Of two equally frequent values the one that comes first counts as right.
     """

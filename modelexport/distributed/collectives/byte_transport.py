@@ -88,7 +88,7 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def can_travel(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Whether a back end that serves ``device`` takes the tensor's own memory, element for element."""
+    """Returns whether a back end that serves ``device`` takes the tensor's own memory, element for element."""
     exact = tensor.dtype in _NATIVE or tensor.dtype == torch.bool or tensor.is_complex()
     return exact and _shareable(tensor, device)
 

@@ -1,4 +1,4 @@
-"""Who carries out this process's collectives: the process itself, or (in master-worker mode) a driver.
+"""The mode of this process's collectives: carried out by itself, or (in master-worker mode) by a driver.
 
 Imports no torch. Contract of a driver: while one is set, every public collective of
 :mod:`modelexport.distributed.collectives` does nothing but ``return driver.call(name, args, kwargs)``, where

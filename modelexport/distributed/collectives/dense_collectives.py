@@ -43,7 +43,7 @@ def broadcast(
         return None
     with Agreement("broadcast", team, check) as call:
         team.check_root(src, "src")
-        call.says(check_tensor(tensor, "tensor"), src=src)
+        call.declare(check_tensor(tensor, "tensor"), src=src)
     if team.alone:
         return settle(None, (), async_op)
     parcel = Parcel(tensor, team.carrier(tensor.device), filled=team.rank == src)
@@ -77,7 +77,7 @@ def all_reduce(
         return None
     sparse = isinstance(tensor, torch.Tensor) and tensor.layout != torch.strided
     with Agreement("all_reduce", team, check) as call:
-        call.says(tensor if sparse else check_tensor(tensor, "tensor"), op=op_name(op), layout=tensor.layout)
+        call.declare(tensor if sparse else check_tensor(tensor, "tensor"), op=op_name(op), layout=tensor.layout)
         if sparse:
             check_operation("all_reduce", tensor.dtype, op_name(op))
         else:
@@ -118,7 +118,7 @@ def reduce(
     receives = team.rank == dst
     with Agreement("reduce", team, check) as call:
         team.check_root(dst, "dst")
-        call.says(check_tensor(tensor, "tensor"), dst=dst, op=op_name(op))
+        call.declare(check_tensor(tensor, "tensor"), dst=dst, op=op_name(op))
         # gloo keeps partial results in the tensors of the ranks that it passes.
         operand = Operand("reduce", tensor, op, team.carrier(tensor.device), private=not receives)
     if team.alone:
@@ -151,7 +151,7 @@ def all_gather(
         return None
     with Agreement("all_gather", team, check) as call:
         outputs = check_list(tensor_list, team.size, check_tensor(tensor, "tensor"), "tensor_list")
-        call.says(tensor)
+        call.declare(tensor)
     if team.alone:
         copy_into(outputs[0], tensor)
         return settle(None, (), async_op)
@@ -187,7 +187,7 @@ def gather(tensor: torch.Tensor, **kwargs: Any) -> _DistributedRequest | None:
         if not receives and gather_list:
             raise RuntimeError("non-empty gather_list can be given only to gather destination")
         team.check_root(dst, "dst")
-        call.says(check_tensor(tensor, "tensor"), dst=dst)
+        call.declare(check_tensor(tensor, "tensor"), dst=dst)
         if receives:
             outputs = check_list(gather_list, team.size, tensor, "gather_list")
     if team.alone:
@@ -226,7 +226,7 @@ def scatter(tensor: torch.Tensor, **kwargs: Any) -> _DistributedRequest | None:
         if not sends and scatter_list:
             raise RuntimeError("non-empty can be given only to scatter source")
         team.check_root(src, "src")
-        call.says(check_tensor(tensor, "tensor"), src=src)
+        call.declare(check_tensor(tensor, "tensor"), src=src)
         if sends:
             inputs = check_list(scatter_list, team.size, tensor, "scatter_list")
     if team.alone:

@@ -31,7 +31,7 @@ def exchange(input: torch.Tensor, group: AnyGroup) -> torch.Tensor:
         raise UsageError("all_to_all: this rank does not belong to the group")
     with Agreement("all_to_all", team, check=True) as call:
         _split_sizes(check_tensor(input, "the input"), None, team, "the input")
-        call.says(input)
+        call.declare(input)
     return _AllToAll.apply(input, team)
 
 
@@ -75,7 +75,7 @@ def all_to_all(
         outputs = _check_chunks(output_tensor_list, team, "output_tensor_list")
         inputs = _check_chunks(input_tensor_list, team, "input_tensor_list")
         _check_same_kind(outputs[0], inputs[0])
-        call.says(dtype=dtype_name(inputs[0].dtype), device=inputs[0].device.type)
+        call.declare(dtype=dtype_name(inputs[0].dtype), device=inputs[0].device.type)
         call.exchanges(inputs, outputs)
     return _swap(outputs, inputs, team, async_op)
 
@@ -112,7 +112,7 @@ def all_to_all_single(
         _check_same_kind(output, input)
         if output.shape[1:] != input.shape[1:]:
             raise UsageError(f"output is {describe(output)} and input {describe(input)}; only dim 0 may differ")
-        call.says(dtype=dtype_name(input.dtype), device=input.device.type)
+        call.declare(dtype=dtype_name(input.dtype), device=input.device.type)
         outputs, inputs = output.detach().split(taken), input.detach().split(given)
         call.exchanges(inputs, outputs)
     direct = _direct(output, input, team)
@@ -160,7 +160,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _direct(output: torch.Tensor, input: torch.Tensor, team: Members) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """What the back end can swap in place, chunked along dim 0 as the tensors are; None where it cannot."""
+    """``output`` and ``input`` in the form in which the back end exchanges them in place; None where it cannot."""
     device = team.carrier(input.device)
     if team.alone or team.reordered or not can_travel(output, device) or not can_travel(input, device):
         return None

@@ -35,7 +35,7 @@ class group:
 
 
 class Group:
-    """What ``new_group`` returns, on members and on all others.
+    """A handle of a group of ranks, which ``new_group`` returns to members and to all others.
 
     Attributes:
         ranks: the members' ranks in the whole job, in the order given to ``new_group``.
@@ -94,7 +94,7 @@ class Members:
 
     @property
     def reordered(self) -> bool:
-        """Whether torch numbers the members in another order than the group's."""
+        """True if torch numbers the members in another order than the group's."""
         return self.torch_order(self.ranks) != list(self.ranks)
 
     def carrier(self, device: torch.device) -> torch.device:
@@ -119,12 +119,12 @@ def _backends(config: str) -> dict[str, str]:
 
 
 def initialized() -> bool:
-    """Whether this process has a process group of torch's."""
+    """Returns whether this process has a process group of torch's."""
     return dist.is_available() and dist.is_initialized()
 
 
 def members(group: AnyGroup) -> Members:
-    """Who takes part in a call on ``group``.
+    """The members of ``group``, which take part in a call on it.
 
     Args:
         group: ``group.WORLD`` or None, a handle of ``new_group``, or torch's own group.
@@ -160,7 +160,7 @@ def _torch_members(process_group: dist.ProcessGroup) -> tuple[int, ...]:
 
 
 def outside(name: str, team: Members) -> bool:
-    """Whether this rank is not in the group, so that the call ``name`` does nothing but warn."""
+    """Returns whether this rank is outside the group, and warns then that the call ``name`` does nothing."""
     if team.is_member:
         return False
     among = f" of ranks {list(team.ranks)}" if team.ranks else ""

@@ -40,7 +40,7 @@ def broadcast_multigpu(
     with Agreement("broadcast_multigpu", team, check) as call:
         team.check_root(src, "src")
         tensors = _tensors(tensor_list)
-        call.says(tensors[0], src=src, count=len(tensors))
+        call.declare(tensors[0], src=src, count=len(tensors))
     broadcast(tensors[0], src, group, check=False)
     for tensor in tensors[1:]:
         copy_into(tensor, tensors[0])
@@ -70,7 +70,7 @@ def all_reduce_multigpu(
         return
     with Agreement("all_reduce_multigpu", team, check) as call:
         tensors = _tensors(tensor_list)
-        call.says(tensors[0], op=op_name(op), count=len(tensors))
+        call.declare(tensors[0], op=op_name(op), count=len(tensors))
         total = _local_total("all_reduce_multigpu", tensors, op, team.carrier(tensors[0].device))
     if not team.alone:
         dist.all_reduce(total.wire, total.op, group=team.process_group)
@@ -107,7 +107,7 @@ def reduce_multigpu(
     with Agreement("reduce_multigpu", team, check) as call:
         team.check_root(dst, "dst")
         tensors = _tensors(tensor_list)
-        call.says(tensors[0], dst=dst, op=op_name(op), count=len(tensors))
+        call.declare(tensors[0], dst=dst, op=op_name(op), count=len(tensors))
         total = _local_total("reduce_multigpu", tensors, op, team.carrier(tensors[0].device))
     if not team.alone:
         dist.reduce(total.wire, dst, total.op, group=team.process_group)
@@ -149,7 +149,7 @@ def all_gather_multigpu(
             check_list(tensors, team.size * count, inputs[0], f"output_tensor_lists[{index}]", "tensor of any rank")
             for index, tensors in enumerate(output_tensor_lists)
         ]
-        call.says(inputs[0], count=count)
+        call.declare(inputs[0], count=count)
     for index, tensor in enumerate(inputs):
         all_gather(outputs[0][index::count], tensor, group, check=False)
     for tensors in outputs[1:]:

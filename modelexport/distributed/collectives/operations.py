@@ -93,12 +93,12 @@ _TORCH_NAMES = {"tcp": "gloo", "mpi": "mpi", "gloo": "gloo", "nccl": "nccl"}
 
 
 def is_available() -> bool:
-    """Whether this torch has been built with distributed support."""
+    """Returns whether this torch has been built with distributed support."""
     return dist.is_available()
 
 
 def is_initialized() -> bool:
-    """Whether this process belongs to a process group (of whatever origin). False in master-worker mode."""
+    """Returns whether this process belongs to a process group (of whatever origin). False in master-worker mode."""
     return collective_mode.driver() is None and initialized()
 
 
@@ -197,7 +197,7 @@ def new_group(
     """
     with Agreement("new_group", members(None), check) as call:
         found = check_ranks(ranks)
-        call.says(ranks=found)
+        call.declare(ranks=found)
     return make_group(found, timeout, backend)
 
 

@@ -19,7 +19,7 @@ from modelexport.errors import UsageError
 
 
 class reduce_op(enum.Enum):
-    """What a reduction does to the ranks' elements. torch's ``ReduceOp`` is taken as well."""
+    """The operation by which a reduction combines the ranks' elements. torch's ``ReduceOp`` is taken as well."""
 
     SUM = "SUM"
     PRODUCT = "PRODUCT"

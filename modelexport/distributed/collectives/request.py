@@ -1,4 +1,4 @@
-"""What asynchronous collectives return: something to wait for."""
+"""Requests that asynchronous collectives return, to wait for."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _DistributedRequest:
         self._done = request is None
 
     def is_completed(self) -> bool:
-        """Whether the transfer is over. Raises what made it fail."""
+        """Returns whether the transfer is over. Raises the exception that made it fail."""
         if self._done:
             return True
         if self.request.is_completed():

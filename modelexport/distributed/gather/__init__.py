@@ -1,4 +1,4 @@
-"""Hand what each rank made to the first rank: configs (trees with tensors) or single tensors.
+"""Gathers of every rank's configs (trees with tensors), or of single tensors, at the first rank.
 
 Over shared memory the first rank reads the other ranks' tensors where they lie; nothing is copied on its side, and
 nothing on theirs for tensors made by :func:`modelexport.distributed.transport.memory.shared_empty`. With a workspace
@@ -51,7 +51,7 @@ _timeout: float | None = None
 
 
 def set_timeout(seconds: float | None) -> None:
-    """How long a gather waits for another rank, in seconds.
+    """Sets the seconds that a gather waits for another rank.
 
     None restores the default: the environment's ``MODELEXPORT_GATHER_TIMEOUT``, else the process group's own.
     """
@@ -80,7 +80,7 @@ def _buffers() -> int:
 
 
 class _Channel(Protocol):
-    """A way for the payloads of one (ranks, group)."""
+    """The channel of the payloads of one (ranks, group)."""
 
     def send(self, config: Any, seconds: float) -> None: ...
 
@@ -137,7 +137,7 @@ class _SharedMemoryChannel:
             self._sender.abandon()  # the first rank may keep tensors that lie in this process's memory
 
     def forget(self) -> None:
-        """In a forked child: close the descriptors, and say and take in nothing over them."""
+        """Closes the descriptors in a forked child, without sending or receiving."""
         for link in [*self._links, *([self._sender] if self._sender else [])]:
             link.close()
 
@@ -172,7 +172,7 @@ def _channel(
     with _lock:
         channel = _channels.get(key)
     if channel is None:
-        # Not under the lock: another thread may be meeting other ranks meanwhile.
+        # Not under the lock: another thread may be connecting other ranks meanwhile.
         if path is None:
             channel = _SharedMemoryChannel(ranks, group, me, _seconds())
         else:
@@ -187,7 +187,7 @@ def _channel(
 
 
 def _drop(channel: _Channel | None) -> None:
-    """After a failed gather: whoever still counts on this channel is told by its end."""
+    """Closes a channel after a failed gather; the close tells the ranks that still use it."""
     if channel is None:
         return
     with _lock:
@@ -200,7 +200,7 @@ def _drop(channel: _Channel | None) -> None:
 def connect(
     ranks: Sequence[int], group: dist.ProcessGroup | None = None, workspace_path: Path | str | None = None
 ) -> None:
-    """Let ``ranks`` meet now instead of in their first gather; called by each of them, ranks outside may too.
+    """Connects ``ranks`` now instead of in their first gather; called by each of them, ranks outside may too.
 
     Raises:
         GatherError: a rank did not come in time, or cannot reach the first rank.
@@ -217,13 +217,13 @@ def get_configs_parallel(
     group: dist.ProcessGroup | None = None,
     workspace_path: Path | str | None = None,
 ) -> Iterator[list[Any]]:
-    """Gather the configs of ``ranks`` at the first of them, inside a ``with``.
+    """Gathers the configs of ``ranks`` at the first of them, inside a ``with``.
 
     Args:
         config: a tree of registered dataclasses, containers and scalars with tensors of any dtype and shape as
             leaves (see :mod:`modelexport.distributed.transport.tree`), or None for "nothing from this rank".
         ranks: global ranks; the first one gets the configs. A rank outside takes no part.
-        group: tells meetings of the same ranks apart; no collective runs on it.
+        group: keeps gathers of the same ranks apart; no collective runs on it.
         workspace_path: a directory that all ranks see; None gathers through shared memory.
 
     Yields:
@@ -270,7 +270,7 @@ def get_tensors_parallel(
     *,
     workspace_path: Path | str | None = None,
 ) -> Iterator[list[torch.Tensor]]:
-    """Gather one tensor of each rank at the first of ``ranks``; shapes and dtypes may differ between ranks.
+    """Gathers one tensor of each rank at the first of ``ranks``; shapes and dtypes may differ between ranks.
 
     Otherwise as :func:`get_configs_parallel`.
     """
@@ -290,7 +290,7 @@ def _attempt(channel: _Channel | None, action: Callable[[], Any]) -> Any:
 
 
 def drain() -> None:
-    """Wait until the first ranks have consumed everything this process has sent.
+    """Waits until the first ranks have consumed everything this process has sent.
 
     After it, tensors that were sent may be written to again.
 
@@ -305,7 +305,7 @@ def drain() -> None:
 
 
 def close() -> None:
-    """End all connections and workspaces of this process; a later gather meets anew. Runs at exit by itself."""
+    """Ends all connections and workspaces of this process; a later gather makes new ones. Runs at exit by itself."""
     with _lock:
         channels = list(_channels.values())
         _channels.clear()

@@ -56,21 +56,21 @@ class WorkspaceChannel:
             self._workspace = NFSWorkspace(path, run_id=run)
             return {"run": run, "path": path, "host": _rendezvous.host()}
 
-        meeting = _rendezvous.agree(key, ranks, me, open_first, seconds)
+        opened = _rendezvous.agree(key, ranks, me, open_first, seconds)
         if self._workspace is None:
-            self._find_first(Path(path), meeting, min(seconds / 2, _SIGHT_SECONDS))
-            self._workspace = NFSWorkspace(path, run_id=meeting["run"])
+            self._find_first(Path(path), opened, min(seconds / 2, _SIGHT_SECONDS))
+            self._workspace = NFSWorkspace(path, run_id=opened["run"])
         else:
             sweep_dead_runs(Path(path), self._workspace.directory)
 
-    def _find_first(self, path: Path, meeting: dict[str, str], seconds: float) -> None:
-        """Wait until what the first rank has put into the workspace is there for this rank too.
+    def _find_first(self, path: Path, opened: dict[str, str], seconds: float) -> None:
+        """Waits until what the first rank has put into the workspace is there for this rank too.
 
         Raises:
             LostPeerError: the first rank has left already.
             UsageError: it does not come: this rank sees another directory.
         """
-        directory, first = path / f"run-{meeting['run']}", self._ranks[0]
+        directory, first = path / f"run-{opened['run']}", self._ranks[0]
         deadline, pause = time.monotonic() + seconds, 0.001
         while condition(directory, first) == "absent":
             if _rendezvous.noted(f"{self._key}/left"):
@@ -79,8 +79,8 @@ class WorkspaceChannel:
             if time.monotonic() > deadline:
                 raise UsageError(
                     f"rank {self._me} on {_rendezvous.host()} sees another workspace than rank {first}: in {path} "
-                    f"there is, after {seconds:.3g} s, no {directory.name}, which rank {first} on {meeting['host']} "
-                    f"made in {meeting['path']}; all ranks must see one directory (on several machines: on NFS), "
+                    f"there is, after {seconds:.3g} s, no {directory.name}, which rank {first} on {opened['host']} "
+                    f"made in {opened['path']}; all ranks must see one directory (on several machines: on NFS), "
                     "give its path by --workspace DIR"
                 )
             with contextlib.suppress(OSError):
@@ -169,7 +169,7 @@ class WorkspaceChannel:
         return self._workspace
 
     def _has_left(self, rank: int) -> bool:
-        """Whether ``rank`` will write and read no more, as far as can be told; a slow rank has not left."""
+        """Returns whether ``rank`` is known to write and read no more; a slow rank has not left."""
         found = condition(self._open().directory, rank)
         if found == "living":
             self._met.add(rank)

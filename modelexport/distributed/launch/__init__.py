@@ -1,4 +1,4 @@
-"""Starts rank processes, each in a process group, and answers for them: any failure is raised here, by name.
+"""Starts rank processes, each in a process group, and raises the first failure of any of them, with its rank.
 
 ::
 
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, ParamSpec
 
 from modelexport.distributed.config import MultiprocessConfig
 from modelexport.distributed.environment import external_config
-from modelexport.distributed.grid import ParallelGroup, ProcessGrid, get_grid, grid_coordinates, init_grid
+from modelexport.distributed.launch.grid import ParallelGroup, ProcessGrid, get_grid, grid_coordinates, init_grid
 from modelexport.distributed.launch.process_group import (
     default_backend,
     get_distributed_backend,
@@ -32,7 +32,7 @@ from modelexport.distributed.launch.process_group import (
     process_group,
     set_distributed_backend,
 )
-from modelexport.distributed.launch.rank_main import Call, function_name
+from modelexport.distributed.launch.rank_main import RankCall, function_name
 from modelexport.distributed.launch.starting import prestart, start_ranks
 from modelexport.distributed.launch.supervisor import RankHandle, Supervisor, end_ranks
 from modelexport.distributed.supervision.failures import Failure, exception_message
@@ -144,7 +144,7 @@ def launch_subprocesses(
     if cfg.world_size == 1:
         _run_here(func, cfg, args, kwargs)
     else:
-        _run_ranks(Call(func, args, kwargs), cfg, rank_offset)
+        _run_ranks(RankCall(func, args, kwargs), cfg, rank_offset)
 
 
 def all_to_all(input: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -189,7 +189,7 @@ def _run_here(func: Callable, cfg: MultiprocessConfig, args: tuple, kwargs: dict
     run_alone(init_and_run, cfg.on_event, func, cfg.for_rank(0, 0), *args, **kwargs)
 
 
-def _run_ranks(call: Call, cfg: MultiprocessConfig, rank_offset: int) -> None:
+def _run_ranks(call: RankCall, cfg: MultiprocessConfig, rank_offset: int) -> None:
     if cfg.launch_method != "fork":
         call.check()
     ranks: list[RankHandle] = []

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from modelexport.distributed.config import DEFAULT_TIMEOUT, MultiprocessConfig
 from modelexport.distributed.environment import external_config, interface_towards
-from modelexport.distributed.grid import forget_grid, init_grid
+from modelexport.distributed.launch.grid import forget_grid, init_grid
 from modelexport.distributed.supervision.status import phase_scope
-from modelexport.distributed.supervision.watch import Watch
+from modelexport.distributed.supervision.watch import PeerWatch
 from modelexport.errors import GatherError, UsageError
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def _backend_per_device(backend: str | Backend | None, config: MultiprocessConfi
 @contextmanager
 def process_group(
     config: MultiprocessConfig, listener: socket.socket | None = None, *, watch: bool = False
-) -> Iterator[Watch | None]:
+) -> Iterator[PeerWatch | None]:
     """This process as a rank of ``config``'s group, with its grid; leaves the group after.
 
     A group of one that exists already is used and left as it is. The environment is restored.
@@ -206,12 +206,12 @@ def process_group(
             forget_grid()
         return
     before = {name: os.environ.get(name) for name in _GROUP_VARIABLES}
-    watching: Watch | None = None
+    watching: PeerWatch | None = None
     try:
         with phase_scope("joining the process group", waiting=True):
             _join(config, config.backend, config.timeout, listener)
             if watch:
-                watching = Watch(config, dist.distributed_c10d._get_default_store())
+                watching = PeerWatch(config, dist.distributed_c10d._get_default_store())
             init_grid(config)
         yield watching
         if watching is not None:
@@ -234,7 +234,7 @@ def process_group(
                 os.environ[name] = value
 
 
-def _leave(watching: Watch | None, *, failed: bool = False) -> None:
+def _leave(watching: PeerWatch | None, *, failed: bool = False) -> None:
     import torch.distributed as dist
 
     global _own_store
@@ -249,7 +249,7 @@ def _leave(watching: Watch | None, *, failed: bool = False) -> None:
 
 
 def _close_gathers(failed: bool) -> None:
-    """End the gathers of this group, which otherwise last until the process ends."""
+    """Ends the gathers of this group, which otherwise last until the process ends."""
     gather: Any = sys.modules.get("modelexport.distributed.gather")
     if gather is not None:
         try:

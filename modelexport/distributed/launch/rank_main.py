@@ -1,4 +1,4 @@
-"""What runs in a rank process that the launcher started.
+"""The main function of a rank process that the launcher started.
 
 The fork server imports this module before it forks, so it imports torch only inside functions: whether torch
 is preloaded is the caller's choice.
@@ -44,7 +44,7 @@ def _inherited_fd(duplicate: Any) -> InheritedFd:
     return InheritedFd(duplicate.detach())
 
 
-class Call:
+class RankCall:
     """The function and its arguments. Unpickled late, so that what fails then is reported like any failure."""
 
     def __init__(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -81,8 +81,8 @@ class Call:
         return self._call
 
 
-def _late_call(data: bytes) -> Call:
-    call = Call.__new__(Call)
+def _late_call(data: bytes) -> RankCall:
+    call = RankCall.__new__(RankCall)
     call._call, call._data = None, data
     return call
 
@@ -96,7 +96,7 @@ def _can_be_sent(value: Any) -> bool:
 
 
 def function_name(func: Callable) -> str:
-    """How to call a function in a message."""
+    """The name of a function for messages."""
     return getattr(func, "__qualname__", None) or repr(func)
 
 
@@ -113,7 +113,7 @@ def _bare_name(func: Callable) -> str:
 
 
 def _why_unreachable(func: Callable) -> str:
-    """Why a fresh process could not import ``func``, or "" where it can (as far as one can tell)."""
+    """The reason for which a fresh process could not import ``func``; "" where none is known."""
     while hasattr(func, "func") and callable(func.func):  # functools.partial
         func = func.func
     name = getattr(func, "__qualname__", "")
@@ -133,7 +133,7 @@ def _why_unreachable(func: Callable) -> str:
 
 @dataclass
 class RankSpec:
-    """All that a rank process is told at its start.
+    """The arguments of a rank process.
 
     Attributes:
         channel: its end of the socket to the launcher.
@@ -144,7 +144,7 @@ class RankSpec:
     """
 
     config: MultiprocessConfig
-    call: Call
+    call: RankCall
     channel: InheritedFd
     board: InheritedFd
     listener: InheritedFd | None
@@ -154,7 +154,7 @@ class RankSpec:
 
 
 def main(spec: RankSpec) -> None:
-    """Joins the group, runs the function, says how it went."""
+    """Joins the group, runs the function, reports the outcome."""
     for fd in spec.close_fds:
         os.close(fd)
     _end_with_launcher(spec.config.launch_method)

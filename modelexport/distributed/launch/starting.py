@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from modelexport.distributed.config import MultiprocessConfig, is_loopback
-from modelexport.distributed.launch.rank_main import Call, InheritedFd, RankSpec
+from modelexport.distributed.launch.rank_main import InheritedFd, RankCall, RankSpec
 from modelexport.distributed.launch.rank_main import main as rank_main
 from modelexport.distributed.launch.supervisor import CHILDREN, RankHandle
 from modelexport.distributed.supervision.phase_board import PhaseBoard, new_board_file
@@ -88,7 +88,7 @@ def _changed_environment(preload: str) -> Iterator[dict[str, str]]:
                 os.environ[name] = value
 
 
-def start_ranks(ranks: list[RankHandle], call: Call, cfg: MultiprocessConfig, rank_offset: int) -> None:
+def start_ranks(ranks: list[RankHandle], call: RankCall, cfg: MultiprocessConfig, rank_offset: int) -> None:
     """Starts the processes and appends their handles to ``ranks``, also those of a start that fails half-way."""
     method = cfg.launch_method
     context: Any = multiprocessing.get_context(method)

@@ -1,4 +1,4 @@
-"""The launcher's side of a running group: hears every rank, finds who failed first, ends the others."""
+"""The launcher's side of a running group: receives every rank's reports, finds the first failure, ends the others."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class RankHandle:
 
     @property
     def exitcode(self) -> int | None:
-        """How the process ended (see multiprocessing), None while it runs."""
+        """The exit code of the process, as multiprocessing's; None while it runs."""
         with CHILDREN:
             return self.process.exitcode
 
@@ -129,7 +129,7 @@ class Supervisor:
         """Returns None when every rank is done and gone, else the root cause of the failure."""
         with self._selector:
             for rank in self._ranks:
-                self._selector.register(rank.channel, selectors.EVENT_READ, (self._hear, rank))
+                self._selector.register(rank.channel, selectors.EVENT_READ, (self._receive, rank))
                 self._selector.register(rank.process.sentinel, selectors.EVENT_READ, (self._exited, rank))
             while not all(rank.exited for rank in self._ranks):
                 for key, _ in self._selector.select(0.02 if self._failures() else self._tick):
@@ -160,7 +160,7 @@ class Supervisor:
                 rank.beat_at = self._clock
             rank.state = state
 
-    def _hear(self, rank: RankHandle) -> None:
+    def _receive(self, rank: RankHandle) -> None:
         if rank.hung_up:
             return
         messages = rank.messages()
@@ -182,7 +182,7 @@ class Supervisor:
     def _exited(self, rank: RankHandle) -> None:
         rank.more = True
         while rank.more and not rank.hung_up:
-            self._hear(rank)
+            self._receive(rank)
         exitcode = rank.exitcode
         if exitcode is None:
             return
@@ -208,7 +208,7 @@ class Supervisor:
                 rank.release()
 
     def _settled(self) -> bool:
-        """Whether to stop listening: the root cause is known, or nothing better comes soon."""
+        """Returns whether to stop listening: the root cause is known, or no better one is to be expected."""
         failures = self._failures()
         if not failures:
             return False
@@ -242,7 +242,7 @@ class Supervisor:
         self._accuse(rank, text)
 
     def _is_stopped(self, rank: RankHandle, silence: float) -> bool:
-        """Whether the process is stopped and has given no sign of life for ``silence`` seconds."""
+        """Returns whether the process is stopped and has given no sign of life for ``silence`` seconds."""
         if not rank.up or self._clock - rank.beat_at < silence:
             return False
         try:
@@ -359,7 +359,7 @@ def _kill_later(ranks: Sequence[RankHandle], left: list[RankHandle], kill_at: fl
 
 
 def _clear_up(ranks: Sequence[RankHandle]) -> None:
-    """Remove what the ranks of a failed run, all of them ended, left in workspaces."""
+    """Removes the files of a failed run's ranks, all of them ended, from workspaces."""
     if all(rank.ended_well for rank in ranks):
         return  # each has cleared up by itself; what it left somebody may still be going to read
     for rank in ranks:

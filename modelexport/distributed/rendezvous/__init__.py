@@ -1,1 +1,1 @@
-"""Where ranks meet: connections between them, and agreement over the store of the process group."""
+"""Rendezvous of ranks over the process group's store: connections between them, and one outcome for all of them."""

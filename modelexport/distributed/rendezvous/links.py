@@ -1,4 +1,4 @@
-"""How ranks find each other before their first gather: through the process group's store, without a collective.
+"""Connections between ranks, made through the process group's store before the first gather, without a collective.
 
 The first rank listens on an abstract Unix socket (no file; its name is random) and puts the name and a secret into
 the store. The others connect, and each side checks that the other runs as the same user. From then on the gather
@@ -51,7 +51,7 @@ def default_store() -> Any:
 
 
 def group_key(ranks: Sequence[int], group: dist.ProcessGroup | None) -> str:
-    """A fresh store key for a meeting of ``ranks``: the same on each of them, another for each meeting."""
+    """A fresh store key for a rendezvous of ``ranks``: the same on each of them, another each time."""
     name = group.group_name if group is not None else "world"
     key = f"modelexport/gather/{name}/{'-'.join(map(str, ranks))}"
     counters = _generations.setdefault(default_store(), {})
@@ -74,7 +74,7 @@ def _wait_for_key(store: Any, key: str, deadline: float, what: str, blamed: Sequ
 
 
 def agree(key: str, ranks: Sequence[int], me: int, make: Callable[[], Any], seconds: float) -> Any:
-    """A value, JSON can hold it, that the first of ``ranks`` makes and all of them get.
+    """Returns a JSON-able value that the first of ``ranks`` makes, on all of them.
 
     Raises:
         LostPeerError: on the others, if making it failed there or took longer than ``seconds``.
@@ -97,13 +97,13 @@ def agree(key: str, ranks: Sequence[int], me: int, make: Callable[[], Any], seco
 
 
 def leave_note(key: str) -> None:
-    """For ranks that come later (see :func:`noted`); nothing where the process group has ended."""
+    """Leaves a note for ranks that come later (see :func:`noted`); does nothing where the process group has ended."""
     with contextlib.suppress(RuntimeError, ValueError):
         default_store().set(key, "")
 
 
 def noted(key: str) -> bool:
-    """Whether a rank has left a note under ``key``."""
+    """Returns whether a rank has left a note under ``key``."""
     try:
         return bool(default_store().check([key]))
     except RuntimeError as error:
@@ -125,17 +125,17 @@ def run_id(seconds: float) -> str:
 
 
 def host() -> str:
-    """This machine, as a message may name it."""
+    """The name of this machine for messages."""
     return f"{socket.gethostname()} (network namespace {os.stat('/proc/self/ns/net').st_ino})"
 
 
 def collect_links(key: str, ranks: Sequence[int], seconds: float) -> list[ReceivingLink]:
-    """On the first rank: wait until all the others have connected."""
+    """Waits, on the first rank, until all the others have connected."""
     store = default_store()
     deadline = time.monotonic() + seconds
     token = secrets.token_hex(16)
     links: dict[int, ReceivingLink] = {}
-    strangers: dict[int, Link] = {}  # connected, not yet known which rank they are
+    pending: dict[int, Link] = {}  # connected, not yet known which rank they are
     with _socket() as listener:
         name = f"modelexport-{secrets.token_hex(16)}"
         listener.bind(f"\0{name}")
@@ -155,12 +155,12 @@ def collect_links(key: str, ranks: Sequence[int], seconds: float) -> list[Receiv
                     )
                 for fd, _ in poller.poll(100):
                     if fd == listener.fileno():
-                        stranger = _accept(listener)
-                        strangers[stranger.sock.fileno()] = stranger
-                        poller.register(stranger.sock, select.POLLIN)
+                        accepted = _accept(listener)
+                        pending[accepted.sock.fileno()] = accepted
+                        poller.register(accepted.sock, select.POLLIN)
                     else:
                         poller.unregister(fd)
-                        _greet(strangers.pop(fd), token, missing, links)
+                        _greet(pending.pop(fd), token, missing, links)
                 for rank in missing:
                     if store.check([f"{key}/failed/{rank}"]):
                         raise LostPeerError(store.get(f"{key}/failed/{rank}").decode(), [rank])
@@ -171,8 +171,8 @@ def collect_links(key: str, ranks: Sequence[int], seconds: float) -> list[Receiv
                 link.close()
             raise
         finally:
-            for stranger in strangers.values():
-                stranger.close()
+            for accepted in pending.values():
+                accepted.close()
     return [links[rank] for rank in ranks[1:]]
 
 
@@ -188,24 +188,24 @@ def _accept(listener: socket.socket) -> Link:
     return Link(sock, -1)
 
 
-def _greet(stranger: Link, token: str, missing: list[int], links: dict[int, ReceivingLink]) -> None:
-    """Read who it is; whoever cannot say the secret is hung up on."""
+def _greet(accepted: Link, token: str, missing: list[int], links: dict[int, ReceivingLink]) -> None:
+    """Reads the rank of an accepted connection; closes one that does not know the secret."""
     hello: Any = None
-    if peer_pid(stranger.sock)[1] == os.geteuid():
+    if peer_pid(accepted.sock)[1] == os.geteuid():
         with contextlib.suppress(ValueError):
-            received = stranger.read()
+            received = accepted.read()
             hello = received[0] if received is not None else None
     rank = hello.get("rank") if isinstance(hello, dict) else None
     if rank not in missing or not hmac.compare_digest(str(hello.get("token")).encode(), token.encode()):
-        stranger.close()
+        accepted.close()
         return
     missing.remove(rank)
-    links[rank] = ReceivingLink(stranger.sock, rank)
+    links[rank] = ReceivingLink(accepted.sock, rank)
     links[rank].post({"kind": "welcome"})
 
 
 def connect_to_first(key: str, ranks: Sequence[int], me: int, limit: int, seconds: float) -> SendingLink:
-    """On any other rank: connect to the first one."""
+    """Connects, on any other rank, to the first one."""
     store = default_store()
     first, deadline = ranks[0], time.monotonic() + seconds
     what = f"rank {first} did not start its gather of ranks {list(ranks)}"

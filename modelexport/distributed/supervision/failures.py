@@ -1,4 +1,4 @@
-"""Which of several failures came first and is no mere echo of another; and how a failure reads.
+"""Failures of ranks: the root cause among several, and their text.
 
 When a rank dies its peers fail too, a moment later: "connection closed by peer", or a time-out. Those echoes
 may even arrive first. So each failure has a level: 0 stands for itself, 1 may be an echo, 2 is one; the root
@@ -46,7 +46,7 @@ class Failure:
     indirect: bool = False  # an echo of a rank that was waited for and may have been waiting itself
 
     def error(self) -> RankFailedError:
-        """The exception to raise for it."""
+        """The exception to raise for this failure."""
         error = RankFailedError(
             self.rank, self.phase, self.summary, self.rank_traceback, user_error=self.user_error, final=self.final
         )
@@ -55,7 +55,7 @@ class Failure:
 
 
 class EndedByLauncherError(SystemExit):
-    """SIGTERM: whoever started this process wants it to end, most often because another one has ended."""
+    """SIGTERM from the process's launcher, most often because another rank has ended."""
 
     def __init__(self) -> None:
         super().__init__(128 + signal.SIGTERM)
@@ -81,19 +81,19 @@ def root_cause(failures: Iterable[Failure]) -> Failure:
 
 
 def passed_on(echo: Failure, rank: int, phase: str, *, returned: bool) -> Failure:
-    """``echo`` as the failure of ``rank``, which it blames, which did ``phase`` and may have ``returned``."""
+    """Rewrites ``echo`` as the failure of ``rank``, which it blames; ``phase`` and ``returned`` are that rank's."""
     what = "its function has returned, and " if returned else ""
     text = f"{what}rank {echo.rank} found, while {echo.phase}: {echo.summary}"
     return replace(echo, rank=rank, phase=phase, summary=text)
 
 
 def settling_seconds(failures: Iterable[Failure]) -> float:
-    """How long after the first of ``failures`` to wait for a better one: longer while only echoes are known."""
+    """Seconds to wait after the first of ``failures`` for a better one: longer while only echoes are known."""
     return 0.1 if min(failure.level for failure in failures) == OWN else 0.5
 
 
 def level_of(error: BaseException) -> int:
-    """Whether an exception stands for itself, or tells that a peer closed a connection or did not come in time.
+    """The level of an exception: it stands for itself, or a peer closed a connection or did not come in time.
 
     An exception may say so itself by an attribute ``peer_failure`` (True or False). Otherwise its whole chain
     counts: an error raised while handling a lost peer is an echo too; a lost peer met while handling another
@@ -139,10 +139,10 @@ def exception_message(error: BaseException) -> dict[str, Any]:
             "exit_status": error.exit_status,
             "final": error.final,
         }
-    told = limit_error(error) or error
-    user_error = isinstance(told, ModelExportError)
+    shown = limit_error(error) or error
+    user_error = isinstance(shown, ModelExportError)
     if user_error:
-        summary = str(told)
+        summary = str(shown)
     else:
         lines = traceback.format_exception_only(type(error), error)
         # The last entry is the exception; those before it belong to a SyntaxError's source line.

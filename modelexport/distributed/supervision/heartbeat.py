@@ -1,4 +1,4 @@
-"""Signs of life in a workspace: what a rank is doing, and which runs nobody is left of."""
+"""Heartbeat files in a workspace: the work of a rank, and runs of which no process is left."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FORSAKEN_SECONDS = 86400.0  # without a heartbeat, after which a process of ano
 
 
 def _machine() -> str:
-    """Where process ids mean the same: the host, its running kernel, and the namespace of process ids."""
+    """The scope in which process ids are unique: the host, its running kernel, the namespace of process ids."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{socket.gethostname()}/{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
 
@@ -76,12 +76,12 @@ class Heart:
                 continue  # another rank closed, and took the empty directory with it
 
     def beat(self, doing: str, nbytes: int = 0) -> None:
-        """Say now what this rank is doing, and with how many bytes."""
+        """Writes at once what this rank is doing, and with how many bytes."""
         self._doing, self._bytes = doing, nbytes
         self._write()
 
     def stop(self) -> None:
-        """Stop beating; the file stays and says that this rank has closed."""
+        """Stops beating; the file stays and says that this rank has closed."""
         self._stopped.set()
         self._thread.join()
         # Where that cannot be written (the directory was removed under us) others go by this process's end.
@@ -110,7 +110,7 @@ class Heart:
 
 
 def last_heartbeat(directory: Path, rank: int) -> str:
-    """When ``rank`` last showed a sign of life, and what it was doing."""
+    """Describes, for messages, the last heartbeat of ``rank``: its time and the work under way."""
     try:
         state = json.loads(_path(directory, rank).read_text())
         size = f" of {state['bytes']} bytes" if state["bytes"] else ""
@@ -149,7 +149,7 @@ def _has_ended(state: dict[str, Any]) -> bool:
 
 
 def remove_rank(directory: Path, rank: int) -> None:
-    """Remove all that ``rank`` left in a run's directory, and the directory once it is empty.
+    """Removes all that ``rank`` left in a run's directory, and the directory once it is empty.
 
     For a rank that has ended and that nobody will read from any more. Whatever cannot be removed stays.
     """
@@ -162,7 +162,7 @@ def remove_rank(directory: Path, rank: int) -> None:
 
 
 def remove_gone(directory: Path) -> None:
-    """Remove what ranks left that closed in good order, or were killed on this machine. Once nobody reads any more."""
+    """Removes the files of ranks that have closed, or were killed on this machine; called when no rank reads them."""
     for heart in directory.glob("rank-[0-9][0-9][0-9][0-9][0-9].alive"):
         rank = int(heart.name[5:10])
         if condition(directory, rank) in ("closed", "dead"):
@@ -170,7 +170,7 @@ def remove_gone(directory: Path) -> None:
 
 
 def sweep_dead_runs(workspace: Path, own: Path) -> None:
-    """Remove what killed runs left in ``workspace``.
+    """Removes the files of killed runs from ``workspace``.
 
     A run is dead when every rank that opened it ran on this machine and has ended, or ran on another one and has
     given no sign of life for a day (the times are the file server's). ``own`` is a living run's directory.

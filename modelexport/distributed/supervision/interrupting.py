@@ -51,12 +51,12 @@ class Interrupter:
             self._formers[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def interrupt(self) -> None:
-        """Raise in the main thread, if it can be reached."""
+        """Raises in the main thread, if it can be reached."""
         if self._formers:
             signal.pthread_kill(self._main.ident or 0, _SIGNAL)
 
     def overdue(self, seconds: float) -> bool:
-        """Whether SIGTERM came ``seconds`` ago and the main thread has not noticed. To be asked now and then."""
+        """Returns whether SIGTERM came ``seconds`` ago and the main thread has not handled it. To be polled."""
         if self._pipe is None:
             return False
         with contextlib.suppress(BlockingIOError):
@@ -65,7 +65,7 @@ class Interrupter:
         return self._asked is not None and not self.raised and time.monotonic() - self._asked > seconds
 
     def close(self) -> None:
-        """Put the former handlers back."""
+        """Puts the former handlers back."""
         if self._pipe is not None:
             signal.set_wakeup_fd(-1)
             for fd in self._pipe:

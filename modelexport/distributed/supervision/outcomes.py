@@ -1,4 +1,4 @@
-"""How a meeting of all ranks ends, as data that travels and as the error that every rank raises.
+"""The outcome of a rendezvous of all ranks, as data that travels and as the error that every rank raises.
 
 An outcome is a JSON object with a ``kind``: ``value``, ``failed`` (a rank raised), ``usage`` (calls that do not fit
 each other or the group) or ``missing`` (ranks that did not come, listed as ``blamed``). All but ``value`` have
@@ -28,17 +28,17 @@ class RefusalError(UsageError):
 
 
 def mark(error: BaseException, outcome: Outcome) -> None:
-    """Keeps with ``error`` the outcome that it tells of, which all ranks know."""
+    """Attaches to ``error`` its outcome, which all ranks know."""
     setattr(error, _OUTCOME, outcome)
 
 
 def is_known(error: BaseException) -> bool:
-    """Whether all ranks know of ``error``."""
+    """Returns whether all ranks know of ``error``."""
     return hasattr(error, _OUTCOME)
 
 
 def difference(calls: dict[int, str]) -> str:
-    """Says so where ranks are in different calls."""
+    """Describes a mismatch of the ranks' calls; "" where all are in the same one."""
     ranks: dict[str, list[int]] = {}
     for rank, call in calls.items():
         ranks.setdefault(call, []).append(rank)
@@ -53,7 +53,7 @@ def difference(calls: dict[int, str]) -> str:
 
 
 def describe(error: BaseException, call: str, rank: int) -> Outcome:
-    """The outcome that ``error`` on ``rank`` makes."""
+    """Makes the outcome of ``error`` on ``rank``."""
     known: Outcome | None = getattr(error, _OUTCOME, None)
     if known is not None:
         return known
@@ -67,7 +67,7 @@ def describe(error: BaseException, call: str, rank: int) -> Outcome:
 
 
 def error_of(outcome: Outcome, rank: int) -> Exception:
-    """What ``rank`` raises for an outcome that is no value."""
+    """Makes the exception that ``rank`` raises for an outcome that is no value."""
     summary = outcome["summary"]
     error: Exception
     if outcome["kind"] == "usage":

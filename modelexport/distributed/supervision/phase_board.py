@@ -28,7 +28,7 @@ _COUNT, _PROGRESS, _WAITING, _LENGTH, _TEXT, _COUNT_AGAIN = 0, 1, 2, 3, 4, _SLOT
 
 @dataclass(frozen=True)
 class BoardState:
-    """What a board says. ``count`` rises with every sign of progress; times are monotonic nanoseconds."""
+    """The state on a board. ``count`` rises with every sign of progress; times are monotonic nanoseconds."""
 
     count: int
     progress_ns: int
@@ -112,7 +112,7 @@ class PhaseBoard:
         )
 
     def stacks(self) -> str:
-        """What the rank's faulthandler wrote (at a crash, or when asked by a signal); "" where nothing."""
+        """The output of the rank's faulthandler (at a crash, or on a signal); "" where there is none."""
         data = os.pread(self.fd, 1 << 16, PAGE).decode("utf-8", "replace")
         blocks = data.split("\n\n")
         # The watcher's own stack is always the same and says nothing.

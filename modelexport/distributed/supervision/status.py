@@ -1,4 +1,4 @@
-"""What this process is doing, told to whoever started it: ``phase``, ``phase_scope``, ``report``.
+"""Reports of this process's work to its launcher: ``phase``, ``phase_scope``, ``report``.
 
 In a rank that the launcher started, phases go to a shared page (see phase_board) and events, the outcome and
 failures go as JSON lines over a socket. In a process that runs by itself, or that another launcher (torchrun,
@@ -164,7 +164,7 @@ class RankStatus(Status):
                 self._released.set()
 
     def _in_collective(self) -> bool:
-        """Whether the main thread is inside torch.distributed: waiting for others, though it did not say so."""
+        """Returns whether the main thread is inside torch.distributed: it waits for others without a waiting phase."""
         if len(self._libraries) == 1 and "torch.distributed" in sys.modules:
             torch_distributed = os.path.dirname(sys.modules["torch.distributed"].__file__ or "")
             self._libraries = (*self._libraries, torch_distributed + os.sep)
@@ -188,7 +188,7 @@ def current_status() -> Status:
 
 
 def in_rank() -> bool:
-    """Whether this process is a rank that our launcher started."""
+    """Returns whether this process is a rank that our launcher started."""
     return isinstance(_status, RankStatus)
 
 
@@ -204,7 +204,7 @@ def report(event: dict) -> None:
 
 
 def leaves_behind(directory: str | os.PathLike[str]) -> None:
-    """Tells of a run's directory in a workspace, in which this rank is going to have files.
+    """Registers a run's directory in a workspace, in which this rank is going to have files.
 
     Should the run fail, the launcher (or rank 0, where ranks watch each other) removes them once this rank's process
     has ended, however it ended.
@@ -213,7 +213,7 @@ def leaves_behind(directory: str | os.PathLike[str]) -> None:
 
 
 def phase(text: str, *, waiting: bool = False) -> None:
-    """Says what this rank does now; counts as progress. Takes a few microseconds.
+    """Sets the text of what this rank does now; counts as progress. Takes a few microseconds.
 
     Args:
         text: as it shall read after "rank 3 failed while", e.g. ``"quantising model.layers.3"``. Cut at 984 bytes.
@@ -244,7 +244,7 @@ class phase_scope:
 
 
 def _keep_phase(error: BaseException) -> None:
-    """Note on ``error`` what this thread did when it arose."""
+    """Attaches to ``error`` the phase in which it arose."""
     # Not in a table: that would keep the error's frames and their tensors.
     if not hasattr(error, "_modelexport_phase"):
         error._modelexport_phase = _status.of_thread()  # type: ignore[attr-defined]
@@ -262,13 +262,13 @@ def phase_of_error(error: BaseException) -> Phase | None:
 
 
 def current_phase() -> str:
-    """What this process does now, in the words of its last :func:`phase`."""
+    """The text of this process's last :func:`phase`."""
     return _status.current()[0]
 
 
 @contextmanager
 def local_status(on_event: Callable[[int, dict], None] | None, rank: int = 0) -> Iterator[Status]:
-    """For a rank that no launcher of ours started: events go straight to ``on_event``."""
+    """Passes events straight to ``on_event``, in a rank that no launcher of ours started."""
     status = Status(on_event, rank)
     former = use(status)
     try:

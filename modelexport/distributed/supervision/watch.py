@@ -1,4 +1,4 @@
-"""Ranks that no launcher of ours sees whole (torchrun, srun, several machines) watch each other.
+"""The ranks' watch over each other, where no launcher of ours sees all of them (torchrun, srun, several machines).
 
 Each rank keeps a TCP connection to rank 0. It says there what it is doing; its failure, if it has one; and that it
 has finished. The end of the connection before that is the end of its process. Rank 0 finds the root cause as a
@@ -41,8 +41,8 @@ _LAUNCHER_PATIENCE = 0.5  # how long SIGTERM waits for the cause to arrive
 _GRACE_SECONDS = 3.0  # for the main thread to raise the cause by itself, when it may be inside native code
 
 
-class Watch:
-    """One rank's part: made by every rank of the group once it has a store.
+class PeerWatch:
+    """One rank's part of the watch, made by every rank of the group once it has a store.
 
     Raises:
         LostPeerError: rank 0 cannot be reached.
@@ -80,7 +80,7 @@ class Watch:
     # ------------------------------------------------------------ for the main thread
 
     def fail(self, error: BaseException) -> BaseException:
-        """Tell the others of this rank's error; returns what to raise: ``error`` itself, or the cause of it."""
+        """Reports this rank's error; returns the exception to raise: ``error`` itself, or the job's root cause."""
         self._interrupter.raised = True
         if self._cause is None:
             text, _ = phase_of_error(error) or current_status().of_thread()
@@ -93,7 +93,7 @@ class Watch:
         return cause.error()
 
     def finish(self) -> None:
-        """Say that this rank's work is done, and wait until that of all ranks is.
+        """Reports that this rank's work is done, and waits until that of all ranks is.
 
         Raises:
             RankFailedError: another rank failed meanwhile.
@@ -106,7 +106,7 @@ class Watch:
             raise error
 
     def close(self, *, wait: bool = True) -> None:
-        """Stop watching. With ``wait`` rank 0 does so after the others."""
+        """Stops watching. With ``wait`` rank 0 does so after the others."""
         self._closed.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -120,7 +120,7 @@ class Watch:
 
     def _run(self) -> None:
         said: Any = None
-        told: set[str] = set()
+        registered: set[str] = set()
         arrivals = select.poll()
         arrivals.register(self._socket, select.POLLIN)
         while not self._closed.is_set():
@@ -128,8 +128,8 @@ class Watch:
             if now != said:
                 said = now
                 self._send({"phase": now[0], "waiting": now[1]})
-            for directory in current_status().directories - told:
-                told.add(directory)
+            for directory in current_status().directories - registered:
+                registered.add(directory)
                 self._send({"leaves": directory})
             if self._interrupter.overdue(_GRACE_SECONDS):
                 os._exit(128 + signal.SIGTERM)
@@ -153,7 +153,7 @@ class Watch:
             self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def _judge(self, cause: Failure) -> None:
-        """The cause is known: let the main thread raise it, and end the process should it be stuck."""
+        """Makes the main thread raise the root cause; ends the process should it be stuck."""
         if self._cause is not None:
             return
         self._cause = cause

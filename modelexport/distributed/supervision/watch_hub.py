@@ -1,4 +1,4 @@
-"""Rank 0's part of the ranks' watch over each other: hears all, finds the cause, tells all (see watch)."""
+"""Rank 0's hub of the ranks' watch (see watch): collects reports, finds the root cause, sends it to all ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Lines:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Let the kernel find out within half a minute that the other machine is gone."""
+    """Lets the kernel find out within half a minute that the other machine is gone."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 30_000)):
         if hasattr(socket, name):  # not on every system
@@ -52,7 +52,7 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 @dataclass(eq=False)
-class _Member:
+class _WatchedRank:
     """A rank, as rank 0 sees it."""
 
     rank: int
@@ -65,7 +65,7 @@ class _Member:
     directories: list[Path] = field(default_factory=list)
     failure: Failure | None = None
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # the end of a connection is noticed where it is read
             self.connection.sendall(json.dumps(message).encode() + b"\n")
 
@@ -75,15 +75,15 @@ class Hub:
 
     def __init__(self, listener: socket.socket, own: socket.socket, token: str, config: MultiprocessConfig) -> None:
         self._listener, self._token, self._world = listener, token, config.world_size
-        self._members = {0: _Member(0, own, Lines(own), since=time.monotonic())}
-        self._told: dict[str, Any] | None = None
+        self._members = {0: _WatchedRank(0, own, Lines(own), since=time.monotonic())}
+        self._verdict: dict[str, Any] | None = None
         self._thread = threading.Thread(target=self._run, name="modelexport-watch-hub", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def join(self, seconds: float) -> None:
-        """Wait until every rank has hung up."""
+        """Waits until every rank has hung up."""
         self._thread.join(seconds)
 
     def _run(self) -> None:
@@ -93,19 +93,19 @@ class Hub:
             selector.register(own.connection, selectors.EVENT_READ, own)
             connected = 1
             while connected:
-                patience = 0.02 if self._failures() and self._told is None else 0.5
+                patience = 0.02 if self._failures() and self._verdict is None else 0.5
                 for key, _ in selector.select(patience):
                     connection: Any = key.fileobj
                     if key.data is None:
-                        stranger, _ = self._listener.accept()
-                        selector.register(stranger, selectors.EVENT_READ, Lines(stranger))
+                        accepted, _ = self._listener.accept()
+                        selector.register(accepted, selectors.EVENT_READ, Lines(accepted))
                     elif isinstance(key.data, Lines):
                         selector.unregister(connection)
                         member = self._greet(connection, key.data)
                         if member is not None:
                             selector.register(connection, selectors.EVENT_READ, member)
                             connected += 1
-                    elif not self._hear(key.data):
+                    elif not self._receive(key.data):
                         selector.unregister(connection)
                         connection.close()
                         connected -= 1
@@ -113,26 +113,26 @@ class Hub:
             for key in list(selector.get_map().values()):
                 key.fileobj.close()  # type: ignore[union-attr]
 
-    def _greet(self, stranger: socket.socket, lines: Lines) -> _Member | None:
+    def _greet(self, accepted: socket.socket, lines: Lines) -> _WatchedRank | None:
         messages = lines.read() or [{}]
         rank: Any = messages[0].get("rank")
         known = hmac.compare_digest(str(messages[0].get("token")).encode(), self._token.encode())
         if not known or rank not in range(1, self._world) or rank in self._members:
-            stranger.close()
+            accepted.close()
             return None
-        keep_alive(stranger)
-        member = self._members[rank] = _Member(rank, stranger, lines, since=time.monotonic())
+        keep_alive(accepted)
+        member = self._members[rank] = _WatchedRank(rank, accepted, lines, since=time.monotonic())
         for message in messages[1:]:
             self._note(member, message)
-        if self._told is not None:
-            member.tell(self._told)
+        if self._verdict is not None:
+            member.send(self._verdict)
         return member
 
-    def _hear(self, member: _Member) -> bool:
-        """Take in what ``member`` said; False when it has hung up."""
+    def _receive(self, member: _WatchedRank) -> bool:
+        """Receives messages of ``member``; False when it has hung up."""
         messages = member.lines.read()
         if messages is None:
-            if self._told is None or "cause" in self._told:
+            if self._verdict is None or "cause" in self._verdict:
                 for directory in member.directories:
                     remove_rank(directory, member.rank)
             if not member.finished and member.failure is None:
@@ -143,7 +143,7 @@ class Hub:
             self._note(member, message)
         return True
 
-    def _note(self, member: _Member, message: dict[str, Any]) -> None:
+    def _note(self, member: _WatchedRank, message: dict[str, Any]) -> None:
         if "phase" in message:
             member.phase, member.waiting, member.since = message["phase"], message["waiting"], time.monotonic()
         elif "failed" in message and member.failure is None:
@@ -157,8 +157,8 @@ class Hub:
         return [member.failure for member in self._members.values() if member.failure is not None]
 
     def _decide(self) -> None:
-        """Tell all ranks what to do, once that is clear."""
-        if self._told is not None:
+        """Sends all ranks the verdict once it is clear: the root cause, or that all have finished."""
+        if self._verdict is not None:
             return
         failures = self._failures()
         if failures:
@@ -166,9 +166,9 @@ class Hub:
             if len(failures) == self._world or waited > settling_seconds(failures):
                 cause = asdict(self._blame(root_cause(failures)))
                 del cause["time"]  # of this machine's clock
-                self._tell({"cause": cause})
+                self._send_all({"cause": cause})
         elif len(self._members) == self._world and all(member.finished for member in self._members.values()):
-            self._tell({"released": 1})
+            self._send_all({"released": 1})
 
     def _blame(self, cause: Failure) -> Failure:
         """For an echo: the rank that the others waited for, or that left what they cannot use."""
@@ -183,7 +183,7 @@ class Hub:
         text = f"no news of it for {time.monotonic() - slowest.since:.3g} s; rank {cause.rank} gave up: {cause.summary}"
         return Failure(slowest.rank, cause.time, OWN, slowest.phase, text)
 
-    def _tell(self, message: dict[str, Any]) -> None:
-        self._told = message
+    def _send_all(self, message: dict[str, Any]) -> None:
+        self._verdict = message
         for member in self._members.values():
-            member.tell(message)
+            member.send(message)

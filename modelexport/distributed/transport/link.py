@@ -44,7 +44,7 @@ _MAX_MESSAGE = 128 << 10
 
 
 class LostPeerError(GatherError):
-    """Another rank ended, failed, did not come in time or left what nobody can use: look for the cause there.
+    """Another rank ended, failed, did not come in time or left unusable data: the cause is to be sought there.
 
     Attributes:
         blamed: the ranks that the launcher is to look at.
@@ -78,12 +78,12 @@ class Link:
         self._outbox: deque[tuple[bytes, int | None]] = deque()
 
     def post(self, message: dict[str, Any], fd: int | None = None) -> None:
-        """Queue a message and send what the socket takes now; silently nothing if the other end is gone."""
+        """Queues a message and sends what the socket takes now; does nothing if the other end is gone."""
         self._outbox.append((json.dumps(message).encode("ascii"), fd))
         self.flush()
 
     def flush(self) -> bool:
-        """Send what the socket takes; whether nothing is left to send."""
+        """Sends what the socket takes; returns True if nothing is left to send."""
         while self._outbox and not self.deaf:
             body, fd = self._outbox[0]
             rights = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
@@ -129,7 +129,7 @@ class Link:
             return json.loads(body), fds[0] if fds else None
 
     def wait(self, seconds: float) -> None:
-        """Until a message may be there, the socket takes queued ones, the other end is gone, or ``seconds``."""
+        """Waits until a message may be there, the socket takes queued ones, the other end is gone, or ``seconds``."""
         poller = select.poll()
         poller.register(self.sock, select.POLLIN | (select.POLLOUT if self._outbox else 0))
         poller.poll(max(0.0, seconds) * 1000)

@@ -23,7 +23,7 @@ _NOTHING = b"?"  # shorter than any message's first piece
 
 
 class StoreGoneError(LostPeerError):
-    """The store does not answer: nobody can be told anything any more."""
+    """The store does not answer, so that no rank can be reached."""
 
 
 def encode(value: Any) -> bytes:
@@ -96,11 +96,11 @@ class Mailbox:
             ) from error
 
     def count(self, key: str) -> int:
-        """How often this was called for ``key``, by whichever process."""
+        """Increments the counter ``key``, which all processes share, and returns it."""
         return int(self._do(self._store.add, key, 1))
 
     def has(self, keys: list[str]) -> bool:
-        """Whether all of ``keys`` have messages."""
+        """Returns whether all of ``keys`` have messages."""
         return bool(self._do(self._store.check, keys))
 
     def put(self, key: str, data: bytes) -> list[str]:

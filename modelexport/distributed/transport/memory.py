@@ -30,7 +30,7 @@ from modelexport.distributed.transport.segments import Segment, open_segment, re
 from modelexport.errors import GatherError
 from modelexport.system.limits import advice
 
-__all__ = ["Arena", "ArenaStats", "Region", "arena", "shared_empty", "shared_view", "trim"]
+__all__ = ["Arena", "ArenaStats", "Region", "arena", "shared_empty", "shared_view"]
 
 _SEGMENT_BYTES = 256 << 20  # address space, not memory
 _ALIGN_SMALL = 64  # a cache line, and every dtype's alignment
@@ -55,17 +55,15 @@ class Region:
 
 @dataclass(frozen=True)
 class ArenaStats:
-    """Bytes of address space mapped, of pages reserved, of regions in use; and how many regions those are."""
+    """Bytes of pages reserved, and of regions in use."""
 
-    mapped: int
     reserved: int
     used: int
-    regions: int
 
 
 @dataclass(eq=False)
 class _Book:
-    """What is free and what is taken in one segment. Offsets in bytes, lists sorted."""
+    """The free and the taken ranges of one segment. Offsets in bytes, lists sorted."""
 
     segment: Segment
     reserved: int = 0  # pages below this offset exist
@@ -129,10 +127,6 @@ class Arena:
             region = self._reuse(nbytes, extent, align)
         return region if region is not None else self._extend(nbytes, extent, align)
 
-    def retain(self, region: Region) -> None:
-        with self._lock:
-            region.holders += 1
-
     def release(self, region: Region) -> None:
         """One holder less. Safe in a finalizer: the region returns to the arena at the next allocation."""
         self._dropped.append(region)
@@ -167,25 +161,9 @@ class Arena:
             self._collect()
             regions = [region for book in self._books for region in book.regions.values()]
             return ArenaStats(
-                mapped=sum(book.segment.size for book in self._books),
                 reserved=sum(book.reserved for book in self._books),
                 used=sum(region.extent for region in regions),
-                regions=len(regions),
             )
-
-    def trim(self) -> int:
-        """Give the pages behind each segment's last region back to the system; returns how many bytes."""
-        freed = 0
-        with self._lock:
-            self._collect()
-            for book in self._books:
-                last = book.regions[book.starts[-1]] if book.starts else None
-                end = -(-(last.offset + last.extent) // _ALIGN_LARGE) * _ALIGN_LARGE if last else 0
-                if end < book.reserved:
-                    book.segment.punch(end, book.reserved - end)
-                    freed += book.reserved - end
-                    book.reserved = end
-        return freed
 
     def _collect(self) -> None:
         while self._dropped:
@@ -290,8 +268,3 @@ def shared_view(nbytes: int) -> memoryview:
 
     region.guard = weakref.ref(view, let_go)
     return view
-
-
-def trim() -> int:
-    """Give unused pages of this process's arena back to the system (when a job is over, say); bytes freed."""
-    return arena().trim()

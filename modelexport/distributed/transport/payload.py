@@ -22,7 +22,7 @@ import torch
 from modelexport.distributed.transport import tree as _tree
 from modelexport.errors import GatherError
 
-__all__ = ["DamagedPayloadError", "Entry", "Payload", "as_bytes", "pack", "parse_header", "unpack"]
+__all__ = ["DamagedPayloadError", "Payload", "PayloadEntry", "as_bytes", "pack", "parse_header", "unpack"]
 
 _TREE, _DTYPES = "modelexport.tree", "modelexport.dtypes"
 _MAX_HEADER = 100_000_000  # safetensors' own bound
@@ -41,7 +41,7 @@ class DamagedPayloadError(GatherError):
 
 
 @dataclass(frozen=True)
-class Entry:
+class PayloadEntry:
     """One tensor of a payload; ``start`` and ``end`` count from the end of the header, in bytes."""
 
     name: str
@@ -60,7 +60,7 @@ class Payload:
     """``header`` (with its 8 length bytes) and ``tensors``, one for each of ``entries``, not yet copied."""
 
     header: bytes
-    entries: tuple[Entry, ...]
+    entries: tuple[PayloadEntry, ...]
     tensors: tuple[torch.Tensor, ...]
 
     @property
@@ -69,7 +69,7 @@ class Payload:
 
 
 def pack(config: Any) -> Payload:
-    """Describe ``config`` (see :mod:`modelexport.distributed.transport.tree`) as a payload; copies no tensor data."""
+    """Describes ``config`` (see :mod:`modelexport.distributed.transport.tree`) as a payload; copies no tensor data."""
     text, tensors = _tree.split(config)
     order = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)  # stable: else the tree's order
     entries, fields, unnamed, offset = [], {}, {}, 0
@@ -81,7 +81,7 @@ def pack(config: Any) -> Payload:
         if code is None:
             unnamed[name] = str(tensor.dtype).removeprefix("torch.")
         fields[name] = {"dtype": code or "U8", "shape": list(stored), "data_offsets": [offset, end]}
-        entries.append(Entry(name, tensor.dtype, shape, offset, end))
+        entries.append(PayloadEntry(name, tensor.dtype, shape, offset, end))
         offset = end
     metadata = {"format": "pt", _TREE: text}
     if unnamed:
@@ -93,7 +93,7 @@ def pack(config: Any) -> Payload:
     return Payload(struct.pack("<Q", len(body)) + body, tuple(entries), tuple(tensor for _, tensor in order))
 
 
-def parse_header(header: bytes | memoryview) -> tuple[str, tuple[Entry, ...]]:
+def parse_header(header: bytes | memoryview) -> tuple[str, tuple[PayloadEntry, ...]]:
     """The config's JSON and the tensors' entries, in the order of their bytes, everything checked.
 
     Raises:
@@ -121,7 +121,7 @@ def parse_header(header: bytes | memoryview) -> tuple[str, tuple[Entry, ...]]:
     return text, tuple(entries)
 
 
-def _entry(name: str, field: dict[str, Any], unnamed: str | None) -> Entry:
+def _entry(name: str, field: dict[str, Any], unnamed: str | None) -> PayloadEntry:
     dtype = _DTYPE_OF[field["dtype"]] if unnamed is None else getattr(torch, unnamed)
     shape = tuple(int(dim) for dim in field["shape"])
     if unnamed is not None:
@@ -131,10 +131,10 @@ def _entry(name: str, field: dict[str, Any], unnamed: str | None) -> Entry:
     start, end = (int(offset) for offset in field["data_offsets"])
     if min(shape, default=0) < 0 or end - start != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{name!r}: {dtype} of shape {shape} in bytes {start}..{end}")
-    return Entry(name, dtype, shape, start, end)
+    return PayloadEntry(name, dtype, shape, start, end)
 
 
-def unpack(text: str, entries: tuple[Entry, ...], views: list[memoryview | None]) -> Any:
+def unpack(text: str, entries: tuple[PayloadEntry, ...], views: list[memoryview | None]) -> Any:
     """The config whose tensors are zero-copy views of ``views``, one for each entry (None where it is empty)."""
     tensors = {
         entry.name: torch.empty(entry.shape, dtype=entry.dtype)

@@ -42,7 +42,7 @@ class ReceivingLink(Link):
         self._let_go: deque[tuple[int, int]] = deque()  # (seq, entry); finalizers append here
 
     def pump(self) -> None:
-        """Take in what has arrived."""
+        """Processes the messages that have arrived."""
         while not self.closed and (received := self.read()) is not None:
             message, fd = received
             if message["kind"] == "segment":
@@ -107,12 +107,12 @@ class ReceivingLink(Link):
             self._release(delivery.seq, [i for i in range(max(delivery.guards) + 1) if i not in delivery.guards])
 
     def release_dropped(self) -> None:
-        """Tell the sender what was kept past its gather and has been let go since."""
+        """Acknowledges to the sender the views that were kept past their gather and dropped since."""
         for seq, entries in self._collect().items():
             self._release(seq, entries)
 
     def _collect(self) -> dict[int, list[int]]:
-        """Note which views have gone; those of acknowledged payloads are returned by payload."""
+        """Notes which views have gone; those of acknowledged payloads are returned by payload."""
         late: dict[int, list[int]] = {}
         while self._let_go:
             seq, entry = self._let_go.popleft()
@@ -132,7 +132,7 @@ class ReceivingLink(Link):
 
 
 def receive_from_all(links: Sequence[ReceivingLink], seq: int, seconds: float) -> None:
-    """Wait until payload ``seq`` of every link has arrived.
+    """Waits until payload ``seq`` of every link has arrived.
 
     Raises:
         GatherError: a sender ended, or failed, before it sent it, or ``seconds`` passed; names the ranks.

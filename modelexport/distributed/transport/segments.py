@@ -54,10 +54,6 @@ class Segment:
         self.memory = memoryview(self._map)
         self.address = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
 
-    def punch(self, offset: int, nbytes: int) -> None:
-        """Give back the pages of a range, which nobody may be using; reserve it again before the next write."""
-        self._map.madvise(mmap.MADV_REMOVE, offset, nbytes)
-
     def __del__(self) -> None:
         fd, self.fd = getattr(self, "fd", -1), -1
         if fd >= 0:
@@ -109,7 +105,7 @@ def _file_directory() -> str:
 
 
 def reserve(segment: Segment, start: int, end: int) -> int:
-    """Make the pages from ``start`` to at least ``end`` exist; returns how many bytes were added.
+    """Makes the pages from ``start`` to at least ``end`` exist; returns how many bytes were added.
 
     Raises:
         GatherError: there is no room for them.
@@ -172,7 +168,7 @@ class Mapping:
         return self.memory[offset : offset + nbytes]
 
     def consumed(self, end: int) -> None:
-        """Note that pages up to ``end`` were read here; when all mappings' come to a lot, drop this one's.
+        """Counts pages up to ``end`` as read here; drops this mapping's when all mappings' exceed a limit.
 
         Only this process's page table entries go, the bytes stay in the sender's memory: otherwise all that senders
         ever had in flight would count as resident in the first rank too. Entering the pages anew costs more than

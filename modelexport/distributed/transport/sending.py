@@ -39,7 +39,7 @@ class SendingLink(Link):
         self._arena.add_reclaimer(self._reclaim)
 
     def send(self, seq: int, payload: _payload.Payload | None, seconds: float) -> None:
-        """Hand over payload ``seq``; None says that there is nothing. Waits only for room, at most ``seconds``."""
+        """Hands over payload ``seq``; None says that there is nothing. Waits only for room, at most ``seconds``."""
         self._wait_until(lambda: len(self._unacknowledged) < self._limit or self._wanted >= seq, seconds)
         if payload is None:
             message: dict[str, Any] = {"kind": "nothing", "seq": seq}
@@ -53,7 +53,7 @@ class SendingLink(Link):
             raise self._lost()
 
     def greet(self, token: str, me: int, seconds: float) -> bool:
-        """Introduce this rank; whether the first rank answered in time.
+        """Introduces this rank; returns whether the first rank answered in time.
 
         The answer is read where every message is: another thread that looks for memory to reclaim may be the one
         that finds it.
@@ -76,7 +76,7 @@ class SendingLink(Link):
             self.post({"kind": "failed", "seq": seq, "error": error[:_MAX_ERROR]})
 
     def drain(self, seconds: float) -> None:
-        """Wait until the first rank has acknowledged everything."""
+        """Waits until the first rank has acknowledged everything."""
         self._wait_until(lambda: not self._unacknowledged, seconds)
 
     def close(self) -> None:
@@ -94,7 +94,7 @@ class SendingLink(Link):
         self.close()
 
     def _describe(self, seq: int, payload: _payload.Payload) -> dict[str, Any]:
-        """Place the payload in the arena, announce its segments; the message that says where it is."""
+        """Places the payload in the arena and announces its segments; returns the message that describes it."""
         held: dict[int, _memory.Region] = {}
         try:
             places = [self._place(index, tensor, held) for index, tensor in enumerate(payload.tensors)]

@@ -60,7 +60,7 @@ def register_config(cls: type[T]) -> type[T]:
 
 
 def split(tree: Any) -> tuple[str, dict[str, torch.Tensor]]:
-    """Take ``tree`` apart into JSON text and its tensors by name.
+    """Takes ``tree`` apart into JSON text and its tensors by name.
 
     Args:
         tree: registered dataclasses, dict, OrderedDict, list, tuple, ``torch.Size``, None, bool, int, float, str,
@@ -108,7 +108,7 @@ class _Encoder:
         if value is None or kind in (bool, int, str):
             return value
         if kind is float:
-            return value if math.isfinite(value) else {_MARK: "float", "value": _spell(value)}
+            return value if math.isfinite(value) else {_MARK: "float", "value": _encode_float(value)}
         if isinstance(value, torch.Tensor):
             return {_MARK: "tensor", "name": self._tensor(value, path)}
         if kind is torch.dtype:
@@ -179,7 +179,7 @@ class _Encoder:
         return name
 
 
-def _spell(value: float) -> str:
+def _encode_float(value: float) -> str:
     """NaN or infinity with its sign, which repr leaves out for NaN."""
     return ("-" if math.copysign(1, value) < 0 else "") + repr(abs(value))
 

@@ -25,7 +25,7 @@ _CHUNK = 4 << 20  # bytes stay in the cache between being moved and being checke
 
 
 def write_whole(directory: Path, name: str, parts: Sequence[bytes | torch.Tensor]) -> int:
-    """Write ``parts`` one after the other as ``directory/name``; returns their CRC-32.
+    """Writes ``parts`` one after the other as ``directory/name``; returns their CRC-32.
 
     A hidden temporary file is written, fsynced, closed and renamed, and the directory fsynced.
 
@@ -89,7 +89,7 @@ def _bytes_of(tensor: torch.Tensor | None) -> memoryview:
 
 
 def read_payload(path: Path, header_bytes: int, expected: int, crc32: int) -> tuple[int, Any]:
-    """Read a payload of ``expected`` bytes; returns (its size on disk, its config).
+    """Reads a payload of ``expected`` bytes; returns (its size on disk, its config).
 
     The tensors lie in the shared arena, so their memory is reused once they go. Where the size differs from what
     is expected nothing is read: (size, None).

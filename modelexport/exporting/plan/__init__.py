@@ -280,7 +280,7 @@ class _Planner:
     def _number_format(
         self, name: str, module: Module, weight: TensorInfo, stored: StoredLinear | None
     ) -> NumberFormat | None:
-        """What a module is written in; notes why, where that is nothing."""
+        """The number format of a module; notes the reason where there is none."""
         found = None
         if self.assignment is None and stored is not None:
             found = stored.number_format

@@ -1,4 +1,4 @@
-"""Which part of each weight a rank reads and emits."""
+"""The part of each weight that a rank reads and emits."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class SourceLinears:
 
     @property
     def has_kv_scales(self) -> bool:
-        """Whether the source has the scales of a KV cache."""
+        """True if the source has the scales of a KV cache."""
         return self.quantization is not None and self.quantization.kv_cache_scheme is not None
 
     def take(self, name: str, module: Module, dimensions: Dimensions) -> Found | None:

@@ -1,4 +1,4 @@
-"""What an export plan consists of: steps, their tasks, and the part of each that a rank reads and emits."""
+"""The steps of an export plan, their tasks, and the part of each that a rank reads and emits."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class TensorTask:
 
     @property
     def quantised(self) -> bool:
-        """Whether numbers of the source are rounded."""
+        """True if numbers of the source are rounded."""
         return self.number_format is not None and self.stored is None
 
     @property
@@ -127,7 +127,7 @@ class TensorTask:
 
 @dataclass(frozen=True)
 class Step:
-    """What is read, quantised, gathered and written together: a layer, or a slab of an embedding."""
+    """A unit that is read, quantised, gathered and written together: a layer, or a slab of an embedding."""
 
     id: str
     layer: str
@@ -172,7 +172,7 @@ class ExportPlan:
 
     @property
     def needs_ranges(self) -> bool:
-        """Whether the magnitudes of activations must be known, for static scales or the KV cache's."""
+        """True if the magnitudes of activations must be known, for static scales or the KV cache's."""
         return any(
             task.cached is not None or (task.quantised and task.number_format.has_static_inputs)  # type: ignore[union-attr]
             for step in self.steps
@@ -274,6 +274,11 @@ class ExportPlan:
         """The name under which a task's module is taken together with its like: of all layers, and all experts."""
         return task.module.general_path if task.path else _NUMBER.sub("*", step.layer)
 
+    @property
+    def source_bytes(self) -> int:
+        """Bytes of the tensors that are read."""
+        return sum(step.source_bytes for step in self.steps)
+
     def peak_rank_bytes(self) -> int:
         """Upper estimate of a rank's buffers: two steps' shards of the source and two of the output."""
         tp = self.parallelism.tp
@@ -317,7 +322,7 @@ def alignment(outputs: Iterable[OutputTensor]) -> tuple[int, int]:
 
 
 def _experts_root(path: str) -> str:
-    """What engines call the experts of a layer, of which ``path`` is a stack: ``experts``, beside or above it."""
+    """The engines' name for the experts of a layer, of which ``path`` is a stack: ``experts``, beside or above it."""
     parts = path.split(".")
     end = parts.index("experts") if "experts" in parts else len(parts) - 1
     return ".".join([*parts[:end], "experts"])

@@ -1,11 +1,11 @@
-"""The part of a model card that says which engines load the checkpoint, and how: what the conformance tests ran."""
+"""The part of a model card about the engines that load the checkpoint, as the conformance tests ran them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from modelexport.inspection.card.markdown import code, plain
+from modelexport.inspection.record.reading import ExportRecord
 from modelexport.inspection.record.rows import linears_of, stored_of
 from modelexport.models.engines import warnings
 from modelexport.models.loading import Loading, Stored, Verdict, candidates
@@ -16,11 +16,9 @@ _TRTLLM = ("fp8", "fp8-static", "int8-static", "int4:64", "nvfp4")
 """Number formats in which ModelOpt's own export wrote the same files, to the bit (tests/conformance)."""
 
 
-def loading_lines(record: Mapping[str, Any]) -> Iterator[str]:
-    """Lines of Markdown."""
-    stored = stored_of(record)
-    recipe = record.get("recipe")
-    size = recipe.get("target_tp", 1) if isinstance(recipe, Mapping) else 1
+def loading_lines(record: ExportRecord) -> Iterator[str]:
+    """Yields lines of Markdown."""
+    stored, size = stored_of(record), record.recipe.get("target_tp", 1)
     tp = size if isinstance(size, int) else 1
     refused = warnings(stored.format, linears_of(record), tp=tp, model=stored.model_type or "")
     yield "## Loading it"
@@ -32,32 +30,27 @@ def loading_lines(record: Mapping[str, Any]) -> Iterator[str]:
         seen += 1
         yield from (f"**{plain(row.engine)}**", "", "```python")
         yield from row.command.replace("{tp}", str(tp)).rstrip("\n").split("\n")
-        yield from ("```", "", _what_ran(row, stored, verdict), "")
+        yield from ("```", "", _test_result(row, stored, verdict), "")
     if not seen:
         yield "No engine has been run on such a checkpoint by modelexport's tests, so that none is named here."
         yield ""
     if stored.format == "trtllm":
-        yield _beside_modelopt(stored)
+        yield _modelopt_comparison(stored)
         yield ""
     if refused:
         yield "Known not to work, or not without more:"
         yield ""
         yield from (f"- {plain(line)}" for line in refused)
         yield ""
-    sizes = record.get("tensor_parallel_sizes")
-    if (
-        not stored.sharded
-        and isinstance(sizes, list)
-        and len(sizes) > 1
-        and stored.format not in ("gguf", "megatron", "dcp")
-    ):
+    sizes = record.tensor_parallel_sizes
+    if not stored.sharded and len(sizes) > 1 and stored.format not in ("gguf", "megatron", "dcp"):
         yield (
             f"Heads, widths and groups can be divided among {', '.join(map(plain, sizes))} tensor-parallel ranks "
             "(worked out from the shapes)."
         )
 
 
-def _what_ran(row: Loading, stored: Stored, verdict: Verdict) -> str:
+def _test_result(row: Loading, stored: Stored, verdict: Verdict) -> str:
     numbers = " and ".join(code(name) for name in stored.number_formats)
     types = " and ".join(code(name) for name, known in row.ran.items() if set(stored.number_formats) <= set(known))
     mixed = len(stored.number_formats) > 1
@@ -69,7 +62,7 @@ def _what_ran(row: Loading, stored: Stored, verdict: Verdict) -> str:
     return f"In modelexport's tests, with small {of} models and {what}: {plain(row.seen)}. With {own} it was not run."
 
 
-def _beside_modelopt(stored: Stored) -> str:
+def _modelopt_comparison(stored: Stored) -> str:
     if len(stored.number_formats) == 1 and stored.number_formats[0] in _TRTLLM:
         return (
             "TensorRT-LLM itself was not run. NVIDIA ModelOpt 0.47 writes the same files, to the bit, for small llama "

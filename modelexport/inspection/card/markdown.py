@@ -1,4 +1,4 @@
-"""Markdown of text that strangers wrote: it stays text, on one line, whatever is in it."""
+"""Markdown of untrusted text: it stays text, on one line, whatever is in it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 
 
 def plain(text: object) -> str:
-    """As text within a line: nothing in it is markup, a link or HTML."""
+    """Returns it as text within a line: nothing in it is markup, a link or HTML."""
     line = _one_line(text)
     for character, entity in _ENTITIES.items():
         line = line.replace(character, entity)
@@ -22,7 +22,7 @@ def plain(text: object) -> str:
 
 
 def code(text: object) -> str:
-    """As a span of code, between as many backticks as it needs."""
+    """Returns it as a span of code, between as many backticks as it needs."""
     line = _one_line(text)
     runs = [len(run) for run in re.findall(r"`+", line)]
     fence = "`" * (max(runs, default=0) + 1)
@@ -31,7 +31,7 @@ def code(text: object) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Lines of a table, its first column flush left and the others right; cells are Markdown already."""
+    """Yields lines of a table, its first column flush left and the others right; cells are Markdown already."""
     yield f"| {' | '.join(header)} |"
     yield f"| --- |{' ---: |' * (len(header) - 1)}"
     for row in rows:
@@ -39,6 +39,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]
 
 
 def _one_line(text: object) -> str:
-    """Its words with single blanks between, without control characters, cut where it is very long."""
+    """Returns its words with single blanks between, without control characters, cut where it is very long."""
     line = " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
     return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}..."

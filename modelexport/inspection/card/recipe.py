@@ -1,4 +1,4 @@
-"""The part of a model card that says how the checkpoint was made: a recipe that makes the same bytes again."""
+"""The part of a model card about the making of the checkpoint: a recipe that makes the same bytes again."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from modelexport.inspection.card.markdown import code, plain
+from modelexport.inspection.record.reading import ExportRecord
 from modelexport.quantization import algorithms
 from modelexport.recipe import ExportRecipe, calibration_key, is_calibration, recorded_names
 from modelexport.settings import decides_bytes
@@ -18,21 +19,21 @@ _ALWAYS = ("quant", "algorithm", "format")
 _OWN_TEXT = "modelexport's own text"
 
 
-def recipe_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings that decide the bytes, as a recipe has them, without those that are at their defaults.
+def recipe_of(record: ExportRecord) -> dict[str, Any]:
+    """Returns the settings that decide the bytes, as a recipe has them, without those at their defaults.
 
     An algorithm that chose the number formats is left out: they stand there themselves.
     """
-    recipe, model = _mapping(record.get("recipe")), _mapping(record.get("model"))
+    recipe, model = record.recipe, record.model
     found: dict[str, Any] = {}
-    if model.get("hub_id"):
-        found["model"] = model["hub_id"]
-        if model.get("revision"):
-            found["revision"] = model["revision"]
+    if model.hub_id:
+        found["model"] = model.hub_id
+        if model.revision:
+            found["revision"] = model.revision
     default = ExportRecipe.algorithm
     chosen = [algorithm.name for algorithm in algorithms.used(recipe.get("algorithm")) if algorithm.kind == "assign"]
     used = [name for name in str(recipe.get("algorithm", default)).split("+") if name not in chosen] or [default]
-    calibration = dict(_mapping(record.get("calibration")))
+    calibration = dict(record.calibration)
     if calibration.get("text") == _OWN_TEXT:
         del calibration["text"]
     own_keys = {field: key for key, field in recorded_names(used).items()}
@@ -48,28 +49,32 @@ def recipe_of(record: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def recipe_lines(record: Mapping[str, Any]) -> Iterator[str]:
-    """Lines of Markdown."""
+def recipe_lines(record: ExportRecord) -> Iterator[str]:
+    """Yields lines of Markdown."""
     import yaml
 
-    recipe = _mapping(record.get("recipe"))
+    recipe = record.recipe
     yield "## How it was made"
     yield ""
     if recipe.get("quant") == "keep":
         yield from ("```", f"modelexport convert SOURCE {_flags(recipe)} --out CKPT", "```")
     else:
         text = yaml.safe_dump(recipe_of(record), sort_keys=False, allow_unicode=False, width=10**6)
-        yield "`modelexport --recipe FILE" + ("" if _has_model(record) else " --model SOURCE") + " --out CKPT`, with:"
+        yield (
+            "`modelexport --recipe FILE"
+            + ("" if record.model.hub_id or record.model.is_demo else " --model SOURCE")
+            + " --out CKPT`, with:"
+        )
         yield from ("", "```yaml", *text.rstrip("\n").split("\n"), "```")
     yield ""
     yield from _remarks(record)
-    versions = ", ".join(f"{plain(name)} {plain(v)}" for name, v in _mapping(record.get("versions")).items() if v)
+    versions = ", ".join(f"{plain(name)} {plain(v)}" for name, v in record.versions.items() if v)
     if versions:
         yield f"With {versions}. The bytes do not depend on the number of ranks."
 
 
-def _remarks(record: Mapping[str, Any]) -> Iterator[str]:
-    recipe, calibration = _mapping(record.get("recipe")), _mapping(record.get("calibration"))
+def _remarks(record: ExportRecord) -> Iterator[str]:
+    recipe, calibration = record.recipe, record.calibration
     for algorithm in algorithms.used(recipe.get("algorithm")):
         if algorithm.kind != "assign":
             continue
@@ -87,14 +92,5 @@ def _flags(recipe: Mapping[str, Any]) -> str:
     return " ".join(f"--{name.replace('_', '-')} {plain(recipe[name])}" for name in named or ["format"])
 
 
-def _has_model(record: Mapping[str, Any]) -> bool:
-    model = _mapping(record.get("model"))
-    return bool(model.get("hub_id") or model.get("is_demo"))
-
-
 def _default(name: str) -> Any:
     return ExportRecipe.__dataclass_fields__[name].default
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}

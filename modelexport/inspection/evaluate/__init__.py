@@ -5,7 +5,7 @@ the paired difference in loss (both models on the same tokens, so most of the no
 tell formats apart.
 
 Checkpoints run layer by layer (:func:`compare_checkpoints`), whatever their size; models that are in memory anyway as
-they are (:func:`compare`).
+they are (:func:`compare`); :func:`evaluate` runs a small Llama whole, without transformers.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from modelexport.distributed.environment import cores
 from modelexport.errors import CheckpointError, UsageError
 from modelexport.inspection.evaluate.losses import (
     Comparison,
@@ -31,7 +32,14 @@ from modelexport.inspection.evaluate.losses import (
     perplexity_of,
 )
 from modelexport.inspection.evaluate.models import PlainTensors, load_dequantised, load_reference
-from modelexport.inspection.evaluate.streaming import Progress, measure, through_layers
+from modelexport.inspection.evaluate.plain_llama import (
+    FastTokenizer,
+    PlainLlama,
+    WholeOutputs,
+    fast_tokenizer,
+    plain_llama,
+)
+from modelexport.inspection.evaluate.streaming import Measured, Progress, measure, through_layers, workers
 from modelexport.models.opening import open_model
 from modelexport.quantization.calibration.text import load_tokenizer
 
@@ -138,8 +146,8 @@ def perplexity_of_checkpoint(
         CheckpointError: it is damaged, not whole, or cannot be decoded.
         PlanError: transformers has no such model.
     """
-    [losses], _ = _measure([checkpoint], windows, dtype, threads, progress)
-    return perplexity_of(losses, windows.inputs.shape[1])
+    [losses] = _measure([checkpoint], windows, dtype, threads, progress).losses
+    return perplexity_of(losses.tolist(), windows.inputs.shape[1])
 
 
 def compare_checkpoints(
@@ -157,8 +165,13 @@ def compare_checkpoints(
         CheckpointError: one is damaged, not whole, or cannot be decoded; or their vocabularies differ.
         PlanError: transformers has no such model.
     """
-    (before, after), divergences = _measure([reference, checkpoint], windows, dtype, threads, progress)
-    return comparison_of(before, after, divergences, windows.inputs.shape[1])
+    return _comparison(_measure([reference, checkpoint], windows, dtype, threads, progress), windows)
+
+
+def _comparison(found: Measured, windows: Windows) -> Comparison:
+    assert found.divergences is not None
+    before, after = (losses.tolist() for losses in found.losses)
+    return comparison_of(before, after, found.divergences.tolist(), windows.inputs.shape[1])
 
 
 def _measure(
@@ -167,8 +180,7 @@ def _measure(
     dtype: torch.dtype,
     threads: int | None,
     progress: Progress | None,
-) -> tuple[list[list[float]], list[float]]:
-    """Losses of each checkpoint's windows, and the divergences of two."""
+) -> Measured:
     with ExitStack() as stack:
         tensors = [stack.enter_context(PlainTensors(checkpoint)) for checkpoint in checkpoints]
         sizes = [each.vocabulary for each in tensors]
@@ -186,9 +198,7 @@ def _measure(
         for number, each in enumerate(tensors):
             step = partial(done, number)
             outputs.append(through_layers(each, windows.inputs, dtype=dtype, threads=threads, progress=step))
-        found = measure(outputs, windows.targets, threads=threads)
-    divergences = [] if found.divergences is None else found.divergences.tolist()
-    return [losses.tolist() for losses in found.losses], divergences
+        return measure(outputs, windows.targets, threads=threads)
 
 
 def _windows(
@@ -319,17 +329,40 @@ def evaluate(
         CheckpointError: a checkpoint that cannot be read or decoded.
         UsageError: a text of fewer than two tokens.
     """
-    tokenizer = load_tokenizer(Path(source_dir))
+    small = _small(Path(source_dir), Path(checkpoint_dir), dtype)
+    tokenizer: Any = load_tokenizer(Path(source_dir)) if small is None else small[0]
     windows = cut_windows(tokenise(tokenizer, text), window, max_windows)
-    comparison = compare_checkpoints(open_model(source_dir), open_model(checkpoint_dir), windows, dtype=dtype)
-    reference = load_reference(source_dir, dtype=dtype)
-    model = load_dequantised(checkpoint_dir, dtype=dtype)
+
+    def sentence(model: Any) -> str:
+        return generate_sentence(model, tokenizer, prompt, max_new_tokens)
+
+    if small is None:
+        comparison = compare_checkpoints(open_model(source_dir), open_model(checkpoint_dir), windows, dtype=dtype)
+        before = sentence(load_reference(source_dir, dtype=dtype))
+        after = sentence(load_dequantised(checkpoint_dir, dtype=dtype))
+    else:
+        models = small[1:]
+        with workers(cores()) as pool:
+            outputs = [WholeOutputs(model, windows.inputs, pool) for model in models]
+            before, after = pool.map(sentence, models)
+        comparison = _comparison(measure(outputs, windows.targets), windows)
     return Evaluation(
         comparison=comparison,
         windows=windows.inputs.shape[0],
         windows_in_text=windows.in_text,
         window=windows.inputs.shape[1],
         prompt=prompt,
-        sentence_before=generate_sentence(reference, tokenizer, prompt, max_new_tokens),
-        sentence_after=generate_sentence(model, tokenizer, prompt, max_new_tokens),
+        sentence_before=before,
+        sentence_after=after,
     )
+
+
+def _small(source: Path, checkpoint: Path, dtype: torch.dtype) -> tuple[FastTokenizer, PlainLlama, PlainLlama] | None:
+    """The tokenizer and both models without transformers; None where that is not enough for one of them."""
+    tokenizer, models = fast_tokenizer(source), []
+    for directory in (source, checkpoint) if tokenizer is not None else ():
+        with PlainTensors(open_model(directory)) as tensors:
+            models.append(plain_llama(tensors, dtype))
+    if tokenizer is None or models[0] is None or models[1] is None or models[0].vocabulary != models[1].vocabulary:
+        return None
+    return tokenizer, models[0], models[1]

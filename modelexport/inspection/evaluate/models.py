@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["PlainTensors", "load_dequantised", "load_reference"]
 
 Activation = Callable[[Tensor], Tensor]
-"""What an engine's rounding makes of a linear's input, ``[..., in_features]``, dtype kept."""
+"""A linear's input as an engine rounds it, ``[..., in_features]``, dtype kept."""
 
 
 class PlainTensors:
@@ -120,7 +120,7 @@ class PlainTensors:
 
     @property
     def vocabulary(self) -> int:
-        """The number of tokens in the vocabulary by config.json; 0 where it does not say."""
+        """Size of the vocabulary by config.json; 0 where it does not say."""
         size = (self.checkpoint.config or {}).get("vocab_size")
         return size if isinstance(size, int) else 0
 
@@ -130,7 +130,7 @@ class PlainTensors:
         return self.checkpoint.infos[name].shape if linear is None else linear.shape
 
     def is_decoded(self, name: str) -> bool:
-        """Returns whether reading ``name`` decodes a whole quantised linear."""
+        """Returns True if reading ``name`` decodes a whole quantised linear."""
         return name in self._linears
 
     def check_all_read(self, but: Collection[str] = ()) -> None:

@@ -22,12 +22,13 @@ from torch.nn import functional
 from modelexport.distributed.environment import cores
 from modelexport.errors import CheckpointError, PlanError
 from modelexport.inspection.evaluate.models import PlainTensors
+from modelexport.inspection.evaluate.plain_llama import WholeOutputs
 from modelexport.models.architecture import declared_family
 from modelexport.quantization.calibration.cut import ForwardShard
 from modelexport.quantization.calibration.layers import DYNAMIC, LayerRunner
 from modelexport.quantization.calibration.model import body, running
 
-__all__ = ["Measured", "Outputs", "measure", "through_layers"]
+__all__ = ["Measured", "Outputs", "measure", "through_layers", "workers"]
 
 Progress = Callable[[int, int], None]
 
@@ -205,7 +206,7 @@ class Measured:
     divergences: Tensor | None
 
 
-def measure(models: Sequence[Outputs], targets: Tensor, *, threads: int | None = None) -> Measured:
+def measure(models: Sequence[Outputs | WholeOutputs], targets: Tensor, *, threads: int | None = None) -> Measured:
     """The losses of one model, or of two with their divergence, chunk of the vocabulary by chunk.
 
     Args:
@@ -217,7 +218,7 @@ def measure(models: Sequence[Outputs], targets: Tensor, *, threads: int | None =
     sums = [_Sums(len(models), part.flatten()) for part in parts]
     most = max(part.numel() for part in parts)
     step = max(1, min(_CHUNK_LOGITS // most, _CHUNK_WEIGHTS // first.hidden[0].shape[-1]))
-    with _workers(min(len(parts), threads or cores())) as pool:
+    with workers(min(len(parts), threads or cores())) as pool:
         for start in range(0, first.vocabulary, step):
             for model in models:
                 model.select(start, min(first.vocabulary, start + step))
@@ -277,8 +278,8 @@ class _Sums:
 
 
 @contextmanager
-def _workers(count: int) -> Iterator[Executor]:
-    """Threads whose operations take one core each."""
+def workers(count: int) -> Iterator[Executor]:
+    """Runs a body with threads whose operations take one core each."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

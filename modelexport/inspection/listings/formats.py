@@ -103,7 +103,7 @@ def _algorithm(name: str) -> dict[str, Any]:
 
 
 def _holds(checkpoint_format: str, number_format: str) -> bool:
-    """Returns whether it can hold such linears, in one of the group sizes at least."""
+    """Returns True if it can hold such linears in at least one group size."""
     if number_format == "none":
         return True
     if not getattr(checkpoint_formats.get(checkpoint_format), "HOLDS_QUANTISED", True):

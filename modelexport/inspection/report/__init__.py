@@ -1,49 +1,49 @@
-"""``modelexport report``: everything that is known of a checkpoint, on one page of HTML that needs no network."""
+"""A report on a checkpoint: its sizes, errors, scales and warnings, on one page of HTML that needs no network."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+import os
 from pathlib import Path
 
 from modelexport.inspection.report.data import Report, gather
 from modelexport.inspection.report.page import render
 from modelexport.system.small_files import check_place, write_small
-from modelexport.system.tables import size_text
-from modelexport.system.terminal import show
 
-__all__ = ["Report", "gather", "print_report", "render", "write_page"]
-
-_LISTED = 5
+__all__ = ["Report", "gather", "render", "report", "write_page"]
 
 
-def print_report(checkpoint: Path, html: Path | None, config: Path | None, *, as_json: bool) -> int:
-    """Report on a checkpoint; returns the exit status, 0.
+def report(
+    checkpoint: str | os.PathLike[str],
+    html: str | os.PathLike[str] | None = None,
+    config: str | os.PathLike[str] | None = None,
+) -> Report:
+    """Reports on a checkpoint.
 
     Args:
-        html: where the page goes; None: a short text is printed instead.
+        checkpoint: its directory.
+        html: the file that the page is written to; None: none is written.
         config: the model's config.json, where the checkpoint has none of its own.
-        as_json: print what the page shows as JSON.
 
     Raises:
         CheckpointError: no checkpoint there, or a damaged one.
         UsageError: the page cannot be written there.
+
+    Example:
+        ::
+
+            >>> modelexport.report("ckpt", html="report.html").inspection.layers
+            4
     """
     if html is not None:
-        check_place(html, label=f"--html {html}")  # before the checkpoint is read
-    report = gather(checkpoint, config)
-    nbytes = None if html is None else write_page(report, html)
-    if as_json:
-        show(json.dumps(report.as_json(), indent=1))
-    elif nbytes is None:
-        show("\n".join(_text(report)))
-    else:
-        show(f"wrote {html} ({size_text(nbytes)})", stands=f"{html} is complete")
-    return 0
+        check_place(Path(html), label=f"--html {html}")  # before the checkpoint is read
+    found = gather(Path(checkpoint), None if config is None else Path(config))
+    if html is not None:
+        write_page(found, Path(html))
+    return found
 
 
 def write_page(report: Report, path: Path) -> int:
-    """Write the page, see :func:`~modelexport.system.small_files.write_small`. Returns its bytes.
+    """Writes the page, see :func:`~modelexport.system.small_files.write_small`; returns its number of bytes.
 
     Raises:
         UsageError: ``path`` is a directory or takes no file, or its directory cannot be written to.
@@ -51,28 +51,3 @@ def write_page(report: Report, path: Path) -> int:
     content = render(report).encode("utf-8")
     write_small(path, content, label=f"--html {path}")
     return len(content)
-
-
-def _text(report: Report) -> Iterator[str]:
-    """The page in a few lines."""
-    inspection = report.inspection
-    names = ", ".join(inspection.architectures) or inspection.model_type or "no architecture named"
-    yield f"{report.name}: {names}, {inspection.layers} layers, {inspection.parameters:,} parameters"
-    yield (
-        f"weights: {size_text(inspection.nbytes)}, {inspection.bits:.2f} bits a parameter, {inspection.ratio:.2f} "
-        "times smaller than in 16 bits"
-    )
-    for part in report.parts:
-        formats = ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in part.formats.items())
-        yield f"  {part.name}: {formats}"
-    known = [(row.worst_db, row.worst) for row in report.modules if row.worst_db is not None]
-    if known:
-        worst, name = min(known)
-        yield f"worst SQNR: {worst:.2f} dB, {name}"
-    if inspection.tensor_parallel_sizes:
-        yield f"loads at tensor-parallel sizes: {', '.join(map(str, inspection.tensor_parallel_sizes))}"
-    for title, lines in (("warning", report.warnings), ("outlier", report.outliers), ("not known", report.unknown)):
-        yield from (f"{title}: {line}" for line in lines[:_LISTED])
-        if len(lines) > _LISTED:
-            yield f"{title}: and {len(lines) - _LISTED} more"
-    yield "--html FILE writes all of it as a page, with the errors and the scales drawn"

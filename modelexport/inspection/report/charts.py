@@ -1,187 +1,124 @@
-"""The report's charts: SVG whose lengths across are percentages, so that it fits any width, and tables of cells.
+"""Charts of the report as SVG whose horizontal lengths are percentages, so that they fit any width.
 
-Each has its text: a heat map is a table whose cells say their figures, a drawing is labelled with what it shows.
+Each drawing carries its content as text too, in its label and in the titles of its marks.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from modelexport.inspection.report.figures import Cell, Grid, OutputError
-from modelexport.inspection.report.html import Markup, element
+from markupsafe import Markup
+
+from modelexport.inspection.report.data import StoredBytes
+from modelexport.inspection.report.figures import UNQUANTISED, ErrorGrid, KindOutputError
 from modelexport.inspection.report.scales import BINS_PER_OCTAVE, ScaleCounts, bin_edge
-from modelexport.inspection.report.style import HEAT_STEPS, QUANTISED_COLOURS
 from modelexport.system.tables import size_text
 
 __all__ = [
-    "Colours",
+    "HEAT_STEPS",
+    "FormatColours",
+    "HeatScale",
     "bar",
     "columns",
     "dumbbell",
-    "dumbbell_key",
-    "error_axis",
-    "heat_figures",
-    "heat_key",
-    "heat_map",
+    "error_domain",
     "histogram",
-    "part_text",
+    "percent_text",
     "scale_axis",
     "scale_domain",
+    "shown_text",
 ]
 
-BIT_DB = 6.0
-"""What one bit more of precision is worth: a heat map covers this much at least, or noise would look like news."""
-FEW_COLUMNS = 16
-"""A heat map of at most so many layers has its figures in its cells."""
-_PLAIN = ("bf16", "fp16", "fp32", "fp64", "-")
+HEAT_STEPS = 7
+"""Classes ``h0`` (least error) to ``h6``. An odd number: figures that are equal but for noise are in the middle one."""
+_QUANTISED_COLOURS = 6
+_HEAT_RANGE_DB = 6.0  # one bit of precision: a heat map covers this much at least, so that noise has no colour
 _MOST_OCTAVES = 24
-_HEIGHT = 44.0
+_HISTOGRAM_HEIGHT = 44.0
+_LONGEST_TEXT = 300  # names of modules are shorter
+# Control characters, halves of surrogate pairs, and marks that reorder the text around them.
+_UNSHOWN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
 
 Domain = tuple[float, float]
 """Least and largest exponent (of two, or of ten) along an axis."""
 
 
-class Colours:
-    """Which class of colour each number format has: the same on the whole page."""
+def shown_text(value: object) -> str:
+    """Returns text of bounded length without characters that a browser does not show; it is not escaped."""
+    text = str(value)
+    if len(text) > _LONGEST_TEXT:
+        text = f"{text[:_LONGEST_TEXT]}..."
+    return _UNSHOWN.sub("\ufffd", text)
+
+
+class FormatColours:
+    """The colour class of each number format, the same on the whole page."""
 
     def __init__(self, formats: Iterable[str]) -> None:
-        quantised = [name for name in dict.fromkeys(formats) if name not in _PLAIN]
-        self._classes = {name: f"c{min(n, QUANTISED_COLOURS)}" for n, name in enumerate(quantised, 1)}
+        quantised = [name for name in dict.fromkeys(formats) if name not in UNQUANTISED]
+        self._classes = {name: f"c{min(n, _QUANTISED_COLOURS)}" for n, name in enumerate(quantised, 1)}
 
     def of(self, number_format: str) -> str:
-        """The class for one; unquantised ones share theirs."""
+        """Returns the class of a number format; those that are not quantised share one."""
         return self._classes.get(number_format, "c0")
 
 
-def bar(formats: Mapping[str, int], largest: int, colours: Colours) -> Markup:
-    """A bar of bytes, by number format; as wide as its place if it has ``largest`` bytes."""
-    parts, start = [], 0.0
-    for name, nbytes in formats.items():
-        width = max(0.3, 100 * nbytes / max(1, largest)) if nbytes else 0.0
-        title = element("title", f"{name}: {size_text(nbytes)}")
-        parts.append(_rect(start, width, 0, 16, colours.of(name), title))
-        start += width
-    label = ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in formats.items())
-    return element("svg", parts, role="img", aria_label=label, height=16)
+class HeatScale:
+    """The colour scale of a heat map: decibels to steps of colour, of which 0 is the least error.
 
+    Attributes:
+        low, high: the decibels at the two ends.
+    """
 
-def columns(parts: Sequence[tuple[str, Mapping[str, int]]], colours: Colours) -> Markup:
-    """A column of bytes for each layer, by number format."""
-    largest = max((sum(formats.values()) for _, formats in parts), default=1)
-    step, height = 100 / max(1, len(parts)), 120.0
-    drawn = [element("line", x1="0", x2="100%", y1=height, y2=height, class_="base")]
-    for number, (name, formats) in enumerate(parts):
-        top = height
-        for number_format, nbytes in formats.items():
-            tall = height * nbytes / max(1, largest)
-            top -= tall
-            title = element("title", f"{name}, {number_format}: {size_text(nbytes)}")
-            left, wide = step * (number + 0.1), 0.8 * step
-            drawn.append(_rect(left, wide, top, tall, colours.of(number_format), title))
-    every = max(1, math.ceil(len(parts) / 16))
-    for number, (name, _) in enumerate(parts):
-        if number % every == 0:
-            text = name.rpartition(".")[2]
-            drawn.append(element("text", text, x=_percent(step * (number + 0.5)), y=height + 16, text_anchor="middle"))
-    label = f"bytes of each of {len(parts)} layers, at most {size_text(largest)}"
-    return element("svg", drawn, role="img", aria_label=label, height=height + 22)
-
-
-# ------------------------------------------------------------------- heat maps
-
-
-class _Ramp:
-    """From decibels to a step of colour: 0 is the least error."""
-
-    def __init__(self, grid: Grid) -> None:
+    def __init__(self, grid: ErrorGrid) -> None:
         values = [cell.worst for row in grid.rows.values() for cell in row if cell is not None]
         low, high = min(values, default=0.0), max(values, default=0.0)
-        spare = max(0.0, BIT_DB - (high - low)) / 2
+        spare = max(0.0, _HEAT_RANGE_DB - (high - low)) / 2
         self.low, self.high = low - spare, high + spare
 
     def step(self, value: float) -> int:
-        """The class of a figure."""
+        """Returns the step of a figure."""
         part = (self.high - value) / (self.high - self.low)
         return min(HEAT_STEPS - 1, max(0, int(part * HEAT_STEPS)))
 
 
-def heat_map(grid: Grid, what: str) -> Markup:
-    """A table with a row for each projection and a column for each layer: the worst in each place, its figure said."""
-    ramp, few = _Ramp(grid), len(grid.layers) <= FEW_COLUMNS
-    body = []
-    for name, cells in grid.rows.items():
-        known = [cell for cell in cells if cell is not None]
-        figures = [_heat_cell(cell, layer, ramp, few) for layer, cell in zip(grid.layers, cells, strict=True)]
-        worst, mean = min(cell.worst for cell in known), _mean(known)
-        sums = [element("td", f"{value:.1f}", class_="sum") for value in (worst, mean)]
-        head = element("th", name, class_="row name", scope="row")
-        body.append(element("tr", head, figures, sums))
-    head = element("tr", element("th", "layer", class_="row"), _layer_heads(grid, few), _sum_heads())
-    table = element(
-        "table",
-        element("thead", head),
-        element("tbody", body),
-        class_="heat wide few" if few else "heat wide",
-    )
-    frame = element("div", table, class_="scroll", tabindex="0", role="region", aria_label=what)
-    return Markup(element("p", what, class_="note") + frame)
+def bar(formats: Mapping[str, int], largest: int, colours: FormatColours) -> Markup:
+    """Returns a bar of bytes by number format; ``largest`` bytes fill the width."""
+    marks, start = [], 0.0
+    for name, nbytes in formats.items():
+        width = max(0.3, 100 * nbytes / max(1, largest)) if nbytes else 0.0
+        marks.append(_rectangle(start, width, 0, 16, colours.of(name), f"{name}: {size_text(nbytes)}"))
+        start += width
+    return _svg(16, marks, ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in formats.items()))
 
 
-def _heat_cell(cell: Cell | None, layer: int, ramp: _Ramp, few: bool) -> Markup:
-    if cell is None:
-        return element("td", "\u00b7" if few else None, title=f"layer {layer}: none")
-    text = f"{cell.name}: {cell.worst:.2f} dB"
-    if cell.count > 1:
-        text = f"worst of {cell.count}, {text}; mean {cell.mean:.2f} dB"
-    return element("td", f"{cell.worst:.1f}" if few else None, class_=f"h{ramp.step(cell.worst)}", title=text)
-
-
-def _layer_heads(grid: Grid, few: bool) -> Iterator[Markup]:
-    """The layers' numbers, as many as there is room for."""
-    count = len(grid.layers)
-    every = 1 if few else next(n for n in (2, 5, 10, 20, 50, 100, 1000, 1 << 30) if count <= n * 14)
-    for start in range(0, count, every):
-        span = min(every, count - start)
-        yield element("th", str(grid.layers[start]), colspan=str(span) if span > 1 else None, scope="col")
-
-
-def _sum_heads() -> list[Markup]:
-    return [element("th", text, class_="sum", scope="col") for text in ("worst", "mean")]
-
-
-def heat_key(grid: Grid) -> Markup:
-    """What the colours mean."""
-    ramp = _Ramp(grid)
-    steps = [element("i", class_=f"h{step}") for step in range(HEAT_STEPS)]
-    ends = f"least error {ramp.high:.0f} dB", f"{ramp.low:.0f} dB"
-    return element("p", element("span", ends[0], element("span", steps, class_="ramp"), ends[1]), class_="key")
-
-
-def heat_figures(grid: Grid) -> Markup | None:
-    """Every figure of a heat map whose cells are too small for them; None where they are in its cells."""
-    if len(grid.layers) <= FEW_COLUMNS:
-        return None
-    head = element("tr", element("th", "layer"), [element("th", name, class_="name") for name in grid.rows])
-    body = []
-    for number, layer in enumerate(grid.layers):
-        found = (cells[number] for cells in grid.rows.values())
-        figures = [element("td", "-" if cell is None else f"{cell.worst:.1f}") for cell in found]
-        body.append(element("tr", element("th", str(layer), scope="row"), figures))
-    table = element("table", element("thead", head), element("tbody", body))
-    summary = element("summary", "All figures in dB, as a table")
-    return element("details", summary, element("div", table, class_="scroll"))
-
-
-def _mean(cells: Sequence[Cell]) -> float:
-    return math.fsum(cell.mean * cell.count for cell in cells) / sum(cell.count for cell in cells)
-
-
-# ------------------------------------------------------------- scales, and outputs
+def columns(layers: Sequence[StoredBytes], colours: FormatColours) -> Markup:
+    """Returns a column of bytes by number format for each layer."""
+    largest = max((layer.nbytes for layer in layers), default=1)
+    step, height = 100 / max(1, len(layers)), 120.0
+    marks = [_base_line(height)]
+    for number, layer in enumerate(layers):
+        top = height
+        for number_format, nbytes in layer.formats.items():
+            tall = height * nbytes / max(1, largest)
+            top -= tall
+            title = f"{layer.name}, {number_format}: {size_text(nbytes)}"
+            marks.append(_rectangle(step * (number + 0.1), 0.8 * step, top, tall, colours.of(number_format), title))
+    every = max(1, math.ceil(len(layers) / 16))
+    marks += [
+        _centred_text(layers[number].name.rpartition(".")[2], step * (number + 0.5), height + 16)
+        for number in range(0, len(layers), every)
+    ]
+    return _svg(height + 22, marks, f"bytes of each of {len(layers)} layers, at most {size_text(largest)}")
 
 
 def scale_domain(scales: Sequence[ScaleCounts]) -> Domain | None:
-    """Powers of two between which all scales lie (or nearly all, where they are far apart); None where none are."""
+    """Returns the powers of two between which all scales lie, or nearly all where they are far apart.
+
+    None where there are no scales.
+    """
     known = [counts for counts in scales if counts.counts]
     if not known:
         return None
@@ -193,26 +130,27 @@ def scale_domain(scales: Sequence[ScaleCounts]) -> Domain | None:
     return low - spare, high + spare
 
 
-def histogram(counts: ScaleCounts, domain: Domain, colours: Colours) -> Markup:
-    """How many scales there are of each magnitude; the area is their number, each row's highest bar is full height."""
+def histogram(counts: ScaleCounts, domain: Domain, colours: FormatColours) -> Markup:
+    """Returns a histogram of scales by magnitude: areas are counts, and the highest bar has the full height."""
     bars = [bar for bar in _bars(counts) if domain[0] <= (bar[0] + bar[1]) / 2 <= domain[1]]
     tallest = max((count / (end - start) for start, end, count in bars), default=1.0)
-    drawn: list[Markup] = [_vertical(_place(value, domain), _HEIGHT) for _, value in _ticks(domain)]
+    marks = [_grid_line(_position(value, domain), _HISTOGRAM_HEIGHT) for _, value in _ticks(domain)]
     for start, end, count in bars:
-        tall = max(0.75, (_HEIGHT - 2) * count / (end - start) / tallest)
-        left, right = _place(start, domain), _place(end, domain)
-        title = element("title", f"{_number(2**start)} to {_number(2**end)}: {count:,}")
-        drawn.append(_rect(left, right - left, _HEIGHT - tall, tall, colours.of(counts.number_format), title))
-    drawn.append(element("line", x1="0", x2="100%", y1=_HEIGHT, y2=_HEIGHT, class_="base"))
+        tall = max(0.75, (_HISTOGRAM_HEIGHT - 2) * count / (end - start) / tallest)
+        left, right = _position(start, domain), _position(end, domain)
+        title = f"{_scale_text(2**start)} to {_scale_text(2**end)}: {count:,}"
+        colour = colours.of(counts.number_format)
+        marks.append(_rectangle(left, right - left, _HISTOGRAM_HEIGHT - tall, tall, colour, title))
+    marks.append(_base_line(_HISTOGRAM_HEIGHT))
     label = (
-        f"histogram of {counts.seen:,} scales of {counts.name}: from {_number(counts.least)} to "
-        f"{_number(counts.most)}, median about {_number(counts.median)}"
+        f"histogram of {counts.seen:,} scales of {counts.name}: from {_scale_text(counts.least)} to "
+        f"{_scale_text(counts.most)}, median about {_scale_text(counts.median)}"
     )
-    return element("svg", drawn, role="img", aria_label=label, height=_HEIGHT)
+    return _svg(_HISTOGRAM_HEIGHT, marks, label)
 
 
 def _bars(counts: ScaleCounts) -> Iterator[tuple[float, float, int]]:
-    """Exponents of two between which each bar stands, and how many scales it is for."""
+    """Yields each bar's first and last exponent of two, and its number of scales."""
     for number in sorted(counts.counts):
         if counts.powers:  # a power of two itself: the bar stands around it
             middle = math.log2(bin_edge(number))
@@ -222,16 +160,12 @@ def _bars(counts: ScaleCounts) -> Iterator[tuple[float, float, int]]:
 
 
 def scale_axis(domain: Domain) -> Markup:
-    """The figures below the histograms."""
-    texts = [
-        element("text", text, x=_percent(_place(value, domain)), y=12, text_anchor="middle")
-        for text, value in _ticks(domain)
-    ]
-    return element("svg", texts, height=18, aria_hidden="true")
+    """Returns the labels of the histograms' axis."""
+    return _svg(18, [_centred_text(text, _position(value, domain), 12) for text, value in _ticks(domain)])
 
 
 def _ticks(domain: Domain) -> list[tuple[str, float]]:
-    """Round figures along an axis of powers of two: decades, or finer where there are few of them."""
+    """Returns round figures along an axis of powers of two: decades, or finer where there are few of them."""
     low, high = (bound * math.log10(2) for bound in domain)
     digits: tuple[int, ...] = (1,) if high - low > 3 else (1, 3) if high - low > 1.6 else (1, 2, 5)
     found = [
@@ -241,66 +175,67 @@ def _ticks(domain: Domain) -> list[tuple[str, float]]:
         if low <= exponent + math.log10(digit) <= high
     ]
     every = max(1, math.ceil(len(found) / 8))
-    return [(_number(d * 10.0**e), (e + math.log10(d)) / math.log10(2)) for d, e in found[::every]]
+    return [(_scale_text(d * 10.0**e), (e + math.log10(d)) / math.log10(2)) for d, e in found[::every]]
 
 
-def dumbbell(row: OutputError, domain: Domain) -> Markup:
-    """An error before (a ring) and after (a disc), along powers of ten."""
+def dumbbell(row: KindOutputError, domain: Domain) -> Markup:
+    """Returns an error before (a ring) and after (a disc), along powers of ten."""
     before, after = (100 * (math.log10(v) - domain[0]) / (domain[1] - domain[0]) for v in (row.before, row.after))
-    ticks = [_vertical(100 * (n - domain[0]) / (domain[1] - domain[0]), 20.0) for n in _decades(domain)]
-    marks = [
-        element("line", x1=_percent(before), x2=_percent(after), y1=10, y2=10, class_="link"),
-        element("circle", element("title", part_text(row.before)), class_="before", cx=_percent(before), cy=10, r=5),
-        element("circle", element("title", part_text(row.after)), class_="after", cx=_percent(after), cy=10, r=5),
+    decades = range(math.ceil(domain[0]), math.floor(domain[1]) + 1)
+    marks = [_grid_line(100 * (n - domain[0]) / (domain[1] - domain[0]), 20.0) for n in decades]
+    link = '<line x1="{:.2f}%" x2="{:.2f}%" y1="10" y2="10" class="link"/>'
+    marks.append(Markup(link).format(before, after))
+    circle = Markup('<circle class="{}" cx="{:.2f}%" cy="10" r="5"><title>{}</title></circle>')
+    marks += [
+        circle.format("before", before, percent_text(row.before)),
+        circle.format("after", after, percent_text(row.after)),
     ]
-    label = f"from {part_text(row.before)} to {part_text(row.after)}"
-    return element("svg", ticks, marks, role="img", aria_label=label, height=20)
+    return _svg(20, marks, f"from {percent_text(row.before)} to {percent_text(row.after)}")
 
 
-def dumbbell_key() -> Markup:
-    """What the marks mean."""
-    marks = []
-    for kind, text in (("before", "rounded to nearest"), ("after", "as written")):
-        mark = element("svg", element("circle", class_=kind, cx="6", cy="6", r="5"), class_="mark", aria_hidden="true")
-        marks.append(element("li", mark, text))
-    return element("ul", marks, element("li", "on a logarithmic scale"), class_="key")
-
-
-def part_text(value: float) -> str:
-    """A part of a whole, in percent with three digits."""
+def percent_text(value: float) -> str:
+    """Returns a fraction in percent, with three digits."""
     return f"{100 * value:#.3g} %" if value >= 1e-6 else f"{100 * value:.1e} %"
 
 
-def error_axis(errors: Sequence[OutputError]) -> Domain:
-    """Powers of ten between which the errors lie, with some room."""
+def error_domain(errors: Sequence[KindOutputError]) -> Domain:
+    """Returns the powers of ten between which the errors lie, with a margin."""
     values = [math.log10(value) for row in errors for value in (row.before, row.after)]
     low, high = min(values), max(values)
-    room = max(0.15, 0.08 * (high - low))
-    return low - room, high + room
+    margin = max(0.15, 0.08 * (high - low))
+    return low - margin, high + margin
 
 
-def _decades(domain: Domain) -> range:
-    return range(math.ceil(domain[0]), math.floor(domain[1]) + 1)
+def _svg(height: float, marks: Iterable[Markup], label: str | None = None) -> Markup:
+    """Returns a drawing; one without a label is hidden from screen readers."""
+    described = Markup('role="img" aria-label="{}"').format(shown_text(label)) if label is not None else None
+    attributes = described or Markup('aria-hidden="true"')
+    return Markup('<svg {} height="{:g}">{}</svg>').format(attributes, height, Markup("").join(marks))
 
 
-def _rect(left: float, wide: float, top: float, tall: float, kind: str, title: Markup) -> Markup:
-    """``left`` and ``wide`` in percent, ``top`` and ``tall`` in pixels."""
-    place = {"x": _percent(left), "width": _percent(wide), "y": f"{top:.2f}", "height": f"{tall:.2f}"}
-    return element("rect", title, class_=kind, **place)
+def _rectangle(left: float, width: float, top: float, height: float, colour: str, title: str) -> Markup:
+    """``left`` and ``width`` in percent, ``top`` and ``height`` in pixels."""
+    mark = '<rect class="{}" x="{:.2f}%" width="{:.2f}%" y="{:.2f}" height="{:.2f}"><title>{}</title></rect>'
+    return Markup(mark).format(colour, left, width, top, height, shown_text(title))
 
 
-def _vertical(percent: float, height: float) -> Markup:
-    return element("line", x1=_percent(percent), x2=_percent(percent), y1=0, y2=height, class_="grid")
+def _base_line(height: float) -> Markup:
+    return Markup('<line x1="0" x2="100%" y1="{0:g}" y2="{0:g}" class="base"/>').format(height)
 
 
-def _place(exponent: float, domain: Domain) -> float:
+def _grid_line(percent: float, height: float) -> Markup:
+    return Markup('<line x1="{0:.2f}%" x2="{0:.2f}%" y1="0" y2="{1:g}" class="grid"/>').format(percent, height)
+
+
+def _centred_text(text: str, percent: float, bottom: float) -> Markup:
+    mark = Markup('<text x="{:.2f}%" y="{:g}" text-anchor="middle">{}</text>')
+    return mark.format(percent, bottom, shown_text(text))
+
+
+def _position(exponent: float, domain: Domain) -> float:
     return 100 * min(1.0, max(0.0, (exponent - domain[0]) / (domain[1] - domain[0])))
 
 
-def _percent(value: float) -> str:
-    return f"{value:.2f}%"
-
-
-def _number(value: float) -> str:
-    """A scale with as many digits as a reader compares: ``0.0034``, ``1.2e-05``."""
+def _scale_text(value: float) -> str:
+    """Returns a scale with as many digits as a reader compares: ``0.0034``, ``1.2e-05``."""
     return f"{value:.2g}" if value < 1000 else f"{value:.3g}"

@@ -1,11 +1,12 @@
-"""What a report tells of a checkpoint: gathered from its headers, its record and its scales; JSON-able.
+"""The content of a report: gathered from a checkpoint's headers, its record and its scales; JSON-able.
 
-Lists that a stranger's checkpoint could make as long as it likes end somewhere, and say so.
+Lists that a checkpoint could make arbitrarily long are cut, and their lengths are told.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -15,12 +16,13 @@ from modelexport.checkpoints.formats.hf import RECORD
 from modelexport.errors import CheckpointError, PlanError
 from modelexport.inspection.inspect import Inspection, describe
 from modelexport.inspection.opened import Contents, open_contents
-from modelexport.inspection.record.reading import read_record
+from modelexport.inspection.record.reading import EvaluationFigures, ExportRecord, read_record
 from modelexport.inspection.report.figures import (
     MOST_ROWS,
-    Grid,
-    Naming,
-    OutputError,
+    UNQUANTISED,
+    ErrorGrid,
+    KindOutputError,
+    ModuleKinds,
     cell_of,
     make_grid,
     outliers,
@@ -30,7 +32,7 @@ from modelexport.inspection.report.scales import ScaleCounts, bin_edge, count_sc
 from modelexport.models.modules import Architecture, StoredModule
 from modelexport.quantization.methods import QuantizationConfig, of_method
 
-__all__ = ["Group", "ModuleRow", "Part", "Report", "gather"]
+__all__ = ["ModuleGroup", "ModuleRow", "Report", "StoredBytes", "gather"]
 
 _PARTS = (
     ("experts", ("expert",)),
@@ -41,8 +43,8 @@ _ORDER = ("embedding", "attention", "MLP", "experts", "router", "norms", "head",
 
 
 @dataclass(frozen=True)
-class Part:
-    """A part of the model (attention, experts, a decoder layer): bytes by number format."""
+class StoredBytes:
+    """A part of the model (attention, experts, a decoder layer) and its bytes by number format."""
 
     name: str
     parameters: int
@@ -78,42 +80,47 @@ class ModuleRow:
 
 
 @dataclass(frozen=True)
-class Group:
-    """Modules that something holds for, with the reason: each kind with how many of it there are."""
+class ModuleGroup:
+    """Modules that were left as they are for one reason: each kind with its number of modules."""
 
     reason: str
     modules: dict[str, int]
 
+    @property
+    def names(self) -> list[str]:
+        """The kinds, each with its number of modules where there are several."""
+        return [name if count == 1 else f"{name} ({count})" for name, count in self.modules.items()]
+
 
 @dataclass
 class Report:
-    """All that the page shows; see the members' own classes.
+    """The content of the page.
 
     Attributes:
         name: of the checkpoint's directory.
-        family: by which its modules are known, None with ``family_note`` saying why not.
-        inspection: what ``modelexport inspect`` tells.
+        family: the family that describes its modules, None with ``family_note`` giving the reason.
+        inspection: the result of ``modelexport inspect``.
         parts, layers: bytes by part of the model, and by decoder layer.
         sqnr: error of the weights; output_sqnr: of the outputs after calibration, in dB.
         outliers: linears far worse than others of their kind, the worst first.
         recipe, producer, versions, calibration, evaluation: as recorded; empty where nothing is.
-        unknown: what cannot be told, and what would tell it.
+        unknown: what is not known, and the command that would measure it.
     """
 
     name: str
     inspection: Inspection
     family: str | None
     family_note: str
-    parts: list[Part]
-    layers: list[Part]
+    parts: list[StoredBytes]
+    layers: list[StoredBytes]
     modules: list[ModuleRow]
-    sqnr: Grid | None = None
-    output_sqnr: Grid | None = None
-    output_errors: list[OutputError] = field(default_factory=list)
+    sqnr: ErrorGrid | None = None
+    output_sqnr: ErrorGrid | None = None
+    output_errors: list[KindOutputError] = field(default_factory=list)
     scales: list[ScaleCounts] = field(default_factory=list)
     outliers: list[str] = field(default_factory=list)
-    unquantised: list[Group] = field(default_factory=list)
-    left_out: list[Group] = field(default_factory=list)
+    unquantised: list[ModuleGroup] = field(default_factory=list)
+    left_out: list[ModuleGroup] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     source: str | None = None
@@ -125,8 +132,36 @@ class Report:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether the checkpoint has a record of its export."""
+        """True if the checkpoint has a record of its export."""
         return bool(self.recipe)
+
+    @property
+    def producer_text(self) -> str:
+        """Name and version of the program that wrote the checkpoint."""
+        return " ".join(map(str, self.producer.values())) or "an unnamed program"
+
+    @property
+    def evaluation_figures(self) -> EvaluationFigures:
+        """The figures of ``evaluation``."""
+        return EvaluationFigures.of(self.evaluation)
+
+    @property
+    def format_bytes(self) -> dict[str, int]:
+        """Bytes of each number format, the largest first."""
+        sums: Counter[str] = Counter()
+        for part in self.parts:
+            sums.update(part.formats)
+        return dict(sums.most_common())
+
+    @property
+    def quantised_formats(self) -> list[str]:
+        """Number formats that are quantised, by their bytes, the largest first."""
+        return [name for name in self.format_bytes if name not in UNQUANTISED]
+
+    @property
+    def has_equal_layers(self) -> bool:
+        """True if all layers have the same bytes in each number format."""
+        return all(layer.formats == self.layers[0].formats for layer in self.layers)
 
     def as_json(self) -> dict[str, Any]:
         """JSON-able form, for ``--json``; bins of scales with their edges."""
@@ -144,7 +179,7 @@ class Report:
 
 
 def gather(directory: Path, config: Path | None = None) -> Report:
-    """Everything that can be told of a checkpoint.
+    """Returns the report of a checkpoint.
 
     Args:
         config: the model's config.json, where the checkpoint has none of its own.
@@ -155,29 +190,31 @@ def gather(directory: Path, config: Path | None = None) -> Report:
     contents = open_contents(directory, config)
     inspection, modules = describe(contents), contents.modules
     checkpoint, architecture = contents.checkpoint, contents.architecture
-    naming = Naming(modules, [row.name for row in inspection.rows])
+    kinds = ModuleKinds(modules, [row.name for row in inspection.rows])
     report = Report(
         name=directory.resolve().name or str(directory),
         inspection=inspection,
         family=None if architecture.family is None else architecture.family.name,
         family_note=architecture.reason,
-        parts=_parts(modules, lambda module: _part_of(module)),
+        parts=_stored_bytes(modules, _part_of),
         layers=_layers(modules),
         modules=[],
         warnings=list(inspection.warnings),
     )
     figures: dict[str, float] = {}
     try:
-        record = read_record(checkpoint.directory)
-    except CheckpointError:  # said among inspection's warnings
-        record = None
-    if record is not None:
-        figures = _read_record(report, record, naming)
-    report.modules = _module_rows(inspection, modules, naming, figures)
+        content = read_record(checkpoint.directory)
+    except CheckpointError:  # inspection's warnings have it
+        content = None
+    if content is not None:
+        record = ExportRecord.of(content)
+        figures = record.sqnr_db
+        _add_record(report, record, kinds)
+    report.modules = _module_rows(inspection, modules, kinds, figures)
     if not report.unquantised:
-        report.unquantised = _kept(inspection, naming, recorded=record is not None)
+        report.unquantised = _kept(inspection, kinds, recorded=content is not None)
     report.warnings += _engine_warnings(contents)
-    scaled = {name: [m for m in group if m.stored.quantised] for name, group in naming.groups.items()}
+    scaled = {name: [m for m in group if m.stored.quantised] for name, group in kinds.groups.items()}
     try:
         report.scales, notes = count_scales(checkpoint, scaled)
         report.warnings += notes
@@ -188,39 +225,25 @@ def gather(directory: Path, config: Path | None = None) -> Report:
     return report
 
 
-def _read_record(report: Report, record: Mapping[str, Any], naming: Naming) -> dict[str, float]:
-    """Fill in what modelexport.json tells; returns the SQNR of each linear that it has."""
-    report.source = None if record.get("source") is None else str(_pruned(record["source"]))
+def _add_record(report: Report, record: ExportRecord, kinds: ModuleKinds) -> None:
+    """Fills in what modelexport.json has."""
+    report.source = record.source
     for key in ("recipe", "producer", "versions", "calibration", "evaluation"):
-        setattr(report, key, _mapping(record, key, report.warnings))
-    noted = record.get("warnings")
-    report.warnings += [str(_pruned(text)) for text in noted] if isinstance(noted, list) else []
-    figures = _figures(record["sqnr_db"], "sqnr_db", report.warnings)
-    report.sqnr = make_grid(figures, naming)
-    report.outliers = outliers(figures, naming)
-    errors = _mapping(record, "output_error", report.warnings)
-    before, after = (_figures(errors.get(key) or {}, f"output_error.{key}", report.warnings) for key in _SIDES)
+        setattr(report, key, _pruned(getattr(record, key)))
+    report.warnings += [str(_pruned(text)) for text in record.warnings]
+    report.warnings += [f"{RECORD}: {problem}: left out of this report" for problem in record.problems.values()]
+    report.sqnr = make_grid(record.sqnr_db, kinds)
+    report.outliers = outliers(record.sqnr_db, kinds)
+    before, after = record.output_error_before, record.output_error_after
     both = {name: (before[name], after[name]) for name in after if before.get(name, 0) > 0 and after[name] > 0}
-    report.output_errors = output_errors(both, naming)
-    report.output_sqnr = make_grid({name: -10 * math.log10(value) for name, (_, value) in both.items()}, naming)
-    report.unquantised = _by_reason(_mapping(record, "unquantised", report.warnings), naming)
-    report.left_out = _by_reason(_mapping(record, "left_out", report.warnings), naming)
-    return figures
-
-
-_SIDES = ("before", "after")
-
-
-def _mapping(record: Mapping[str, Any], key: str, warnings: list[str]) -> dict[str, Any]:
-    value = record.get(key)
-    if value is not None and not isinstance(value, dict):
-        warnings.append(f"{RECORD}: '{key}' is not an object: left out of this report")
-    pruned: dict[str, Any] = _pruned(value) if isinstance(value, dict) else {}
-    return pruned
+    report.output_errors = output_errors(both, kinds)
+    report.output_sqnr = make_grid({name: -10 * math.log10(value) for name, (_, value) in both.items()}, kinds)
+    report.unquantised = _by_reason(record.unquantised, kinds)
+    report.left_out = _by_reason(record.left_out, kinds)
 
 
 def _pruned(value: Any, depth: int = 5) -> Any:
-    """A stranger's JSON without what could not be written as such, and no deeper than a reader goes."""
+    """Returns JSON without infinities and NaN, which JSON cannot hold, and no deeper than a reader goes."""
     if isinstance(value, (dict, list)) and not depth:
         return "..."
     if isinstance(value, dict):
@@ -230,35 +253,21 @@ def _pruned(value: Any, depth: int = 5) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _figures(values: Any, key: str, warnings: list[str]) -> dict[str, float]:
-    """Those of a record's figures that are numbers."""
-    values = values if isinstance(values, dict) else {}
-    good = {name: float(value) for name, value in values.items() if _is_number(value)}
-    if len(good) < len(values):
-        warnings.append(f"{RECORD}: {len(values) - len(good)} of {key} are no finite numbers: left out of this report")
-    return good
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e30
-
-
-def _by_reason(reasons: Mapping[str, Any], naming: Naming) -> list[Group]:
-    """Modules grouped by the reason, and by kind within it."""
-    groups: dict[str, dict[str, int]] = {}
+def _by_reason(reasons: Mapping[str, str], kinds: ModuleKinds) -> list[ModuleGroup]:
+    """Returns modules grouped by the reason, and by kind within it."""
+    groups: dict[str, Counter[str]] = {}
     for name, reason in reasons.items():
-        kinds = groups.setdefault(str(reason), {})
-        kind = naming.of_name(name)
-        kinds[kind] = kinds.get(kind, 0) + 1
-    return [Group(reason, dict(list(kinds.items())[:MOST_ROWS])) for reason, kinds in list(groups.items())[:MOST_ROWS]]
+        groups.setdefault(reason, Counter())[kinds.of_name(name)] += 1
+    shown = list(groups.items())[:MOST_ROWS]
+    return [ModuleGroup(reason, dict(list(counts.items())[:MOST_ROWS])) for reason, counts in shown]
 
 
-def _kept(inspection: Inspection, naming: Naming, *, recorded: bool) -> list[Group]:
-    """Linears without scales in a checkpoint whose record does not say why; none where nothing is quantised."""
+def _kept(inspection: Inspection, kinds: ModuleKinds, *, recorded: bool) -> list[ModuleGroup]:
+    """Returns linears without scales whose reason is not recorded; none where nothing is quantised."""
     if not inspection.quantised:
         return []
     why = "kept as it is" if recorded else "stored without scales; why is not recorded"
-    return _by_reason(dict.fromkeys(inspection.kept, why), naming)
+    return _by_reason(dict.fromkeys(inspection.kept, why), kinds)
 
 
 def _part_of(module: StoredModule) -> str:
@@ -270,7 +279,7 @@ def _part_of(module: StoredModule) -> str:
     return next((part for part, words in _PARTS if any(word in path for word in words)), "other")
 
 
-def _parts(modules: Sequence[StoredModule], name_of: Callable[[StoredModule], str]) -> list[Part]:
+def _stored_bytes(modules: Sequence[StoredModule], name_of: Callable[[StoredModule], str]) -> list[StoredBytes]:
     sums: dict[str, tuple[int, dict[str, int]]] = {}
     for module in modules:
         name = name_of(module)
@@ -280,25 +289,25 @@ def _parts(modules: Sequence[StoredModule], name_of: Callable[[StoredModule], st
         sums[name] = parameters + module.parameters, formats
     order = {name: number for number, name in enumerate(_ORDER)}
     return [
-        Part(name, parameters, sum(formats.values()), dict(sorted(formats.items(), key=lambda item: -item[1])))
+        StoredBytes(name, parameters, sum(formats.values()), dict(sorted(formats.items(), key=lambda item: -item[1])))
         for name, (parameters, formats) in sorted(sums.items(), key=lambda item: order.get(item[0], 0))
     ]
 
 
-def _layers(modules: Sequence[StoredModule]) -> list[Part]:
-    """The decoder layers, by number; those of several stacks one after the other."""
+def _layers(modules: Sequence[StoredModule]) -> list[StoredBytes]:
+    """Returns the decoder layers by number; those of several stacks one after the other."""
     stacked = [module for module in modules if module.index is not None]
     ordered = sorted(stacked, key=lambda module: (module.stack, module.index or 0))
-    return _parts(ordered, lambda module: f"{module.stack}.{module.index}")
+    return _stored_bytes(ordered, lambda module: f"{module.stack}.{module.index}")
 
 
 def _module_rows(
-    inspection: Inspection, modules: Sequence[StoredModule], naming: Naming, figures: Mapping[str, float]
+    inspection: Inspection, modules: Sequence[StoredModule], kinds: ModuleKinds, figures: Mapping[str, float]
 ) -> list[ModuleRow]:
     by_kind: dict[tuple[str, str], list[tuple[float, str]]] = {}
     for module in modules:
         if module.name in figures:
-            key = naming.of(module), module.stored.number_format
+            key = kinds.of(module), module.stored.number_format
             by_kind.setdefault(key, []).append((figures[module.name], module.name))
     rows = []
     for row in inspection.rows:
@@ -312,7 +321,7 @@ def _module_rows(
 
 
 def _engine_warnings(contents: Contents) -> list[str]:
-    """What engines are known to refuse of it; empty where the family or the format is not known."""
+    """Returns what engines are known to refuse; empty where the family or the format is not known."""
     quantization, stored = contents.quantization, contents.checkpoint.format
     if quantization is None or contents.architecture.family is None:
         return []
@@ -330,7 +339,7 @@ def _engine_warnings(contents: Contents) -> list[str]:
 def _linears(
     architecture: Architecture, quantization: QuantizationConfig, modules: Sequence[StoredModule]
 ) -> Iterator[Any]:
-    """One of each kind of quantised linear, as the table of engines asks for it."""
+    """Yields one of each kind of quantised linear, as the table of engines takes it."""
     from modelexport.models.engines import Linear
     from modelexport.quantization import formats
 
@@ -353,7 +362,7 @@ def _linears(
 
 
 def _unknown(report: Report, figures: Mapping[str, float]) -> Iterator[str]:
-    """What is not told, and what to do to learn it."""
+    """Yields what is not known, each with the command that would measure it."""
     quantised = bool(report.inspection.quantised)
     if not report.is_recorded:
         yield (
@@ -368,7 +377,7 @@ def _unknown(report: Report, figures: Mapping[str, float]) -> Iterator[str]:
             "The record has no error per linear: the weights were not compared with a source's "
             "(modelexport verify CKPT --against SOURCE, or modelexport eval, compares them)."
         )
-    if not report.evaluation.get("comparison") and quantised:
+    if quantised and not report.evaluation_figures.has_reference:
         yield (
             "Perplexity and KL divergence are not recorded: "
             "modelexport eval CKPT --against SOURCE measures them on held-out text."

@@ -1,4 +1,4 @@
-"""How a checkpoint's quantisation scales are distributed: read in pieces, counted in bins, forgotten.
+"""Distribution of a checkpoint's quantisation scales, read in pieces and counted in bins.
 
 A bin is an eighth of the way from one power of two to the next, taken from the bits of the float32, so that the counts
 are exact and the same on every machine.
@@ -49,7 +49,7 @@ class ScaleCounts:
         unusable: of those seen, how many are zero, negative zero, NaN or Inf.
         counts: bin -> number of scales in it. Bin ``b`` is from :func:`bin_edge` of ``b`` to that of ``b + 1``.
         least, most: of those counted; NaN where none were.
-        powers: whether they are stored as powers of two.
+        powers: True if they are stored as powers of two.
     """
 
     name: str
@@ -74,7 +74,7 @@ class ScaleCounts:
         return math.nan
 
     def add(self, values: Tensor) -> None:
-        """Count the magnitudes of these scales, float32 of any shape."""
+        """Counts the magnitudes of these scales, float32 of any shape."""
         import torch
 
         magnitudes = values.reshape(-1).abs()
@@ -92,7 +92,7 @@ class ScaleCounts:
 
 
 def bin_edge(number: int) -> float:
-    """The least scale of a bin."""
+    """Returns the least scale of a bin."""
     octave, part = divmod(number, BINS_PER_OCTAVE)
     return math.ldexp(1 + part / BINS_PER_OCTAVE, octave - 127) if octave else math.ldexp(part, -129)
 
@@ -100,7 +100,7 @@ def bin_edge(number: int) -> float:
 def count_scales(
     checkpoint: Checkpoint, kinds: Mapping[str, Sequence[StoredModule]], *, most: int = MOST_SCALES
 ) -> tuple[list[ScaleCounts], list[str]]:
-    """The distribution of the scales of each kind of linear.
+    """Counts the scales of each kind of linear.
 
     Args:
         kinds: a name -> the modules that are taken together; those without scales are skipped.
@@ -132,7 +132,7 @@ def count_scales(
 
 
 def _scaled(modules: Sequence[StoredModule]) -> Iterator[tuple[StoredModule, TensorInfo]]:
-    """Modules that have scales, each with the tensor that holds them."""
+    """Yields modules that have scales, each with the tensor that holds them."""
     for module in modules:
         suffix = "weight" if _in_blocks(module) else module.stored.scale
         info = module.tensors.get(suffix)
@@ -141,7 +141,7 @@ def _scaled(modules: Sequence[StoredModule]) -> Iterator[tuple[StoredModule, Ten
 
 
 def _in_blocks(module: StoredModule) -> bool:
-    """Whether the scales stand within the weight, as GGUF has them: ``[rows, blocks, bytes]``."""
+    """Returns True if the scales stand within the weight, as GGUF has them: ``[rows, blocks, bytes]``."""
     info = module.tensors.get("weight")
     return not module.stored.scale and info is not None and info.dtype == "U8" and len(info.shape) == 3
 
@@ -151,7 +151,7 @@ def _scales_in(module: StoredModule, info: TensorInfo) -> int:
 
 
 def _spread(sizes: Sequence[int], most: int) -> tuple[int, int]:
-    """How to read about ``most`` scales of tensors of these sizes: every how many tensors, and how many of each."""
+    """Returns the stride over tensors of these sizes, and the scales to read of each, for about ``most`` in all."""
     total, count = sum(sizes), max(1, len(sizes))
     every = math.ceil(count / _MOST_TENSORS)
     if total <= every * most:
@@ -169,7 +169,7 @@ def _is_readable(module: StoredModule, info: TensorInfo) -> bool:
 
 
 def _count(reader: Reader, module: StoredModule, info: TensorInfo, counts: ScaleCounts, most: int) -> None:
-    """Count one tensor's scales, or about ``most`` of them."""
+    """Counts one tensor's scales, or about ``most`` of them."""
     import torch
 
     blocks = _in_blocks(module)
@@ -189,7 +189,7 @@ def _count(reader: Reader, module: StoredModule, info: TensorInfo, counts: Scale
 
 
 def _powers(stored: Tensor) -> Tensor:
-    """What exponents stand for, float32: 2 to the power of the byte - 127; 255 is NaN."""
+    """Decodes exponents to float32: 2 to the power of the byte - 127; 255 is NaN."""
     import torch
 
     numbers = stored.to(torch.int32)
@@ -198,7 +198,7 @@ def _powers(stored: Tensor) -> Tensor:
 
 
 def _factor(reader: Reader, module: StoredModule) -> float:
-    """What the stored scales are multiplied by; 1 where they have no scale of their own."""
+    """Returns the factor of the stored scales; 1 where they have no scale of their own."""
     for names, power in ((_FACTORS, 1), (_DIVISORS, -1)):
         for name in names:
             info = module.tensors.get(name)
@@ -209,7 +209,7 @@ def _factor(reader: Reader, module: StoredModule) -> float:
 
 
 def _row_spans(info: TensorInfo, blocks: bool, most: int) -> Iterator[tuple[int, int] | None]:
-    """Rows to read at a time: all of them, or as many as hold ``most`` scales, from places spread evenly."""
+    """Yields rows to read at a time: all of them, or as many as hold ``most`` scales, spread evenly."""
     if not info.shape:
         yield None
         return

@@ -21,7 +21,7 @@ from modelexport.checkpoints.replicas import odd_replicas
 from modelexport.checkpoints.safetensors.file import Checkpoint
 from modelexport.errors import CheckpointError, PlanError, UsageError
 from modelexport.inspection.record.reading import read_record
-from modelexport.inspection.verify.comparison import SourceComparison, compare_headers, plan_items
+from modelexport.inspection.verify.comparison import HeaderComparison, compare_headers, plan_items
 from modelexport.inspection.verify.record import check_record
 from modelexport.inspection.verify.structure import check_structure, family_promises
 from modelexport.models.modules import Architecture, StoredModule, read_architecture, read_modules
@@ -171,7 +171,7 @@ def _check_values(
     checkpoint: Checkpoint,
     modules: Sequence[StoredModule],
     architecture: Architecture,
-    comparison: SourceComparison,
+    comparison: HeaderComparison,
     source: Checkpoint | None,
     record: Mapping[str, Any] | None,
     quantization: QuantizationConfig | None,

@@ -1,4 +1,4 @@
-"""A checkpoint beside the source it was made from: which tensor belongs to which, told from headers."""
+"""A checkpoint beside the source it was made from: the pairs of tensors to compare, found from headers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from modelexport.checkpoints.formats.hf import RECORD
 from modelexport.checkpoints.safetensors.file import Checkpoint, TensorInfo
 from modelexport.errors import CheckpointError, shown
+from modelexport.inspection.record.reading import ExportRecord
 from modelexport.models.architecture import ties_embeddings
 from modelexport.models.families.drafts import draft_counts, without_counts
 from modelexport.models.modules import Architecture, StoredModule
@@ -31,12 +32,12 @@ _AT_MOST = 5
 
 
 @dataclass
-class SourceComparison:
-    """The tensors of a checkpoint that can be compared with the source, and their counterparts.
+class HeaderComparison:
+    """Tensors of a checkpoint with their counterparts in its source.
 
     Attributes:
         sources: full name of a tensor here, or the name of a quantised module -> the tensor of the source.
-        problems: what the source has otherwise; notes: what cannot be compared, and why.
+        problems: differences from the source; notes: what cannot be compared, and why.
     """
 
     sources: dict[str, TensorInfo] = field(default_factory=dict)
@@ -50,12 +51,15 @@ def compare_headers(
     architecture: Architecture,
     record: Mapping[str, Any] | None,
     source: Checkpoint | None,
-) -> SourceComparison:
-    """Pair the tensors of a checkpoint with those of its source; empty where there is none."""
-    result = SourceComparison()
+) -> HeaderComparison:
+    """Pairs the tensors of a checkpoint with those of its source; empty where there is none."""
+    result = HeaderComparison()
     if source is None:
         return result
-    changed = _changed(record, result)
+    recorded = ExportRecord.of(record or {})
+    changed = recorded.changed
+    if "changed" in recorded.problems:
+        result.problems.append(f"{RECORD}: {recorded.problems['changed']}")
     head = _untied_head(checkpoint, modules, architecture, source)
     differences = list(_config_differences(checkpoint.config or {}, source.config or {}, untied=head is not None))
     result.problems += _clipped(differences, "keys differ")
@@ -96,19 +100,18 @@ def compare_headers(
             elif other is not None:
                 result.sources[info.name] = other
     if other_values:
-        algorithm = (record or {}).get("recipe", {}).get("algorithm")
+        algorithm = shown(recorded.recipe.get("algorithm"))
         result.notes.append(
-            f"{other_values} tensors hold other values than the source's, since {shown(algorithm)} scaled or rotated "
-            f"them so that the model computes the same: not compared here; modelexport eval {checkpoint.directory} "
+            f"{other_values} tensors hold other values than the source's, since {algorithm} scaled or rotated them so "
+            f"that the model computes the same: not compared here; modelexport eval {checkpoint.directory} "
             f"--against {source.directory} compares what the two compute"
         )
-    dropped = set((record or {}).get("left_out") or {})
     family, dims = architecture.family, architecture.dimensions
     if dims is not None:  # the source's draft layers may be there no longer
         dims = replace(dims, prediction_layers=max(draft_counts(source.config or {}).values(), default=0))
     tied = ties_embeddings(checkpoint.config)
     for name in left:
-        if name in dropped or (tied and name == "lm_head.weight"):
+        if name in recorded.left_out or (tied and name == "lm_head.weight"):
             continue
         if family is not None and dims is not None and family.left_out(name, dims) is not None:
             continue
@@ -117,19 +120,10 @@ def compare_headers(
     return result
 
 
-def _changed(record: Mapping[str, Any] | None, result: SourceComparison) -> frozenset[str]:
-    """Tensors, or modules, whose values an export made others of, as its record says."""
-    names = (record or {}).get("changed", [])
-    if isinstance(names, list) and all(isinstance(name, str) for name in names):
-        return frozenset(names)
-    result.problems.append(f"{RECORD}: 'changed' is not a list of names: {shown(names)}")
-    return frozenset()
-
-
 def _untied_head(
     checkpoint: Checkpoint, modules: Sequence[StoredModule], architecture: Architecture, source: Checkpoint
 ) -> TensorInfo | None:
-    """The source's embedding, where that is its head too, but the checkpoint has a head of its own."""
+    """Returns the source's embedding, where it serves as the head too but the checkpoint has a head of its own."""
     if ties_embeddings(checkpoint.config) or not ties_embeddings(source.config):
         return None
     if not any(module.kind == "head" for module in modules):
@@ -141,13 +135,13 @@ def _untied_head(
 
 def plan_items(
     modules: Sequence[StoredModule],
-    comparison: SourceComparison,
+    comparison: HeaderComparison,
     quantization: QuantizationConfig | None,
     fused: Mapping[str, str],
 ) -> list[AuditItem]:
-    """The items to read together: a quantised linear with its source, and every other tensor by itself.
+    """Returns what is read together: a quantised linear with its source, and every other tensor by itself.
 
-    What cannot be decoded is noted in ``comparison``.
+    Linears that cannot be decoded are noted in ``comparison``.
 
     Args:
         fused: path of a module within its layer -> what engines fuse it into.
@@ -176,7 +170,7 @@ def plan_items(
 def _decoder(
     module: StoredModule, weight: TensorInfo, quantization: QuantizationConfig | None
 ) -> tuple[Scheme, NumberFormat] | None:
-    """The scheme of a module in config.json and the number format that decodes it; None where there is none."""
+    """Returns the scheme of a module's tensors and the number format that decodes them; None where none does."""
     from modelexport.quantization import formats
 
     scheme = None if quantization is None else quantization.scheme_of(module.name)
@@ -216,7 +210,7 @@ def _config_differences(config: Mapping[str, Any], source: Mapping[str, Any], *,
 
 
 def _clipped(texts: list[str], what: str) -> list[str]:
-    """A few of many, and their number: of another model nearly everything differs."""
+    """Returns the first few texts and the number of the others: of another model nearly everything differs."""
     if len(texts) <= _AT_MOST:
         return texts
     return [*texts[: _AT_MOST - 1], f"and {len(texts) - _AT_MOST + 1} more {what}"]

@@ -1,4 +1,4 @@
-"""Comparison of a checkpoint with its modelexport.json, in everything but the tensors' bytes."""
+"""Checks of a checkpoint against its modelexport.json, in everything but the tensors' bytes."""
 
 from __future__ import annotations
 

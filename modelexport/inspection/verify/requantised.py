@@ -1,4 +1,4 @@
-"""Comparison of a linear's tensors with those that rounding its source to nearest gives, to the bit.
+"""Comparison of a linear's tensors with its source rounded to nearest by the number format's own rule.
 
 What verify knows of a checkpoint without a record. Scales and weights then have one right value each, so that a single
 bit that is another one shows; unless the checkpoint was made in another way, which shows in that most linears differ.
@@ -42,7 +42,7 @@ def nearest(
 
 
 def unlike(rounded: Mapping[str, Tensor], native: Mapping[str, Tensor]) -> Counter[str]:
-    """The number of elements of each native tensor that differ in a bit, among those that the weight decides."""
+    """Returns the number of elements that differ to the bit in each native tensor that the weight decides."""
     counts: Counter[str] = Counter()
     for suffix, ours in rounded.items():
         theirs = native.get(suffix)
@@ -61,7 +61,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def shared_maxima(items: Sequence[AuditItem], source: Checkpoint | None, threads: int = 1) -> dict[str, Tensor]:
-    """The largest magnitude that scales of whole weights depend on, by ``AuditItem.shared``.
+    """Returns the input of scales that span whole weights: ``AuditItem.shared`` -> the largest magnitude.
 
     Modules that engines fuse share one.
     """
@@ -89,7 +89,7 @@ def _amax(item: AuditItem, reader: Reader) -> Tensor:
 
 
 def judge(items: Iterable[AuditItem], checks: Iterable[ModuleCheck]) -> tuple[list[str], list[str], set[str]]:
-    """The verdict of requantising on a checkpoint without a record.
+    """Result of requantising a checkpoint without a record.
 
     Returns:
         Problems, a line each; what could not be checked, a line each; and the names of the tensors that are right.

@@ -1,4 +1,4 @@
-"""Whether a checkpoint's tensors are those that its config.json promises, from headers alone.
+"""Checks of a checkpoint's tensors against its config.json, from headers alone.
 
 Engines do not look: with one ``weight_scale`` missing, one serves wrong probabilities and another NaN.
 """
@@ -120,7 +120,7 @@ def module_problems(
     expected: tuple[int, ...] | None,
     vectors: Mapping[str, StoredTensorSpec],
 ) -> Iterator[str]:
-    """What is wrong with one module.
+    """Yields the problems of one module.
 
     Args:
         expected: its weight's shape by config.json, None if not known.

@@ -55,7 +55,7 @@ def causal_types() -> list[str]:
 
 
 def is_known(model_type: str) -> bool:
-    """Whether transformers has any model of that type."""
+    """Returns whether transformers has any model of that type."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     return model_type in CONFIG_MAPPING_NAMES

@@ -1,4 +1,4 @@
-"""How the tensors of a derived family are cut: transformers' style for each, and what no cut may separate.
+"""The cuts of a derived family's tensors: transformers' style for each, and what no cut may separate.
 
 transformers cuts features into equal shares and leaves whole heads to chance; engines need whole heads. A linear of an
 attention is therefore cut on the features of a head, parts of a fused one each for itself.
@@ -51,7 +51,7 @@ class Axes:
     own: dict[str, AxisSize] = field(default_factory=dict)
 
     def is_attention(self, target: str) -> bool:
-        """Whether a tensor in memory is that of a linear of an attention."""
+        """Returns whether a tensor in memory is that of a linear of an attention."""
         parent = target.rpartition(".")[0].rpartition(".")[0]
         called = f"{parent.rpartition('.')[2]} {self.skeleton.modules.get(parent, '')}".lower()
         return parent in self.skeleton.head_dims or any(name in called for name in _ATTENTION_NAMES)

@@ -47,7 +47,7 @@ class _Found:
 
     @property
     def target(self) -> str:
-        """What its weight, or else its first tensor, is a part of in memory."""
+        """The tensor in memory of which its weight, or else its first tensor, is a part."""
         return self.tensors["weight"][1] if "weight" in self.tensors else next(iter(self.tensors.values()))[1]
 
     @property
@@ -148,7 +148,7 @@ class Derivation:
         return (int(number), path) if inside else (None, name)
 
     def _uniform_experts(self) -> int:
-        """How many experts every list of experts has, those that some have beyond that not counted; 0: no lists."""
+        """The number of experts in every list of experts, those that some have beyond it not counted; 0: no lists."""
         lists: dict[tuple[int | None, str, str], set[int]] = {}
         for each in self.found:
             if each.layer is not None and (match := _EXPERT.fullmatch(each.path)):
@@ -233,7 +233,7 @@ class Derivation:
         return [self._other(found, path, tensor) for tensor in found.tensors]
 
     def _further(self, found: _Found, path: str) -> list[Module]:
-        """What a module has beside a weight and a bias."""
+        """The tensors of a module beside its weight and bias."""
         return [self._other(found, path, name) for name in found.tensors if name not in ("weight", "bias")]
 
     def _other(self, found: _Found, path: str, name: str) -> Module:
@@ -262,15 +262,16 @@ class Derivation:
         return self.skeleton.modules.get(found.target.rpartition(".")[0], "")
 
     def _is_large(self, shape: Sequence[int]) -> bool:
-        """Whether there would be something to gain by quantising it."""
+        """Returns whether the module is large enough to gain by quantisation."""
         return len(shape) > 1 and math.prod(shape) >= _SMALLEST**2
 
     def _is_of_a_stack(self, found: _Found) -> bool:
-        """Whether it is one expert's linear, which transformers stacks with its like."""
+        """Returns whether it is one expert's linear, which transformers stacks with its like."""
         return len(self.skeleton.shapes.get(found.target, ())) == 3 and _EXPERT.fullmatch(found.path) is not None
 
     def _picks_experts(self, found: _Found, kind: str) -> bool:
-        """Whether it is (of) a router: by its name, or a class; one called gate only if it has an output for each."""
+        """Returns whether it is (of) a router: by its name, or a class; one called gate only if it has an output for
+        each."""
         parts = found.path.lower().split(".")
         if "experts" in parts:
             return False
@@ -310,7 +311,7 @@ class Derivation:
         return self.axes.linear(module, does, target)
 
     def _why(self, found: _Found, *, expert: bool) -> str:
-        """Why a linear of a decoder layer stays as it is; "" where it need not."""
+        """The reason why a linear of a decoder layer is not quantised; "" where it may be."""
         for end, why in _USED_DIRECTLY.items():
             if f".{found.path}".endswith(f".{end}"):
                 return why

@@ -30,7 +30,7 @@ _COUNTED = re.compile(r"layers?$|depth|experts$|blocks$")  # keys of config.json
 
 @dataclass(frozen=True)
 class Skeleton:
-    """What transformers says of one model.
+    """A model as transformers describes it: its modules, names on disk and tensor-parallel plan.
 
     Attributes:
         model_type, architecture: its type, and the name of its class.
@@ -77,7 +77,7 @@ class Skeleton:
     ignored: tuple[str, ...]
 
     def style(self, target: str) -> str | None:
-        """How transformers cuts a parameter: as it says of the parameter itself, or of its module."""
+        """Transformers' cut of a parameter: the style of the parameter itself, or of its module."""
         general = re.sub(r"\.\d+(?=\.|$)", ".*", target)
         return self.plan.get(general) or self.plan.get(general.rpartition(".")[0])
 
@@ -244,7 +244,7 @@ def _decoder_layers(model: Any, numbers: Any, kind: str) -> tuple[str, int]:
 
 
 def _is_layer(module: Any) -> bool:
-    """Whether a module is more than a single linear or norm."""
+    """Returns whether a module is more than a single linear or norm."""
     return any(True for _ in module.children()) and any(True for _ in module.parameters())
 
 
@@ -296,7 +296,7 @@ def _on_disk(model: Any, held: Mapping[str, Any]) -> _Saved:
 
 
 def _copies(model: Any, tied: Mapping[str, str]) -> dict[str, str]:
-    """What checkpoints of the model call the tensors that are tied to others."""
+    """The names in checkpoints of tensors that are tied to others."""
     state = model.state_dict()
     return {name: next(iter(_on_disk(model, {name: state[name]}).shapes), name) for name in tied if name in state}
 

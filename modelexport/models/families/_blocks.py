@@ -1,4 +1,4 @@
-"""What decoders are built of: modules and scalings that several family files share.
+"""Modules and scalings of decoders that several family files share.
 
 Plain functions that return data. Their defaults are Llama's names, which most others took over. ``bias`` is what
 :class:`~modelexport.models.families.base.Module` has: True, False, or the key of config.json that says so.
@@ -112,7 +112,7 @@ def experts(
 
 
 def router(path: str, *, axis: str = "experts", bias: Bias = False, layers: Layers = "all") -> Module:
-    """What chooses experts."""
+    """The router of a mixture of experts."""
     return Module(path=path, kind="router", role="router", axis=axis, bias=bias, layers=layers)
 
 

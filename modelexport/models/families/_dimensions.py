@@ -66,7 +66,7 @@ class _Numbers(JsonValues):
     """A config.json's."""
 
     def heads(self, hidden: int, family: Family | None) -> tuple[int, int]:
-        """How many query heads, and key/value heads."""
+        """The numbers of query heads and of key/value heads."""
         heads = self.whole("num_attention_heads", most=MOST_HEADS)  # before any loop over a number of a stranger's
         used = {axis for module in family.layer for _, axis in module.axes} if family is not None else {"kv_heads"}
         # Latent attention has keys and values for every head, of sizes that other keys say.

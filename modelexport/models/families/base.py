@@ -1,4 +1,4 @@
-"""What a model family declares, as data: its modules, how each is cut, and where its numbers stand in config.json.
+"""A model family as data: its modules, how each is cut, and the keys of its sizes in config.json.
 
 A family file holds one :class:`Family` and no code. Names are those on disk in a Hugging Face checkpoint.
 """
@@ -78,7 +78,7 @@ class Module:
 
     @property
     def is_expert(self) -> bool:
-        """Whether a layer has one such module for each expert."""
+        """True if a layer has one such module for each expert."""
         return "{e}" in self.path
 
     @property
@@ -92,7 +92,7 @@ class Module:
         return self.parts or (((self.role, self.axis),) if self.axis is not None else ())
 
     def has_bias(self, config: Mapping[str, Any]) -> bool:
-        """Whether config.json announces a bias."""
+        """Returns whether config.json announces a bias."""
         return bool(config.get(self.bias)) if isinstance(self.bias, str) else bool(self.bias)
 
 
@@ -201,12 +201,12 @@ class Family:
 
     @property
     def is_derived(self) -> bool:
-        """Whether it was made from transformers for one model, and nobody has looked at the type."""
+        """True if it was derived from transformers for one model, and not declared in a file."""
         return self.dimensions is not None
 
     @property
     def has_experts(self) -> bool:
-        """Whether its layers have experts."""
+        """True if its layers have experts."""
         return any(module.is_expert for module in self.layer)
 
     @property
@@ -227,7 +227,7 @@ class Family:
                     yield from ((each.path.format(e=e), e, each) for each in experts)
 
     def left_out(self, tensor: str, dimensions: Dimensions) -> str | None:
-        """Why a tensor of a checkpoint is no part of the model, or None where it may be one."""
+        """The reason why a tensor of a checkpoint is no part of the model, or None where it may be one."""
         if tensor.endswith(self.ignored_tensors or ("\0",)):
             return "a buffer that every engine computes itself"
         draft = self.draft_reason(tensor, dimensions)
@@ -239,7 +239,8 @@ class Family:
         return None
 
     def draft_reason(self, tensor: str, dimensions: Dimensions) -> str | None:
-        """Why a tensor is a draft layer's, or None where it is not: see :mod:`modelexport.models.families.drafts`."""
+        """The reason why a tensor is a draft layer's, or None where it is not: see
+        :mod:`modelexport.models.families.drafts`."""
         prefix = self.layer_prefix.partition("{i}")[0]
         number = tensor.removeprefix(prefix).partition(".")[0]
         if tensor.startswith(prefix) and number.isdecimal() and len(number) <= MOST_DIGITS:
@@ -251,7 +252,7 @@ class Family:
 
 
 def _is_mtp(name: str) -> bool:
-    """Whether a part of a name says multi-token prediction."""
+    """Returns whether a part of a name says multi-token prediction."""
     return any(part.startswith(PREFIX) for part in name.split("."))
 
 
@@ -320,7 +321,7 @@ class Dimensions:
         return self.axis(axis).heads
 
     def has(self, module: Module, layer: int) -> bool:
-        """Whether a decoder layer has a module of its family's."""
+        """Returns whether a decoder layer has a module of its family's."""
         if isinstance(module.layers, frozenset):
             if layer not in module.layers:
                 return False

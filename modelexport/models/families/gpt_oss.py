@@ -12,7 +12,7 @@ WHY = "all experts of a layer in one tensor, in which engines look for bfloat16 
 
 
 def _stack(name: str, role: str, *shape: str) -> tuple[Module, Module]:
-    """What all experts have one of, with its bias."""
+    """A linear that every expert has, stacked, with its bias."""
     return (
         Module(
             path="mlp.experts",

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelexport.distributed import collectives, shared_mesh
+from modelexport.distributed import collectives
 from modelexport.distributed.collectives.groups import members
-from modelexport.distributed.shard_transport import Piece, where_this_is
+from modelexport.distributed.delivery import shared_mesh
+from modelexport.distributed.delivery.pairwise import Piece, host_identity
 from modelexport.distributed.transport import memory
 
 __all__ = ["Exchange"]
@@ -29,7 +30,7 @@ class Exchange:
 
     def __init__(self) -> None:
         self.rank, self.world = collectives.get_rank(), collectives.get_world_size()
-        self._one_host = len(set(self.objects(where_this_is()))) == 1
+        self._one_host = len(set(self.objects(host_identity()))) == 1
         # A rank may write its next numbers while others still read its last, so each has two places. It is not a round
         # further on than any other: they meet in each.
         self._buffers: list[Tensor] = []  # uint8 [2, bytes] of each rank
@@ -77,12 +78,12 @@ class Exchange:
     def _meet(self, nbytes: int) -> None:
         """Gives every rank a buffer of all; the former ones stay until nobody reads them any more."""
         team = members(None)
-        mesh = shared_mesh.mesh_of(team, self.objects(shared_mesh.standing(team)))
-        cargo = _ExchangedTensors(memory.shared_empty((2, nbytes), torch.uint8))
+        mesh = shared_mesh.mesh_of(team, self.objects(shared_mesh.mesh_record(team)))
+        buffers = _ExchangedTensors(memory.shared_empty((2, nbytes), torch.uint8))
         others = {rank: tuple(other for other in range(self.world) if other != rank) for rank in range(self.world)}
-        mesh.deliver([Piece(rank, 2 * nbytes, rank, others[rank]) for rank in others], cargo, keep=True)
-        cargo.found[self.rank] = cargo.own
-        self._buffers = [cargo.found[rank].view(2, nbytes) for rank in range(self.world)]
+        mesh.deliver([Piece(rank, 2 * nbytes, rank, others[rank]) for rank in others], buffers, keep=True)
+        buffers.found[self.rank] = buffers.own
+        self._buffers = [buffers.found[rank].view(2, nbytes) for rank in range(self.world)]
 
     def _by_collective(self, values: Sequence[Tensor], sizes: Sequence[int], like: Tensor) -> list[Tensor]:
         mine = like.new_zeros(max(sizes))
@@ -97,7 +98,7 @@ class Exchange:
 
 
 class _ExchangedTensors:
-    """The tensors that ranks exchange; see :class:`~modelexport.distributed.shard_transport.Cargo`."""
+    """The tensors that ranks exchange; see :class:`~modelexport.distributed.delivery.pairwise.PieceBuffers`."""
 
     def __init__(self, own: Tensor) -> None:
         self.own = own

@@ -1,13 +1,15 @@
 """The choice of kernels: the fused ones on CPU where numba imports, else the plain torch ones; the same bits.
 
-``MODELEXPORT_KERNELS=reference|fused`` forces one. Tensors on other devices always take the reference.
-Nothing is imported until a kernel or :func:`backend` is first asked for; a launcher that forks its ranks
-imports what :func:`modules` names beforehand, so that they inherit compiled kernels.
+``MODELEXPORT_KERNELS=reference|fused`` forces one. Tensors on other devices always take the reference, and so do the
+first :data:`LITTLE` bytes of a process that has not loaded the fused ones: to load them takes longer, to compile them
+much longer. A launcher that forks its ranks imports what :func:`modules` names beforehand, so that they inherit
+compiled kernels.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,10 +23,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "LITTLE",
     "Backend",
     "backend",
     "copy_finite",
     "dequantise",
+    "expect",
+    "is_fused",
     "modules",
     "of",
     "quantise_blocks",
@@ -37,12 +42,16 @@ __all__ = [
     "squared_error",
 ]
 
+LITTLE = 1 << 25
+"""Bytes of weights that plain torch rounds and reads back (0.5 s) before the compiled kernels could be loaded."""
+_PASSES = 4  # that a weight makes through kernels, about: its magnitudes, rounding, NaN and Inf, the error
 _MIN_BYTES_PER_THREAD = 1 << 18
 """Below this much input per thread, handing work over costs more than it saves."""
 
 
 class Backend(NamedTuple):
-    """The kernels that CPU tensors take. ``name`` is "fused" or "reference"; ``reason`` is one line."""
+    """The kernels that CPU tensors take. ``name`` is "fused", "reference" or "plain" (the reference's, where they are
+    quicker); ``reason`` is one line."""
 
     name: str
     reason: str
@@ -51,23 +60,27 @@ class Backend(NamedTuple):
         return f"{self.name} kernels ({self.reason})"
 
 
-def backend() -> Backend:
-    """Returns the kernels that CPU tensors take, with the reason.
+def backend(nbytes: int | None = None) -> Backend:
+    """Returns which kernels CPU tensors take, and why; those of a job of so many bytes of weights, where given.
 
     Raises:
         UsageError: ``MODELEXPORT_KERNELS`` is neither "reference" nor "fused", or asks for what cannot run.
     """
-    return _load(os.environ.get("MODELEXPORT_KERNELS", ""))[0]
+    if _is_little(nbytes):
+        return Backend("plain", f"quicker for {LITTLE >> 20} MiB or less")
+    return _backend(os.environ.get("MODELEXPORT_KERNELS", ""))
+
+
+def _is_little(nbytes: int | None) -> bool:
+    return nbytes is not None and nbytes <= LITTLE and not os.environ.get("MODELEXPORT_KERNELS")
 
 
 @cache
-def _load(forced: str) -> tuple[Backend, Any]:
-    from modelexport.quantization.kernels import reference
-
+def _backend(forced: str) -> Backend:
     if forced not in ("", "reference", "fused"):
         raise UsageError(f"MODELEXPORT_KERNELS is {forced!r}: set it to 'reference' or 'fused', or unset it")
     if forced == "reference":
-        return Backend("reference", "MODELEXPORT_KERNELS=reference"), reference
+        return Backend("reference", "MODELEXPORT_KERNELS=reference")
     try:
         import numba
     except ImportError as error:
@@ -76,11 +89,31 @@ def _load(forced: str) -> tuple[Backend, Any]:
                 f"MODELEXPORT_KERNELS=fused, but numba cannot be imported "
                 f"({error_text(error)}): install it or unset that"
             ) from error
-        return Backend("reference", f"numba cannot be imported: {error_text(error)}"), reference
-    from modelexport.quantization.kernels import fused
-
+        return Backend("reference", f"numba cannot be imported: {error_text(error)}")
     why = "MODELEXPORT_KERNELS=fused" if forced else "CPU tensors"
-    return Backend("fused", f"{why}, numba {numba.__version__}"), fused
+    return Backend("fused", f"{why}, numba {numba.__version__}")
+
+
+_plain_bytes = LITTLE * _PASSES  # that plain torch may still go through in this process
+
+
+def expect(nbytes: int) -> None:
+    """Has the fused kernels run from now on where a job of so many bytes of weights is not little."""
+    global _plain_bytes
+    if not _is_little(nbytes):
+        _plain_bytes = 0
+
+
+def is_fused(tensor: Tensor) -> bool:
+    """Returns whether a tensor is one for the fused kernels; counts its bytes where they need not be loaded yet."""
+    global _plain_bytes
+    if tensor.device.type != "cpu" or tensor.numel() == 0:
+        return False
+    if not os.environ.get("MODELEXPORT_KERNELS") and f"{__name__}.fused" not in sys.modules:
+        _plain_bytes -= tensor.nbytes
+        if _plain_bytes >= 0:
+            return False
+    return backend().name == "fused"
 
 
 _FURTHER = {
@@ -91,8 +124,13 @@ _FURTHER = {
 """Modules that only the number formats need that have one of these in their names."""
 
 
-def modules(number_format: str, observer: str = "amax") -> tuple[str, ...]:
-    """Returns the modules that a process imports before it forks, to have the compiled kernels of a number format."""
+def modules(number_format: str, observer: str = "amax", nbytes: int | None = None) -> tuple[str, ...]:
+    """Returns what a process that will fork imports beforehand, to have the compiled kernels of a number format.
+
+    Nothing, where they are to go through no more than ``nbytes`` of weights and that is little.
+    """
+    if _is_little(nbytes):
+        return ()
     names = [name for name, marks in _FURTHER.items() if any(mark in number_format for mark in marks)]
     if observer != "amax" and "microscaling_fused" not in names:
         names.append("compiled_search")
@@ -155,11 +193,13 @@ def split_rows(weight: Tensor, work: Callable[[slice], int | None], unit: int = 
 
 def of(tensor: Tensor) -> Any:
     """The module of kernels that such a tensor takes."""
-    if tensor.device.type != "cpu" or tensor.numel() == 0:
-        from modelexport.quantization.kernels import reference
+    if is_fused(tensor):
+        from modelexport.quantization.kernels import fused
 
-        return reference
-    return _load(os.environ.get("MODELEXPORT_KERNELS", ""))[1]
+        return fused
+    from modelexport.quantization.kernels import reference
+
+    return reference
 
 
 def _part(tensor: Tensor | None, rows: slice) -> Tensor | None:

@@ -13,20 +13,24 @@ Each gives the same bits as its twin in :mod:`.reference`. What makes the loops 
 A tensor arrives as its bytes (first element to last), the distance of its rows in elements, and a kind.
 
 What every format needs to be written is here, what it needs to be read in :mod:`.compiled_reading`. The others of that
-name are compiled when a format first needs them, see :func:`.modules`. numba's cache watches only the kernel's file
-itself for changes: :data:`STAMP` makes it watch all of them.
+name are compiled when a format first needs them, see :func:`.modules`. numba's cache watches only the file of the
+kernel itself for changes: :data:`STAMP` makes it watch all of them.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
+import stat
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import config, njit, types
 from numba.extending import overload
 
 _F32, _F64 = np.float32, np.float64
@@ -61,16 +65,45 @@ STAMP = stamp_of(Path(__file__).parent)
 """Part of the kernels' names, and so of their files in numba's cache: what another version cached is not found."""
 
 
+def private_directory() -> str:
+    """Returns a directory among those for temporary files that only this user can write to; "" where there is none.
+
+    What numba caches is unpickled: whoever can write it runs code here.
+    """
+    path = Path(tempfile.gettempdir(), f"modelexport-kernels-{os.geteuid()}")
+    try:
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(0o700)
+        own = path.lstat()
+        above = [parent.stat() for parent in path.resolve().parents]
+    except OSError:
+        return ""
+    ours = stat.S_ISDIR(own.st_mode) and own.st_uid == os.geteuid() and not own.st_mode & 0o077
+    # Others may write above it only where they cannot rename what is not theirs.
+    fixed = all(
+        status.st_uid in (0, os.geteuid()) and (status.st_mode & stat.S_ISVTX or not status.st_mode & 0o022)
+        for status in above
+    )
+    return str(path) if ours and fixed else ""
+
+
 def _jit(signature: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Compile now, for this one signature; without the disk cache where none can be written."""
+    """Compile now, for this one signature, or load what was: from where numba caches (beside the module, in the user's
+    cache directory), else from a private temporary directory, else without a cache."""
 
     def compiled(function: Callable[..., Any]) -> Any:
         function.__qualname__ = f"{function.__name__}_{STAMP}"
         options = {"nogil": True, "error_model": "numpy"}
-        try:
-            return njit(signature, cache=True, **options)(function)
-        except Exception:  # no directory, a full disk, a torn file; a fault of the function is raised again below
-            return njit(signature, **options)(function)
+        former = config.CACHE_DIR
+        for directory in (lambda: former, private_directory):
+            try:
+                config.CACHE_DIR = directory()
+                return njit(signature, cache=True, **options)(function)
+            except Exception:  # no directory, a full disk, a torn file; a fault of the function is raised again below
+                continue
+            finally:
+                config.CACHE_DIR = former
+        return njit(signature, **options)(function)
 
     return compiled
 

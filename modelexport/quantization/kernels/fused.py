@@ -1,8 +1,9 @@
 """The fused kernels for CPU tensors: tensors in, :mod:`.compiled` loops over their bytes.
 
 Importing this module compiles what every format needs (a few seconds, once), or loads it from numba's cache: beside
-the package, else in the user's cache directory, else nowhere. What only some formats need is compiled when it is first
-called. Importing starts no thread and runs no torch operation, so a process that will fork may import it.
+the package, else in the user's cache directory, else in a temporary one that only the user can write to. What only some
+formats need is compiled when it is first called. Importing starts no thread and runs no torch operation, so a process
+that will fork may import it.
 """
 
 from __future__ import annotations

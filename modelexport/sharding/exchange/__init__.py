@@ -1,4 +1,4 @@
-"""Ranks share the loading of what they all need: who loads what, and how the others get it.
+"""Shared loading of shards that several ranks need: the rank that loads each, and its exchange with the others.
 
 Several ranks hold replicas of the same shards. One loads each (:func:`determine_main_replica_uniform_distribution`
 says which), and the others get it from there::
@@ -46,7 +46,7 @@ from modelexport.sharding.distribution import (
     sharded_tensors,
 )
 from modelexport.sharding.exchange import algorithms as _algorithms
-from modelexport.sharding.exchange.job import Job, _get_empty_tensor_for_exchange, prepare
+from modelexport.sharding.exchange.shard_exchange import ShardExchange, _get_empty_tensor_for_exchange, prepare
 from modelexport.sharding.tensor import ShardedTensor
 
 __all__ = [
@@ -69,7 +69,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_ALGORITHMS: dict[str, Callable[[Job], None]] = {
+_ALGORITHMS: dict[str, Callable[[ShardExchange], None]] = {
     "auto": _algorithms.directly,
     "broadcast": _algorithms.by_broadcasts,
     "gather_object": _algorithms.by_gather_object,
@@ -87,7 +87,7 @@ def exchange_loaded_tensors_gather_rounds(
     *,
     report: ExchangeReport | None = None,
 ) -> dict[Any, torch.Tensor]:
-    """Exchange in rounds: dtype by dtype, in each round one shard of every rank goes to all.
+    """Exchanges in rounds: dtype by dtype, in each round one shard of every rank goes to all.
 
     Shapes may differ within a round: the smaller ones are filled up. Ranks that have fewer shards than others send
     filling to the end. Arguments, result and errors: :func:`exchange_by_distribution`.
@@ -106,7 +106,7 @@ def exchange_loaded_tensors_gather_object(
     *,
     report: ExchangeReport | None = None,
 ) -> dict[Any, torch.Tensor]:
-    """Exchange all that ranks have for each other in one gather. For debugging: simple, and heavy on memory.
+    """Exchanges all that ranks have for each other in one gather. For debugging: simple, and heavy on memory.
 
     No pickle: what travels are the bytes of a safetensors file. Arguments, result and errors:
     :func:`exchange_by_distribution`.
@@ -120,7 +120,7 @@ def exchange_loaded_tensors_gather_object(
 def exchange_loaded_objects_gather_object(
     loaded_objects: Mapping[Any, Any], *, group: AnyGroup = None
 ) -> dict[Any, Any]:
-    """Give every rank the objects that all ranks have loaded.
+    """Gives every rank the objects that all ranks have loaded.
 
     Args:
         loaded_objects: by id. Objects are trees of what travels without pickle: None, bool, int, float, str, bytes,
@@ -145,7 +145,7 @@ def exchange_loaded_tensors_broadcast(
     *,
     report: ExchangeReport | None = None,
 ) -> dict[Any, torch.Tensor]:
-    """Exchange by broadcasting each shard that any rank needs to all of them, loading rank by loading rank.
+    """Exchanges by broadcasting each shard that any rank needs to all of them, loading rank by loading rank.
 
     Ranks that do not need a shard receive it and throw it away. Arguments, result and errors:
     :func:`exchange_by_distribution`.
@@ -165,7 +165,7 @@ def exchange_by_distribution(
     *,
     report: ExchangeReport | None = None,
 ) -> dict[Any, torch.Tensor]:
-    """Give each rank of a group the shards that it needs and others have loaded.
+    """Gives each rank of a group the shards that it needs and others have loaded.
 
     Args:
         loaded_tensors: by shard id, of any strides, on any device; those that are not in the distribution (whose main
@@ -178,7 +178,7 @@ def exchange_by_distribution(
             ``p2p``: each shard goes once to each rank that needs it and to no other;
             ``shared_memory``: on one host, it is mapped by the ranks that need it (see the module);
             ``auto``: the latter where all ranks are on one host and exchange host memory, else ``p2p``.
-        report: is told what it cost.
+        report: counters that the exchange adds to.
 
     Returns:
         By shard id ``loaded_tensors`` (the very tensors) and what ``unloaded_shards`` names.
@@ -208,8 +208,8 @@ def _exchange(
     group: AnyGroup,
     report: ExchangeReport | None,
 ) -> dict[Any, torch.Tensor]:
-    job = prepare(call, loaded, unloaded, distribution, group, report, algorithm, tuple(_ALGORITHMS))
-    if job.pieces:
-        _ALGORITHMS[algorithm](job)
-    logger.debug("%s: %s", call, job.route.report)
-    return job.finish()
+    exchange = prepare(call, loaded, unloaded, distribution, group, report, algorithm, tuple(_ALGORITHMS))
+    if exchange.pieces:
+        _ALGORITHMS[algorithm](exchange)
+    logger.debug("%s: %s", call, exchange.route.report)
+    return exchange.finish()

@@ -1,4 +1,4 @@
-"""The exchange algorithms that are made of collectives: everybody gets every shard, and keeps what it needs.
+"""The exchange algorithms, most of them made of collectives: every rank gets every shard, and keeps what it needs.
 
 They count as sent what a rank hands out times the ranks that get it, however the back end routes it.
 """
@@ -14,84 +14,88 @@ import torch
 from modelexport.distributed.collectives import all_gather, broadcast
 from modelexport.distributed.collectives.argument_check import exchange_texts
 from modelexport.distributed.collectives.groups import AnyGroup, Group, Members
-from modelexport.distributed.shard_transport import Piece
+from modelexport.distributed.delivery.pairwise import Piece
 from modelexport.distributed.transport import mailbox
 from modelexport.errors import UsageError
-from modelexport.sharding.agreement import ExchangeReport, team_of, tell_all
+from modelexport.sharding.agreement import ExchangeReport, exchange_records, team_of
 from modelexport.sharding.distribution import canonical_order
-from modelexport.sharding.exchange.job import Job
+from modelexport.sharding.exchange.shard_exchange import ShardExchange
 from modelexport.sharding.tensor import ShardId, order_key
 
 __all__ = ["by_broadcasts", "by_gather_object", "by_gather_rounds", "directly", "gather_objects"]
 
 
-def directly(job: Job) -> None:
-    """``p2p`` and ``shared_memory``: each shard to those who need it and to no other."""
-    job.route.carry(job.pieces, job, keep=True)
+def directly(exchange: ShardExchange) -> None:
+    """``p2p`` and ``shared_memory``: each shard to the ranks that need it and to no other."""
+    exchange.route.carry(exchange.pieces, exchange, keep=True)
 
 
-def by_broadcasts(job: Job) -> None:
-    """A broadcast of each shard that anybody needs, source by source."""
-    team = job.route.team
+def by_broadcasts(exchange: ShardExchange) -> None:
+    """A broadcast of each shard that any rank needs, source by source."""
+    team = exchange.route.team
     group = team.process_group
-    for piece in job.pieces:
-        mine = piece.source == job.me
-        data = job.bytes_of(piece.number) if mine else job.incoming(piece.number)
+    for piece in exchange.pieces:
+        mine = piece.source == exchange.me
+        data = exchange.bytes_of(piece.number) if mine else exchange.incoming(piece.number)
         broadcast(data, team.ranks[piece.source], group)
-        if not mine and job.me in piece.targets:
-            job.arrived(piece.number, data)
+        if not mine and exchange.me in piece.targets:
+            exchange.arrived(piece.number, data)
         amount = piece.nbytes * (team.size - 1) if mine else 0
-        job.route.report.add(sent=amount, received=0 if mine else piece.nbytes, messages=1)
+        exchange.route.report.add(sent=amount, received=0 if mine else piece.nbytes, messages=1)
 
 
-def by_gather_rounds(job: Job) -> None:
+def by_gather_rounds(exchange: ShardExchange) -> None:
     """Dtype by dtype, in rounds: each rank's next shard, filled up to the largest of the round."""
-    team = job.route.team
-    for row in _rounds(job):
+    team = exchange.route.team
+    for row in _rounds(exchange):
         size = max(piece.nbytes for piece in row if piece is not None)
-        mine = row[job.me]
-        block = torch.zeros(size, dtype=torch.uint8, device=job.route.device)
+        mine = row[exchange.me]
+        block = torch.zeros(size, dtype=torch.uint8, device=exchange.route.device)
         if mine is not None:
-            block[: mine.nbytes].copy_(job.bytes_of(mine.number))
+            block[: mine.nbytes].copy_(exchange.bytes_of(mine.number))
         blocks = [torch.empty_like(block) for _ in range(team.size)]
         all_gather(blocks, block, _in_order(team))
         for piece, found in zip(row, blocks, strict=True):
-            if piece is not None and job.me in piece.targets:
-                place = job.incoming(piece.number)
+            if piece is not None and exchange.me in piece.targets:
+                place = exchange.incoming(piece.number)
                 place.copy_(found[: piece.nbytes])
-                job.arrived(piece.number, place)
-        job.route.report.add(sent=size * (team.size - 1), received=size * (team.size - 1), messages=1)
+                exchange.arrived(piece.number, place)
+        exchange.route.report.add(sent=size * (team.size - 1), received=size * (team.size - 1), messages=1)
 
 
-def _rounds(job: Job) -> Iterator[tuple[Piece | None, ...]]:
+def _rounds(exchange: ShardExchange) -> Iterator[tuple[Piece | None, ...]]:
     """For each round the shard that each rank gives, None where it has no more of the dtype.
 
     Large ones first, so that there is little to fill up.
     """
 
     def dtype(piece: Piece) -> str:
-        return str(job.metadata[job.order[piece.number]].dtype)
+        return str(exchange.metadata[exchange.order[piece.number]].dtype)
 
-    for _, group in itertools.groupby(sorted(job.pieces, key=lambda piece: (dtype(piece), -piece.nbytes)), dtype):
-        queues: list[list[Piece]] = [[] for _ in range(job.route.team.size)]
+    for _, group in itertools.groupby(sorted(exchange.pieces, key=lambda piece: (dtype(piece), -piece.nbytes)), dtype):
+        queues: list[list[Piece]] = [[] for _ in range(exchange.route.team.size)]
         for piece in group:
             queues[piece.source].append(piece)
         yield from itertools.zip_longest(*queues)
 
 
-def by_gather_object(job: Job) -> None:
+def by_gather_object(exchange: ShardExchange) -> None:
     """All that a rank gives as one object, in one gather. Simple, and holds everything several times."""
-    team = job.route.team
-    mine = {str(piece.number): job.bytes_of(piece.number).cpu() for piece in job.pieces if piece.source == job.me}
-    for place, (data, sent) in enumerate(_gather_values(mine, job.route.device, team, job.route.report)):
-        if place == job.me:
+    team = exchange.route.team
+    mine = {
+        str(piece.number): exchange.bytes_of(piece.number).cpu()
+        for piece in exchange.pieces
+        if piece.source == exchange.me
+    }
+    for place, (data, sent) in enumerate(_gather_values(mine, exchange.route.device, team, exchange.route.report)):
+        if place == exchange.me:
             continue
         for name, found in data.items():
-            if job.order[int(name)] in job.needed:
-                target = job.incoming(int(name))
+            if exchange.order[int(name)] in exchange.needed:
+                target = exchange.incoming(int(name))
                 target.copy_(found)
-                job.arrived(int(name), target)
-        job.route.report.add(received=sent)
+                exchange.arrived(int(name), target)
+        exchange.route.report.add(received=sent)
 
 
 def _gather_values(
@@ -122,7 +126,7 @@ def gather_objects(call: str, objects: Mapping[Any, Any], group: AnyGroup) -> di
         names = [[repr(order_key(shard_id)), str(shard_id)] for shard_id in ids]
     except Exception as error:
         failure = error
-    _check_names(call, [record["ids"] for record in tell_all(call, team, {"ids": names}, failure)], team)
+    _check_names(call, [record["ids"] for record in exchange_records(call, team, {"ids": names}, failure)], team)
     if team.alone:
         return dict(objects)
     result: dict[Any, Any] = {}

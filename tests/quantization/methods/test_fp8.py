@@ -13,7 +13,7 @@ from modelexport.inspection.evaluate.models import load_dequantised
 from modelexport.quantization import decoding, formats
 from modelexport.quantization.methods import compressed_tensors, fp8
 from modelexport.quantization.methods.base import ModelQuantization, Scheme, WeightSlice
-from tests._models import make_llama
+from tests.helpers.models import make_llama
 from tests.quantization.methods._native import ALL, DTYPES, cut, native_tensors, same
 
 DEEPSEEK = {

@@ -112,7 +112,7 @@ def _engine(plan: ShardPlan) -> Engine:
 
 
 def _names(plan: ShardPlan) -> quantized.Names:
-    """What TensorRT-LLM calls the modules of a plan: those of a mixture of experts are one."""
+    """TensorRT-LLM's names of the modules of a plan: those of a mixture of experts are one."""
     engine = _engine(plan)
 
     def names(rule: TensorRule) -> set[str]:
@@ -128,7 +128,7 @@ def _names(plan: ShardPlan) -> quantized.Names:
 
 
 def lay_out(plan: ShardPlan, config: dict[str, Any], *, max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES) -> Layout:
-    """Which files there will be, and where everything goes: one for each rank, however large.
+    """Returns the layout: one file for each rank, however large.
 
     Raises:
         PlanError: as :func:`arrays`; or TensorRT-LLM's config.json has no place for what the model's says.
@@ -174,7 +174,7 @@ def _json(value: object) -> bytes:
 
 
 def recognises(directory: Path) -> bool:
-    """Whether a directory's config.json is TensorRT-LLM's."""
+    """Returns whether a directory's config.json is TensorRT-LLM's."""
     try:
         config = read_json(directory / "config.json", largest=LARGEST_CONFIG)
     except CheckpointError:

@@ -83,7 +83,7 @@ def engine_config(
 
 
 def _scaling(rope: RopeConfig) -> dict[str, Any] | None:
-    """How the rotary embedding is scaled: all that is said of it, but what has a key of its own."""
+    """The scaling of the rotary embedding, but for what has a key of its own."""
     if rope.kind == "default":
         return None
     own = ("rope_theta", "partial_rotary_factor")

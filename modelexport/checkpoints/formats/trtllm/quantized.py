@@ -67,7 +67,7 @@ Names = Callable[[TensorRule], Collection[str]]
 
 
 def entry(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What the model's config.json says of quantisation in TensorRT-LLM's words; None where nothing is quantised.
+    """The entry on quantisation of TensorRT-LLM's config.json; None where nothing is quantised.
 
     Raises:
         PlanError: it is quantised, and spelled in another way.

@@ -48,9 +48,9 @@ from modelexport.distributed.collectives import operations
 from modelexport.distributed.collectives.collective_mode import driver, set_driver
 from modelexport.distributed.collectives.groups import AnyGroup, group
 from modelexport.distributed.collectives.master_worker import remote_types
-from modelexport.distributed.collectives.master_worker.driving import HANG_UP, Outcome, Ranks, Work
-from modelexport.distributed.collectives.master_worker.job import Job
-from modelexport.distributed.collectives.master_worker.master_calls import Call, plan_call
+from modelexport.distributed.collectives.master_worker.driving import HANG_UP, Outcome, RankPool, Work
+from modelexport.distributed.collectives.master_worker.master_calls import CollectiveCall, plan_call
+from modelexport.distributed.collectives.master_worker.rank_session import RankSession
 from modelexport.distributed.collectives.master_worker.remote_calls import copies
 from modelexport.distributed.collectives.master_worker.remote_types import RemoteGroup
 from modelexport.distributed.collectives.master_worker.serving import serve
@@ -95,19 +95,19 @@ def init_master_worker(backend: str, init_method: str = "env://", **kwargs: Any)
     if not rpc.is_available():
         raise RuntimeError("this build of torch has no torch.distributed.rpc, by which the master drives its workers")
     seconds = float(os.environ.get("MODELEXPORT_TIMEOUT", DEFAULT_TIMEOUT))
-    job = Job(backend, init_method, place, seconds)
+    session = RankSession(backend, init_method, place, seconds)
     try:
-        if job.rank == 0:
-            Master(job).take_over()
+        if session.rank == 0:
+            Master(session).take_over()
             return
         together = serve()
     except ConnectionError as error:
-        job.end(together=False)
-        raise RankFailedError(0, f"driving rank {job.rank}", str(error)) from None
+        session.end(together=False)
+        raise RankFailedError(0, f"driving rank {session.rank}", str(error)) from None
     except BaseException:
-        job.end(together=False)
+        session.end(together=False)
         raise
-    job.end(together=together)
+    session.end(together=together)
 
 
 class Master:
@@ -117,15 +117,15 @@ class Master:
         RuntimeError: not all workers began to serve in time.
     """
 
-    def __init__(self, job: Job) -> None:
-        self.world_size = job.world_size
+    def __init__(self, session: RankSession) -> None:
+        self.world_size = session.world_size
         self.types: Mapping[str, Any] = {name: getattr(remote_types, name) for name in remote_types.__all__}
-        self._job = job
+        self._session = session
         self._numbers = itertools.count()
         self.lock = threading.RLock()
         self._ended = False
-        job.lifelines.wait_for(job.world_size - 1, job.seconds)
-        self._ranks = Ranks(job.world_size, job.seconds)
+        session.lifelines.wait_for(session.world_size - 1, session.seconds)
+        self._ranks = RankPool(session.world_size, session.seconds)
 
     def take_over(self) -> None:
         """From here on the collectives come to this driver, and the names of remote_types are theirs too."""
@@ -153,7 +153,7 @@ class Master:
             return RemoteGroup(self, number, ranks)
         return request.result
 
-    def _start(self, plan: Call, number: int) -> Work:
+    def _start(self, plan: CollectiveCall, number: int) -> Work:
         self._check_usable()
         sent, devices = copies(plan.tensors) if len(plan.on) > (0 in plan.on) else ([], [])
         commands = {}
@@ -165,7 +165,7 @@ class Master:
         return self._ranks.send(f"running {plan.name}", {rank: (run, []) for rank in plan.on})
 
     def settle(self, work: Work) -> dict[int, Outcome]:
-        """Waits for what runs on the ranks; see :meth:`Ranks.settle`."""
+        """Waits for what runs on the ranks; see :meth:`RankPool.settle`."""
         with self.lock:
             return self._ranks.settle(work, together=True)
 
@@ -246,12 +246,12 @@ class Master:
         try:
             command = {"do": "end", "together": together}
             work = self._ranks.send("leaving", {rank: (command, []) for rank in self._ranks.living()})
-            while work.missing and work.take(self._job.seconds if together else HANG_UP):
+            while work.missing and work.take(self._session.seconds if together else HANG_UP):
                 pass
-            self._job.lifelines.release()
+            self._session.lifelines.release()
             self._ranks.stop()
         finally:
-            self._job.end(together=together)
+            self._session.end(together=together)
 
     def _let_go(self) -> None:
         self._ended = True
@@ -261,11 +261,11 @@ class Master:
     def _exit(self) -> None:
         """The program ends without destroy_process_group(): the workers see the connection end, and say so."""
         self._let_go()
-        self._job.hang_up()
+        self._session.hang_up()
 
 
 class RemoteRequest:
-    """What an asynchronous call returns to the master.
+    """The request that an asynchronous call returns to the master.
 
     Attributes:
         result: what the call returns, once waited for.
@@ -277,7 +277,7 @@ class RemoteRequest:
         self.result: Any = None
 
     def is_completed(self) -> bool:
-        """Whether all ranks have carried it out. Raises what made it fail."""
+        """Returns whether all ranks have carried the call out. Raises the exception that made it fail."""
         while self._work.missing and self._work.take(0.0):
             pass
         if not self._work.missing or self._work.failures():

@@ -1,4 +1,4 @@
-"""How the master of master-worker mode reaches every rank, and what it makes of their answers.
+"""The master's side of master-worker mode: sends commands to every rank and judges their answers.
 
 Each rank's commands are carried out in the order in which they were sent: the workers' by their main threads, the
 master's own by a thread of its own, so that the caller only waits, can be interrupted, and hears of a failed rank
@@ -34,7 +34,7 @@ _BLAME = {"died": 0, "own": 1, "silent": 2, "echo": 3}  # a lower one is the cau
 
 @dataclass
 class Outcome:
-    """What became of one rank's command."""
+    """The outcome of one rank's command."""
 
     rank: int
     reply: dict[str, Any] = field(default_factory=dict)
@@ -70,12 +70,12 @@ class Work:
     def answered(self, rank: int, text: str, tensors: list[Tensor], error: Exception | None = None) -> None:
         """A rank has carried its command out, or tells of an error; from any thread."""
         reply = json.loads(text)
-        told = reply.pop("error", None)
+        raised = reply.pop("error", None)
         outcome = Outcome(rank, reply, tensors)
-        if told is not None:
-            outcome.failure = self._failure(rank, told["summary"], told["rank_traceback"], told["user_error"])
+        if raised is not None:
+            outcome.failure = self._failure(rank, raised["summary"], raised["rank_traceback"], raised["user_error"])
             outcome.error = error
-            outcome.kind = "own" if told["level"] == OWN else "echo"
+            outcome.kind = "own" if raised["level"] == OWN else "echo"
         self._arrived.put(outcome)
 
     def returned(self, rank: int, answer: Future[tuple[str, list[Tensor]]]) -> None:
@@ -120,7 +120,7 @@ class _OwnRank(threading.Thread):
             del item, tensors, answered
 
 
-class Ranks:
+class RankPool:
     """All ranks, as the master sees them.
 
     Attributes:
@@ -139,7 +139,7 @@ class Ranks:
         self._own.start()
 
     def is_own_thread(self) -> bool:
-        """Whether the caller is the thread that carries out the master's own rank's commands."""
+        """Returns whether the caller is the thread that carries out the master's own rank's commands."""
         return threading.current_thread() is self._own
 
     def forget(self, number: int) -> None:

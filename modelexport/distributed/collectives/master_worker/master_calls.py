@@ -1,4 +1,4 @@
-"""What each rank has to call when the master calls a collective: its arguments, rank by rank.
+"""The calls that carry out a master's collective on every rank: functions and arguments, rank by rank.
 
 Most collectives are called alike everywhere. ``gather`` and ``scatter`` take their list on one rank only, and a send
 on one rank is a receive on another.
@@ -32,7 +32,7 @@ _ALIKE = frozenset(
 
 
 @dataclass
-class Call:
+class CollectiveCall:
     """A collective as all ranks together carry it out.
 
     Attributes:
@@ -50,7 +50,9 @@ class Call:
     in_background: bool = False
 
 
-def plan_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, session: object, world_size: int) -> Call:
+def plan_call(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, session: object, world_size: int
+) -> CollectiveCall:
     """Works out who calls what.
 
     Args:
@@ -72,7 +74,7 @@ def plan_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, sessi
     if name in ("destroy_process_group", "new_group"):
         ranks = list(range(world_size))
     arguments = Arguments(session)
-    call = Call(name, {}, arguments.tensors, in_background=background)
+    call = CollectiveCall(name, {}, arguments.tensors, in_background=background)
     if name in _PAIRED:
         _plan_pair(call, given, arguments, ranks)
     elif name in _ROOTED:
@@ -88,7 +90,7 @@ def plan_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, sessi
     return call
 
 
-def _plan_rooted(call: Call, given: dict[str, Any], arguments: Arguments, ranks: list[int]) -> None:
+def _plan_rooted(call: CollectiveCall, given: dict[str, Any], arguments: Arguments, ranks: list[int]) -> None:
     root_name, list_name, role = _ROOTED[call.name]
     if given.keys() - {"tensor", root_name, list_name, "group", "check"}:
         raise RuntimeError("got unexpected kwargs")
@@ -111,7 +113,7 @@ def _plan_rooted(call: Call, given: dict[str, Any], arguments: Arguments, ranks:
     call.on = {rank: (call.name, nodes | {list_name: listed} if rank == root else nodes) for rank in ranks}
 
 
-def _plan_pair(call: Call, given: dict[str, Any], arguments: Arguments, ranks: Sequence[int]) -> None:
+def _plan_pair(call: CollectiveCall, given: dict[str, Any], arguments: Arguments, ranks: Sequence[int]) -> None:
     sends = _PAIRED[call.name] == "dst"
     tensor, peer = given.pop("tensor"), given.pop(_PAIRED[call.name], None)
     here = tensor.rank if isinstance(tensor, RemotePart) else 0

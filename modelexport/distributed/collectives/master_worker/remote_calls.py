@@ -76,7 +76,7 @@ class Arguments:
 
 
 def copies(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[str]]:
-    """What is sent of ``tensors`` to another process, and the type of device where each belongs."""
+    """``tensors`` on the CPU, to be sent to another process, and the type of device where each belongs."""
     sent = [tensor.detach().resolve_conj().resolve_neg().cpu() for tensor in tensors]
     return sent, [tensor.device.type for tensor in tensors]
 

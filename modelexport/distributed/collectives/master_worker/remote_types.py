@@ -21,7 +21,7 @@ __all__ = ["RemoteGroup", "RemotePart", "RemoteTensor", "held_bytes"]
 
 
 class _Session(Protocol):
-    """What a handle needs of the master that made it."""
+    """The part of the master that handles of its tensors and groups use."""
 
     world_size: int
 
@@ -182,7 +182,7 @@ class RemotePart:
 
 
 class RemoteGroup:
-    """What ``new_group`` returns to the master: a group of ranks, to be given to collectives.
+    """A group of ranks, which ``new_group`` returns to the master and collectives take.
 
     Attributes:
         ranks: its members' ranks, in the order given.

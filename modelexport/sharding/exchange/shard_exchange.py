@@ -1,4 +1,4 @@
-"""One exchange of loaded shards: who has and who needs which, checked on all ranks before any of them is sent."""
+"""One exchange of loaded shards: the ranks' holdings and needs, checked on all ranks before any shard is sent."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 
 from modelexport.distributed.collectives.byte_transport import flat_bytes
 from modelexport.distributed.collectives.groups import AnyGroup, Members
-from modelexport.distributed.shard_transport import Piece, as_flat_bytes
+from modelexport.distributed.delivery.pairwise import Piece, as_flat_bytes
 from modelexport.errors import UsageError
 from modelexport.sharding.agreement import ExchangeReport, Route, agree, is_float8tensor, raw, team_of
 from modelexport.sharding.distribution import ShardDistribution, canonical_order
 from modelexport.sharding.tensor import ShardedTensor, order_key
 
-__all__ = ["Job", "_get_empty_tensor_for_exchange", "prepare"]
+__all__ = ["ShardExchange", "_get_empty_tensor_for_exchange", "prepare"]
 
 Loaded = Mapping[Any, torch.Tensor]
 Unloaded = Mapping[Any, ShardedTensor]
@@ -61,8 +61,8 @@ def _get_empty_tensor_for_exchange(
 
 
 @dataclass(eq=False)
-class Job:
-    """What an algorithm has to do on this rank.
+class ShardExchange:
+    """This rank's part of an exchange, for an algorithm to carry out; the ``PieceBuffers`` of its pieces.
 
     Attributes:
         route: the group, the device, the counters.
@@ -132,8 +132,8 @@ def prepare(
     report: ExchangeReport | None,
     algorithm: str,
     known: Sequence[str],
-) -> Job:
-    """Check this rank's arguments and compare with the others.
+) -> ShardExchange:
+    """Checks this rank's arguments and compares them with the others'.
 
     Raises:
         UsageError: on every rank, with the rank that is to blame.
@@ -166,7 +166,7 @@ def prepare(
     needed = {shard_id: unloaded[shard_id] for shard_id in order if shard_id in unloaded and shard_id not in loaded}
     route.report.add(needed=sum(shard.nbytes for shard in needed.values()))
     metadata = {} if distribution is None else distribution.shard_to_metadata
-    return Job(route, order, pieces, metadata, needed, loaded, dict(loaded))
+    return ShardExchange(route, order, pieces, metadata, needed, loaded, dict(loaded))
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -221,7 +221,7 @@ def _check_loaded(shard_id: Any, tensor: torch.Tensor, shard: ShardedTensor) -> 
 
 
 def _digest(order: Sequence[Any], distribution: ShardDistribution | None) -> str:
-    """What ranks compare to see that they have the same distribution."""
+    """A digest that is equal on ranks that have the same distribution."""
     digest = hashlib.sha256()
     for shard_id in order:
         assert distribution is not None
@@ -232,12 +232,12 @@ def _digest(order: Sequence[Any], distribution: ShardDistribution | None) -> str
 
 
 def _bits(order: Sequence[Any], chosen: Any) -> str:
-    """Which of ``order`` are chosen, as a hexadecimal number whose lowest bit is the first of them."""
+    """The members of ``order`` that are chosen, as a hexadecimal number whose lowest bit is the first of them."""
     return f"{int(''.join('1' if shard_id in chosen else '0' for shard_id in reversed(order)) or '0', 2):x}"
 
 
 def _pieces(call: str, order: Sequence[Any], distribution: ShardDistribution, route: Route) -> list[Piece]:
-    """What travels; the same on every rank, and so are the errors."""
+    """The pieces that travel; the same on every rank, and so are the errors."""
     team, records = route.team, route.records
     for rank, record in zip(team.ranks, records, strict=True):
         if record["digest"] != records[0]["digest"]:

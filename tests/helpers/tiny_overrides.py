@@ -1,6 +1,6 @@
 """What single model types need beyond the common sizes: settings, classes, and why some cannot be made here.
 
-Data for ``tests/_tiny_models.py``. A setting whose value is a dict, named as a sub-config, is that sub-config's.
+Data for ``tests/helpers/tiny_models.py``. A setting whose value is a dict, named as a sub-config, is that sub-config's.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from modelexport.models.rules import expected_rules, layers_of
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.rules import TensorRule
 from modelexport.sharding.shard_plan import ShardPlan, build_shard_plan
-from tests._models import LlamaShape, config_json, tensor_shapes
+from tests.helpers.models import LlamaShape, config_json, tensor_shapes
 
 Values = dict[str, torch.Tensor]
 ALONE = {"no_dist": True} if "no_dist" in inspect.signature(torch_dcp.save).parameters else {}

@@ -25,7 +25,7 @@ _LEAVE_SECONDS = 30.0  # for the other ranks to have left as well
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
-class Job:
+class RankSession:
     """Joins the job; leaves it by :meth:`end`.
 
     Args:

@@ -1,4 +1,4 @@
-"""Pieces of data from the rank that has each to the ranks that want it, pairwise: nobody else gets a byte.
+"""Pairwise delivery of pieces of data, from the rank that has each to the ranks that want it and to no other.
 
 All ranks know the list of pieces, so messages need no header, and the bytes on the wire are those of the pieces.
 The ranks go through ``W - 1`` steps: in step ``k`` each sends to the rank ``k`` after it and receives from the one
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from modelexport.distributed.collectives.groups import Members
 
-__all__ = ["Cargo", "Piece", "Traffic", "as_flat_bytes", "deliver", "where_this_is"]
+__all__ = ["Piece", "PieceBuffers", "Traffic", "as_flat_bytes", "deliver", "host_identity"]
 
 PACKED_BYTES = 1 << 20  # a message of several pieces has at most so many bytes
 ALONE_BYTES = 128 << 10  # larger pieces are worth a message of their own, which saves two copies
@@ -37,14 +37,14 @@ class Piece:
     targets: tuple[int, ...]
 
 
-class Cargo(Protocol):
-    """What the pieces are, on this rank."""
+class PieceBuffers(Protocol):
+    """The memory of pieces on this rank: sent from, received into."""
 
     def outgoing(self, number: int) -> torch.Tensor:
-        """What to send of a piece: any strides, a dtype that torch can copy; asked for when its turn comes."""
+        """A piece that this rank sends: any strides, a dtype that torch can copy. Called when its turn comes."""
 
     def incoming(self, number: int) -> torch.Tensor:
-        """Where a piece is to be received: contiguous ``uint8 [nbytes]`` on the device of the exchange."""
+        """The memory to receive a piece in: contiguous ``uint8 [nbytes]`` on the device of the exchange."""
 
     def arrived(self, number: int, data: torch.Tensor) -> None:
         """The piece is in ``data``, which ``incoming`` gave."""
@@ -52,7 +52,7 @@ class Cargo(Protocol):
 
 @dataclass
 class Traffic:
-    """What this rank has sent and received: bytes, and messages sent."""
+    """Bytes that this rank has sent and received, and the number of messages sent."""
 
     sent: int = 0
     received: int = 0
@@ -61,7 +61,7 @@ class Traffic:
 
 @dataclass
 class _Round:
-    """A message each way, under way."""
+    """The messages under way, at most one in each direction."""
 
     works: list[Any]
     nbytes: int
@@ -69,19 +69,19 @@ class _Round:
     landed: list[tuple[Sequence[Piece], torch.Tensor]]
 
 
-def where_this_is() -> str:
-    """The place that ranks must share to share memory: machine, network namespace (abstract sockets), user."""
+def host_identity() -> str:
+    """An id that is equal for ranks that can share memory: machine, network namespace (abstract sockets), user."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     return f"{socket.gethostname()}/{boot}/{os.stat('/proc/self/ns/net').st_ino}/{os.geteuid()}"
 
 
-def deliver(pieces: Sequence[Piece], cargo: Cargo, team: Members, device: torch.device) -> Traffic:
-    """Bring every piece to its targets. Called by every rank of the group with the same ``pieces``.
+def deliver(pieces: Sequence[Piece], buffers: PieceBuffers, team: Members, device: torch.device) -> Traffic:
+    """Brings every piece to its targets. Called by every rank of the group with the same ``pieces``.
 
     Args:
         pieces: in an order that all ranks share.
-        cargo: this rank's.
+        buffers: this rank's.
         team: the group.
         device: that the group's back end takes tensors from, the same kind on every rank.
 
@@ -105,13 +105,13 @@ def deliver(pieces: Sequence[Piece], cargo: Cargo, team: Members, device: torch.
             given, taken = sends[number : number + 1], receives[number : number + 1]
             nbytes = sum(piece.nbytes for message in given + taken for piece in message)
             while under_way and sum(each.nbytes for each in under_way) + nbytes > IN_FLIGHT_BYTES:
-                _finish(under_way.popleft(), cargo)
-            under_way.append(_start(given, taken, nbytes, cargo, team, (after, before), device))
+                _finish(under_way.popleft(), buffers)
+            under_way.append(_start(given, taken, nbytes, buffers, team, (after, before), device))
             traffic.messages += len(given)
             traffic.sent += sum(piece.nbytes for message in given for piece in message)
             traffic.received += sum(piece.nbytes for message in taken for piece in message)
     while under_way:
-        _finish(under_way.popleft(), cargo)
+        _finish(under_way.popleft(), buffers)
     return traffic
 
 
@@ -136,7 +136,7 @@ def _start(
     given: Sequence[Sequence[Piece]],
     taken: Sequence[Sequence[Piece]],
     nbytes: int,
-    cargo: Cargo,
+    buffers: PieceBuffers,
     team: Members,
     peers: tuple[int, int],
     device: torch.device,
@@ -144,29 +144,29 @@ def _start(
     # One batch each way: NCCL needs sends and receives that wait for each other to be started together.
     operations, parcels, landed = [], [], []
     for message in given:
-        data = [as_flat_bytes(cargo.outgoing(piece.number), device) for piece in message]
+        data = [as_flat_bytes(buffers.outgoing(piece.number), device) for piece in message]
         parcels.append(data[0] if len(data) == 1 else torch.cat(data))
         operations.append(dist.P2POp(dist.isend, parcels[-1], team.ranks[peers[0]], team.process_group))
     for message in taken:
         total = sum(piece.nbytes for piece in message)
         alone = len(message) == 1
-        data_in = cargo.incoming(message[0].number) if alone else torch.empty(total, dtype=torch.uint8, device=device)
+        data_in = buffers.incoming(message[0].number) if alone else torch.empty(total, dtype=torch.uint8, device=device)
         landed.append((message, data_in))
         operations.append(dist.P2POp(dist.irecv, data_in, team.ranks[peers[1]], team.process_group))
     return _Round(dist.batch_isend_irecv(operations), nbytes, parcels, landed)
 
 
-def _finish(ended: _Round, cargo: Cargo) -> None:
+def _finish(ended: _Round, buffers: PieceBuffers) -> None:
     for work in ended.works:
         work.wait()
     for message, data in ended.landed:
         if len(message) == 1:
-            cargo.arrived(message[0].number, data)
+            buffers.arrived(message[0].number, data)
             continue
         for piece, part in zip(message, data.split([piece.nbytes for piece in message]), strict=True):
-            place = cargo.incoming(piece.number)
+            place = buffers.incoming(piece.number)
             place.copy_(part)
-            cargo.arrived(piece.number, place)
+            buffers.arrived(piece.number, place)
 
 
 def as_flat_bytes(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

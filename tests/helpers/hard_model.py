@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from modelexport.models.architecture import Dimensions, Family, Module, family_of, read_dimensions
-from tests._models import copy_checkpoint
+from tests.helpers.models import copy_checkpoint
 
 CHANNELS = 6
 EXPONENTS = (4, 7)  # least and greatest

@@ -1,7 +1,7 @@
 """A tiny random model of every causal language model that transformers knows, saved by transformers.
 
-Its default architecture, shrunk: the sizes are in ``tests/_tiny_shrink.py``, what single types need beyond them in
-``tests/_tiny_overrides.py``. Every kind of layer that a type has by default is there. Weights are bfloat16, no tensor
+Its default architecture, shrunk: the sizes are in ``tiny_shrink.py``, what single types need beyond them in
+``tiny_overrides.py``. Every kind of layer that a type has by default is there. Weights are bfloat16, no tensor
 is constant, and the logits depend on the tokens. Saved models are kept for the session, to be read and never written.
 """
 
@@ -16,8 +16,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests._tiny_overrides import CLASSES, NOT_MADE, OVERRIDES
-from tests._tiny_shrink import ALWAYS, COMMON, HEADS, PER_LAYER, VOCAB
+from tests.helpers.tiny_overrides import CLASSES, NOT_MADE, OVERRIDES
+from tests.helpers.tiny_shrink import ALWAYS, COMMON, HEADS, PER_LAYER, VOCAB
 
 if TYPE_CHECKING:
     import torch

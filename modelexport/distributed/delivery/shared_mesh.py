@@ -1,4 +1,4 @@
-"""Every rank of one host gives pieces of its memory to every other: mapped there, not copied.
+"""Pieces of memory that the ranks of one host map from each other instead of copying them.
 
 The links are those of a gather (see ``link``), one for each ordered pair of ranks. A piece that lies in the giver's
 arena is given as it is; another is copied into the arena, once, whoever wants it.
@@ -18,14 +18,14 @@ from typing import Any
 import torch
 
 from modelexport.distributed.collectives.groups import Members
+from modelexport.distributed.delivery.pairwise import Piece, PieceBuffers
 from modelexport.distributed.rendezvous import links as rendezvous
-from modelexport.distributed.shard_transport import Cargo, Piece
 from modelexport.distributed.transport import memory
 from modelexport.distributed.transport.payload import pack
 from modelexport.distributed.transport.receiving import Delivery, ReceivingLink, receive_from_all
 from modelexport.distributed.transport.sending import SendingLink
 
-__all__ = ["SharedMesh", "forget", "mesh_of", "standing"]
+__all__ = ["SharedMesh", "forget", "mesh_of", "mesh_record"]
 
 _UNACKNOWLEDGED = 2  # payloads that a receiver may be behind with
 
@@ -45,12 +45,12 @@ class SharedMesh:
         self._from: dict[int, ReceivingLink] = {}
         try:
             for place in range(team.size):
-                self._meet(place, team, f"{key}/{place}", seconds)
+                self._connect(place, team, f"{key}/{place}", seconds)
         except BaseException:
             self.close()
             raise
 
-    def _meet(self, place: int, team: Members, key: str, seconds: float) -> None:
+    def _connect(self, place: int, team: Members, key: str, seconds: float) -> None:
         others = [other for other in range(team.size) if other != place]
         ranks = [team.ranks[place], *(team.ranks[other] for other in others)]
         if place == self._me:
@@ -60,16 +60,16 @@ class SharedMesh:
             self._to[place] = rendezvous.connect_to_first(key, ranks, team.rank, _UNACKNOWLEDGED, seconds)
 
     def release_dropped(self) -> None:
-        """Tell the givers what has been let go of since; before an exchange, and before ranks next meet."""
+        """Acknowledges to the senders the views that were dropped; before an exchange, and before a new rendezvous."""
         for link in self._from.values():
             link.release_dropped()
 
-    def deliver(self, pieces: Sequence[Piece], cargo: Cargo, *, keep: bool) -> int:
-        """Bring every piece to its targets. Called by every rank of the group with the same ``pieces``.
+    def deliver(self, pieces: Sequence[Piece], buffers: PieceBuffers, *, keep: bool) -> int:
+        """Brings every piece to its targets. Called by every rank of the group with the same ``pieces``.
 
         Args:
             pieces: in an order that all ranks share.
-            cargo: ``arrived`` gets a view of the giver's memory; ``incoming`` is not called.
+            buffers: ``arrived`` gets a view of the giver's memory; ``incoming`` is not called.
             keep: the views may be kept. False: ``arrived`` takes what it wants of them, and the memory is the
                 giver's again.
 
@@ -83,7 +83,7 @@ class SharedMesh:
         mine = [piece for piece in pieces if piece.source == self._me]
         targets = sorted({target for piece in mine for target in piece.targets})
         try:
-            copied, given = self._place(mine, cargo)
+            copied, given = self._place(mine, buffers)
             for target in targets:
                 wanted = {str(piece.number): given[piece.number] for piece in mine if target in piece.targets}
                 self._to[target].send(number, pack(wanted), self._seconds)
@@ -93,13 +93,13 @@ class SharedMesh:
             raise
         del given
         sources = sorted({piece.source for piece in pieces if self._me in piece.targets})
-        self._receive(number, [self._from[source] for source in sources], cargo, keep)
+        self._receive(number, [self._from[source] for source in sources], buffers, keep)
         return copied
 
-    def _place(self, mine: Sequence[Piece], cargo: Cargo) -> tuple[int, dict[int, torch.Tensor]]:
+    def _place(self, mine: Sequence[Piece], buffers: PieceBuffers) -> tuple[int, dict[int, torch.Tensor]]:
         given, copied = {}, 0
         for piece in mine:
-            data = cargo.outgoing(piece.number)
+            data = buffers.outgoing(piece.number)
             found = _in_arena(data, piece.nbytes)
             if found is None:
                 found = memory.shared_empty(piece.nbytes, torch.uint8)
@@ -109,29 +109,31 @@ class SharedMesh:
             given[piece.number] = found
         return copied, given
 
-    def _receive(self, number: int, links: Sequence[ReceivingLink], cargo: Cargo, keep: bool) -> None:
+    def _receive(self, number: int, links: Sequence[ReceivingLink], buffers: PieceBuffers, keep: bool) -> None:
         receive_from_all(links, number, self._seconds)
         for link in links:
             delivery, views = link.open(number)
             if keep:
-                self._hand_out(views, cargo)
+                self._hand_out(views, buffers)
                 link.finish(delivery)
             else:
-                self._consume(link, delivery, views, cargo)
+                self._consume(link, delivery, views, buffers)
 
-    def _consume(self, link: ReceivingLink, delivery: Delivery, views: dict[str, torch.Tensor], cargo: Cargo) -> None:
+    def _consume(
+        self, link: ReceivingLink, delivery: Delivery, views: dict[str, torch.Tensor], buffers: PieceBuffers
+    ) -> None:
         try:
-            self._hand_out(views, cargo)
+            self._hand_out(views, buffers)
         finally:
             link.finish(delivery)
 
     @staticmethod
-    def _hand_out(views: dict[str, torch.Tensor], cargo: Cargo) -> None:
+    def _hand_out(views: dict[str, torch.Tensor], buffers: PieceBuffers) -> None:
         for name in list(views):
-            cargo.arrived(int(name), views.pop(name))
+            buffers.arrived(int(name), views.pop(name))
 
     def close(self) -> None:
-        """End the links. What others may still be reading is not used again."""
+        """Closes the links. Memory that other ranks may still be reading is not used again."""
         for receiving in self._from.values():
             receiving.release_dropped()
             receiving.close()
@@ -167,8 +169,8 @@ class _Meshes:
 _known: weakref.WeakKeyDictionary[Any, _Meshes] = weakref.WeakKeyDictionary()
 
 
-def standing(team: Members) -> list[int]:
-    """What each rank tells the others before it asks for the mesh: the number of its mesh (-1: none), those it had."""
+def mesh_record(team: Members) -> list[int]:
+    """This rank's record for :func:`mesh_of`: the number of its mesh (-1: none), and how many meshes it has had."""
     meshes, name = _here(), _name(team)
     alive = meshes.alive.get(name)
     if alive is not None:
@@ -176,21 +178,21 @@ def standing(team: Members) -> list[int]:
     return [alive[0] if alive is not None else -1, meshes.made.get(name, 0)]
 
 
-def mesh_of(team: Members, standings: Sequence[Sequence[int]]) -> SharedMesh:
+def mesh_of(team: Members, records: Sequence[Sequence[int]]) -> SharedMesh:
     """The mesh of a group, which lasts as long as its process group. Called by all ranks together.
 
     Args:
         team: the group.
-        standings: every rank's :func:`standing`. Where a rank has none, or another one, all meet anew.
+        records: every rank's :func:`mesh_record`. Where a rank has none, or another one, all make a new one.
 
     Raises:
         GatherError: as :class:`SharedMesh`.
     """
     meshes, name = _here(), _name(team)
-    numbers = {alive for alive, _ in standings}
+    numbers = {alive for alive, _ in records}
     if numbers == {-1} or len(numbers) > 1:
         forget(team)
-        number = max(made for _, made in standings)
+        number = max(made for _, made in records)
         meshes.made[name] = number + 1
         key = f"modelexport/mesh/{name[0]}/{'-'.join(map(str, team.ranks))}/{number}"
         seconds = float(rendezvous.default_store().timeout.total_seconds())
@@ -199,7 +201,7 @@ def mesh_of(team: Members, standings: Sequence[Sequence[int]]) -> SharedMesh:
 
 
 def forget(team: Members) -> None:
-    """After a failed exchange: hangs up, so that all ranks that wait for this one fail too, and next time meet anew."""
+    """Closes a group's mesh after a failed exchange, so that ranks that wait for this one fail too."""
     alive = _here().alive.pop(_name(team), None)
     if alive is not None:
         alive[1].close()

@@ -1,6 +1,6 @@
 """How a config class's defaults are made tiny: sizes by the names that transformers' config classes give them.
 
-Data for ``tests/_tiny_models.py``. What one type needs beyond the common names is in ``tests/_tiny_overrides.py``.
+Data for ``tiny_models.py``. What one type needs beyond the common names is in ``tiny_overrides.py``.
 """
 
 from __future__ import annotations

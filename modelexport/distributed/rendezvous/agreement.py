@@ -1,17 +1,17 @@
-"""Meetings of all ranks of the process group: each says what it has, one outcome is the same for all.
+"""Rendezvous of all ranks of the process group: each contributes a value, and all get the same outcome.
 
-A meeting uses the process group's store and no collective, so it is the same with every back end, costs no device,
-and can say who has not come. Meetings are numbered; every rank counts by itself, so all must hold the same meetings
-in the same order. For meeting n each rank writes its contribution (a value or a failure, and which call it is in)
+A rendezvous uses the process group's store and no collective, so it is the same with every back end, costs no device,
+and can say who has not come. Each has a number; every rank counts by itself, so all must go through the same
+ones in the same order. For number n each rank writes its contribution (a value or a failure, and which call it is in)
 to ``n/from/<rank>``. Rank 0 waits for all of them and offers an outcome under ``n/outcome``. Others may offer one too:
 a rank that failed while rank 0 or others keep it waiting, a rank whose time is up. Only the first offer counts,
-whoever made it, so that all ranks agree on what happened, and go on to the same next meeting.
+whoever made it, so that all ranks agree on what happened, and go on to the same next rendezvous.
 
 A rank deletes its contribution once it has read the outcome, and rank 0 stays until the others have: it often hosts
-the store, and may end right after. A meeting held inside another one's function has a number within the outer one's
+the store, and may end right after. A rendezvous held inside another one's function has a number within the outer one's
 (``7/0``), and those who wait in it look at the outer one's outcome as well.
 
-A failure outside a meeting (:func:`announced`) is offered as the outcome of the next one.
+A failure outside a rendezvous (:func:`announced`) is offered as the outcome of the next one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from modelexport.distributed.transport.mailbox import (
 )
 from modelexport.errors import UsageError
 
-__all__ = ["Meeting", "announced", "group_position", "only_here", "position"]
+__all__ = ["Rendezvous", "announced", "group_position", "only_here", "position"]
 
 _SETTLE = (0.1, 0.4, 0.4)  # seconds that a failed rank leaves to rank 0, by the failure's level: echoes yield
 _READ_VALUE, _READ_FAILURE = 5.0, 0.5  # seconds that rank 0 stays for the others to read an outcome
@@ -69,15 +69,15 @@ def position() -> tuple[int, int]:
     return group_position() or (0, 1)
 
 
-class _Ledger:
-    """What this process remembers of the meetings of one process group."""
+class _RendezvousState:
+    """This process's state of the rendezvous over one process group's store."""
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
-        self.open: list[int] = []  # the meetings that this rank is in, outermost first
-        self.next = [0]  # the next meeting's number, in the world and inside each open meeting
+        self.open: list[int] = []  # the rendezvous that this rank is in, outermost first
+        self.next = [0]  # the next number, in the world and inside each open rendezvous
         self.only_here = ""  # what this rank runs that others do not
-        self.litter: list[str] = []  # to be deleted when all ranks are known to be past it
+        self.stale_keys: list[str] = []  # to be deleted when all ranks are known to be past it
         self.lock = threading.RLock()
 
     def path(self, depth: int, number: int) -> str:
@@ -87,7 +87,7 @@ class _Ledger:
         return self.path(len(self.open), self.next[-1])
 
     def begin(self) -> tuple[str, list[str]]:
-        """The path of a new meeting, and those of the meetings around it."""
+        """The path of a new rendezvous, and those of the rendezvous around it."""
         path = self.next_path()
         around = [self.path(depth, number) for depth, number in enumerate(self.open)]
         self.open.append(self.next[-1])
@@ -100,28 +100,28 @@ class _Ledger:
         self.next.pop()
 
 
-_ledgers: weakref.WeakKeyDictionary[Any, _Ledger] = weakref.WeakKeyDictionary()
+_states: weakref.WeakKeyDictionary[Any, _RendezvousState] = weakref.WeakKeyDictionary()
 
 
-def _group(rank: int) -> tuple[Any, _Ledger]:
-    """The process group's store, and the ledger that goes with it."""
+def _group(rank: int) -> tuple[Any, _RendezvousState]:
+    """The process group's store, and the state that goes with it."""
     from modelexport.distributed.rendezvous.links import default_store
 
     store = default_store()
-    ledger = _ledgers.get(store)
-    if ledger is None:
+    state = _states.get(store)
+    if state is None:
         # A group made anew over the same store must not read what the former one has left.
         generation = Mailbox(store).count(f"modelexport/ranks/joined/{rank}")
-        ledger = _ledgers[store] = _Ledger(f"modelexport/ranks/{generation}")
-    return store, ledger
+        state = _states[store] = _RendezvousState(f"modelexport/ranks/{generation}")
+    return store, state
 
 
-class Meeting:
-    """One meeting, from the call's first check to the outcome::
+class Rendezvous:
+    """One rendezvous, from the call's first check to the outcome::
 
-        with Meeting("barrier", timeout) as meeting:
-            meeting.check()
-            meeting.barrier()
+        with Rendezvous("barrier", timeout) as rendezvous:
+            rendezvous.check()
+            rendezvous.barrier()
 
     An error that arises inside before the outcome is this rank's failure, and becomes every rank's error.
 
@@ -137,23 +137,23 @@ class Meeting:
         self._settled = self._contributed = False
         self._path = ""
         self._mine: list[str] = []  # the keys of this rank's contribution
-        self._past: list[str] = []  # of the litter, what will be done with once all have contributed here
+        self._past_keys: list[str] = []  # the stale keys that are to be deleted once all have contributed here
 
-    def __enter__(self) -> Meeting:
+    def __enter__(self) -> Rendezvous:
         self.rank, self.world_size = position()
         if self.world_size == 1:
             return self
-        self._store, self._ledger = _group(self.rank)
-        if not self._ledger.lock.acquire(blocking=False):
+        self._store, self._state = _group(self.rank)
+        if not self._state.lock.acquire(blocking=False):
             raise UsageError(f"{self.call} was called while another thread is in such a call; use one thread at a time")
-        if self._ledger.only_here:
-            self._ledger.lock.release()
+        if self._state.only_here:
+            self._state.lock.release()
             raise UsageError(
-                f"{self.call} was called inside {self._ledger.only_here}, where the other ranks do not call it; "
+                f"{self.call} was called inside {self._state.only_here}, where the other ranks do not call it; "
                 "call it outside, on every rank"
             )
         self._box = Mailbox(self._store)
-        self._path, around = self._ledger.begin()
+        self._path, around = self._state.begin()
         self._outcomes = [f"{path}/outcome" for path in [self._path, *around]]
         return self
 
@@ -166,8 +166,8 @@ class Meeting:
                 self._fail(error)
         finally:
             if self.world_size > 1:
-                self._ledger.end()
-                self._ledger.lock.release()
+                self._state.end()
+                self._state.lock.release()
         if error is not None:
             _announce(error, self.call)
         return False
@@ -200,7 +200,7 @@ class Meeting:
             return encode(fn(*args))
 
     def barrier(self) -> None:
-        """All ranks come."""
+        """Waits for all ranks."""
         self._settle(b"", lambda values: b"")
 
     def share(self, value: bytes, rank: int) -> Any:
@@ -212,19 +212,19 @@ class Meeting:
         place = f"{self._path}/values"
         gathered: list[bytes] = []
 
-        def hand_over(values: list[bytes]) -> bytes:
+        def publish(values: list[bytes]) -> bytes:
             # Not in the outcome, which every rank reads.
             if rank == self.rank:
                 gathered.extend(values)
             else:
-                self._ledger.litter += self._box.put(place, join(values))
+                self._state.stale_keys += self._box.put(place, join(values))
             return b""
 
         def fetch() -> None:
             if rank == self.rank and not gathered:
                 gathered.extend(separate(self._box.get([place])[0]))
 
-        self._settle(value, hand_over, fetch)
+        self._settle(value, publish, fetch)
         return [decode(part) for part in gathered] if rank == self.rank else None
 
     def reduce(self, value: bytes, fn: Callable[[list[Any]], Any]) -> Any:
@@ -256,17 +256,17 @@ class Meeting:
         outcome = describe(error, self.call, self.rank)
         if self.world_size > 1:
             try:
-                outcome = self._tell(outcome, at_once=not isinstance(error, Exception))
+                outcome = self._report_failure(outcome, at_once=not isinstance(error, Exception))
             except StoreGoneError:
                 return  # it is this rank's own failure that counts
         self._settled = True
         if outcome["kind"] == "value":
-            return  # settled before this rank failed; the next meeting tells
+            return  # settled before this rank failed; the next rendezvous tells
         if isinstance(error, Exception):
             raise error_of(outcome, self.rank) from error
         mark(error, outcome)  # Ctrl-C and the like stay what they are
 
-    def _tell(self, failure: Outcome, *, at_once: bool) -> Outcome:
+    def _report_failure(self, failure: Outcome, *, at_once: bool) -> Outcome:
         if self._contributed or at_once:
             found = self._offer(message(failure))
         else:
@@ -276,7 +276,7 @@ class Meeting:
 
     def _contribute(self, more: Outcome, value: bytes) -> None:
         self._contributed = True
-        self._past = list(self._ledger.litter)
+        self._past_keys = list(self._state.stale_keys)
         self._mine = self._box.put(f"{self._path}/from/{self.rank}", message({"call": self.call, **more}, value))
 
     def _wait(self, failure: Outcome | None = None) -> bytes:
@@ -301,7 +301,7 @@ class Meeting:
 
     def _offer(self, outcome: bytes) -> bytes:
         found, keys = self._box.offer(self._outcomes[0], outcome)
-        self._ledger.litter += keys[1:]
+        self._state.stale_keys += keys[1:]
         return found
 
     def _decide(self, decide: Callable[[list[bytes]], bytes] | None) -> bytes:
@@ -321,7 +321,7 @@ class Meeting:
         return message({"kind": "value"}, decide([value for _, value in parts]))
 
     def _absence(self, seconds: float) -> Outcome:
-        """The outcome when this rank has waited for too long."""
+        """Makes the outcome of a rank that has waited for too long."""
         found = [self._box.peek(f"{self._path}/from/{rank}") for rank in range(self.world_size)]
         calls = {rank: parse(data)[0]["call"] for rank, data in enumerate(found) if data is not None}
         missing = [rank for rank in range(self.world_size) if rank not in calls]
@@ -337,31 +337,31 @@ class Meeting:
     def _conclude(self, found: bytes, read: Callable[[], None] | None = None) -> tuple[Outcome, bytes]:
         """Takes note of the outcome, and leaves the store tidy; returns the outcome and the value with it."""
         outcome, value = parse(found)
-        litter = self._ledger.litter
+        stale_keys = self._state.stale_keys
         self._settled = True
         if outcome["kind"] != "value":
             # Nothing is deleted: a rank that comes late looks at it.
             with contextlib.suppress(StoreGoneError):
-                litter += [*self._mine, *self._box.put(f"{self._path}/from/{self.rank}/read", b"yes")]
+                stale_keys += [*self._mine, *self._box.put(f"{self._path}/from/{self.rank}/read", b"yes")]
             if self.rank == 0:
-                litter.append(self._outcomes[0])
+                stale_keys.append(self._outcomes[0])
                 _stay(self._box, self._path, self.world_size, _READ_FAILURE)
             return outcome, value
         if read is not None:
             read()
-        # All have contributed, so all are past the earlier meetings.
-        tidy = self._box.delete([*self._mine, *self._past])
-        del litter[: len(self._past)]
+        # All have contributed, so all have left the earlier rendezvous.
+        tidy = self._box.delete([*self._mine, *self._past_keys])
+        del stale_keys[: len(self._past_keys)]
         if self.rank == 0:
-            litter.append(self._outcomes[0])
+            stale_keys.append(self._outcomes[0])
             if tidy and _stay(self._box, self._path, self.world_size, _READ_VALUE):
-                self._box.delete(litter)
-                litter.clear()
+                self._box.delete(stale_keys)
+                stale_keys.clear()
         return outcome, value
 
 
 def _stay(box: Mailbox, path: str, world_size: int, seconds: float) -> bool:
-    """Rank 0 waits, but not for long, until those who wait for the outcome of a meeting have read it."""
+    """Waits on rank 0, for ``seconds`` at most, until the other ranks have read the outcome of a rendezvous."""
     deadline = time.monotonic() + seconds
     with contextlib.suppress(StoreGoneError):
         for place in (f"{path}/from/{rank}" for rank in range(1, world_size)):
@@ -374,22 +374,22 @@ def _stay(box: Mailbox, path: str, world_size: int, seconds: float) -> bool:
 
 @contextmanager
 def only_here(what: str) -> Iterator[None]:
-    """What runs inside runs on some ranks only, so that it cannot hold meetings."""
+    """Marks code that some ranks run and others do not: a rendezvous inside raises UsageError."""
     rank, world_size = position()
     if world_size == 1:
         yield
         return
-    ledger = _group(rank)[1]
-    former, ledger.only_here = ledger.only_here, what
+    state = _group(rank)[1]
+    former, state.only_here = state.only_here, what
     try:
         yield
     finally:
-        ledger.only_here = former
+        state.only_here = former
 
 
 @contextmanager
 def announced(what: str) -> Iterator[None]:
-    """An error inside, on any rank, is raised by all ranks at their next meeting; here it is raised as it is."""
+    """Makes all ranks raise an error of the body at their next rendezvous; here it is raised as it is."""
     try:
         with phase_scope(f"running {what}"):
             yield
@@ -404,8 +404,8 @@ def _announce(error: BaseException, what: str) -> None:
         return  # nobody to tell, or all know
     # Where the store is gone nobody can be told, and this error counts, not that.
     with contextlib.suppress(StoreGoneError):
-        store, ledger = _group(rank)
-        box, path = Mailbox(store), ledger.next_path()
+        store, state = _group(rank)
+        box, path = Mailbox(store), state.next_path()
         box.offer(f"{path}/outcome", message(describe(error, what, rank)))
         if rank == 0:
             _stay(box, path, world_size, _READ_FAILURE)

@@ -16,7 +16,7 @@ from modelexport.models.rules import expected_rules, layers_of, tensor_rules
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.rules import TensorRule
 from modelexport.sharding.shard_plan import ShardPlan, build_shard_plan
-from tests._models import headers_only, quantised_headers
+from tests.helpers.models import headers_only, quantised_headers
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Model:
 
 
 def make_model(scheme: str | None = None, **shape: Any) -> Model:
-    """A model of that :class:`tests._models.LlamaShape`, perhaps quantised; no two elements near each other alike."""
+    """A model of that :class:`LlamaShape`, quantised where ``scheme`` names how; no two near elements are alike."""
     checkpoint = headers_only(**shape) if scheme is None else quantised_headers(scheme, **shape)
     rules = tensor_rules(checkpoint)
     generator = torch.Generator().manual_seed(len(rules))

@@ -1,6 +1,6 @@
 """Tiny checkpoints for tests: saved by transformers itself, or as headers alone for planning.
 
-Llamas by default; other families with ``model_type``. Import as ``from tests._models import ...``. What
+Llamas by default; other families with ``model_type``. Import as ``from tests.helpers.models import ...``. What
 :func:`make_llama` saves has no constant tensor (transformers would leave norms at one and biases at zero), so that a
 part that went astray shows. The default shape suits every number format with its default group size.
 """
