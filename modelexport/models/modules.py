@@ -14,7 +14,7 @@ from modelexport.checkpoints.safetensors.file import Checkpoint, TensorInfo
 from modelexport.errors import CheckpointError, ModelExportError
 from modelexport.models.architecture import Dimensions, Family, family_of, read_dimensions
 from modelexport.quantization.formats import name_of
-from modelexport.quantization.methods import QuantizationConfig, Scheme, tensor_specs
+from modelexport.quantization.methods import QuantizationConfig, Scheme, StoredTensorSpec, tensor_specs
 
 PLAIN = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64", "F8_E4M3": "fp8", "F8_E5M2": "fp8-e5m2"}
 _SCALES = ("weight_scale", "weight_scale_inv", "scales", "absmax", "weights_scaling_factor", "per_channel_scale")
