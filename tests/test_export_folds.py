@@ -13,7 +13,7 @@ from modelexport.exporting.calibrated.folds import LayerFold, apply_fold, folds_
 from modelexport.models.architecture import family_of, read_dimensions
 from modelexport.quantization import formats
 from modelexport.quantization.algorithms.base import CalibratedLinear
-from modelexport.quantization.calibration.cut import Share
+from modelexport.quantization.calibration.cut import ForwardShard
 from modelexport.quantization.calibration.statistics import InputStatistics
 from tests.helpers.models import LlamaShape, config_json, tensor_shapes
 
@@ -148,23 +148,23 @@ def test_linears_and_what_is_known_of_their_inputs() -> None:
         assert torch.equal(shared.tensors[f"{name}.weight"], found.tensors[f"{name}.weight"]), "once, not twice"
 
 
-def cut(tensors: dict[str, Tensor], shares: dict[str, Share]) -> dict[str, Tensor]:
+def cut(tensors: dict[str, Tensor], shares: dict[str, ForwardShard]) -> dict[str, Tensor]:
     """What a rank holds."""
     found = {}
     for name, tensor in tensors.items():
-        share = shares.get(name.rpartition(".")[0], Share())
+        share = shares.get(name.rpartition(".")[0], ForwardShard())
         is_cut = share.dim is not None and (share.dim == 0 or tensor.dim() == 2)
         parts = [tensor.narrow(share.dim, a, b - a) for a, b in share.spans] if is_cut and share.dim is not None else []
         found[name] = torch.cat(parts, dim=share.dim or 0) if parts else tensor.clone()
     return found
 
 
-def column(*spans: tuple[int, int]) -> Share:
-    return Share(0, spans, ((0, sum(b - a for a, b in spans)),))
+def column(*spans: tuple[int, int]) -> ForwardShard:
+    return ForwardShard(0, spans, ((0, sum(b - a for a, b in spans)),))
 
 
-def row(*spans: tuple[int, int]) -> Share:
-    return Share(1, spans, ((0, sum(b - a for a, b in spans)),), (0,), 2)
+def row(*spans: tuple[int, int]) -> ForwardShard:
+    return ForwardShard(1, spans, ((0, sum(b - a for a, b in spans)),), (0,), 2)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -206,7 +206,7 @@ def test_a_rank_without_a_part() -> None:
     name = f"{PREFIX}.mlp.down_proj.weight"
     found.tensors[name] = found.tensors[name][:, :7].clone()
     apply_fold(
-        found.tensors, {f"{PREFIX}.mlp.down_proj": Share(1)}, found.folds["mlp.up_proj"], torch.full((384,), 2.0)
+        found.tensors, {f"{PREFIX}.mlp.down_proj": ForwardShard(1)}, found.folds["mlp.up_proj"], torch.full((384,), 2.0)
     )
     whole = found.linears[f"{PREFIX}.mlp.down_proj"].weight
     assert torch.equal(whole, layer().tensors[name] * 2)

@@ -23,7 +23,7 @@ from modelexport.layers import Box, LayerConfig, ModuleConfig, TensorShard, merg
 from modelexport.models.rules import tensor_rules
 from modelexport.quantization import formats
 from modelexport.quantization.assignment import Assignment
-from modelexport.quantization.methods import Part, of_method
+from modelexport.quantization.methods import WeightSlice, of_method
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.shard_plan import part_problem
 from tests.helpers.models import LlamaShape, copy_checkpoint, headers_only, make_llama, quantised_headers, tensor_shapes
@@ -218,9 +218,9 @@ def largest(step: Step, task: TensorTask, weights: dict[str, torch.Tensor], rows
     """What a task's scales depend on beyond its own shard, from the whole weights."""
     number_format = task.number_format
     assert number_format is not None
-    if number_format.reach == "block" or number_format.searches_whole:
+    if number_format.scale_granularity == "block" or number_format.searches_whole:
         return None
-    if number_format.reach == "row":
+    if number_format.scale_granularity == "row":
         return number_format.amax(weights[task.info.name])[slice(*rows)]
     sharing = [weights[t.info.name] for t in step.tasks if t.quantised and t.shared_scale == task.shared_scale]
     return torch.stack([number_format.amax(weight) for weight in sharing]).amax(dim=0)
@@ -244,7 +244,7 @@ def quantise_by_parts(plan: ExportPlan, step: Step, weights: dict[str, torch.Ten
                 amax = largest(step, task, weights, owned[0])
                 inputs = INPUTS if task.number_format.has_static_inputs else None
                 made = task.number_format.quantise(data, amax=amax, inputs=inputs, global_shape=task.full_shape)
-                of = Part(task.full_shape, (owned[0][0], owned[1][0]), (data.shape[0], data.shape[1]))
+                of = WeightSlice(task.full_shape, (owned[0][0], owned[1][0]), (data.shape[0], data.shape[1]))
                 made = method.encode(task.number_format, made, of)
             for out in task.outputs:
                 box = task.output_box(out, rank)
@@ -320,7 +320,7 @@ def parts_are_the_whole(plan: ExportPlan) -> int:
                 amax = largest(step, task, weights, (0, whole.shape[0]))
                 inputs = INPUTS if task.number_format.has_static_inputs else None
                 native = task.number_format.quantise(whole, amax=amax, inputs=inputs)
-                expected = of_method(plan.method).encode(task.number_format, native, Part.whole(task.full_shape))
+                expected = of_method(plan.method).encode(task.number_format, native, WeightSlice.whole(task.full_shape))
             tensors = layer.modules[task.path].tensors
             assert {out.name for out in task.outputs} == set(expected)
             for out in task.outputs:

@@ -113,7 +113,7 @@ def _convert() -> Parser:
     parser = _parser(
         "convert",
         "Write a quantised checkpoint in another format, without rounding anything again.",
-        "  modelexport convert ckpt/ --format awq --out DIR           compressed-tensors' int4 as AutoAWQ spells it\n"
+        "  modelexport convert ckpt/ --format awq --out DIR           compressed-tensors' int4 as AutoAWQ encodes it\n"
         "  modelexport convert ORG/MODEL-AWQ --format gptq --out DIR  from the hub\n"
         "  modelexport convert ckpt/ --format trtllm --target-tp 8 --out DIR\n",
         only_given=True,
@@ -259,7 +259,7 @@ class Command:
 
 
 COMMANDS: dict[str, Command] = {
-    "convert": Command("the same numbers in another spelling or format", _convert),
+    "convert": Command("the same numbers in another encoding or format", _convert),
     "diff": Command("do two checkpoints hold the same model?", _diff),
     "eval": Command("perplexity, and KL divergence from the source, on a text", _eval),
     "formats": Command("number formats, checkpoint formats, algorithms, engines", _formats),

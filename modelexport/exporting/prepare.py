@@ -25,13 +25,13 @@ from modelexport.quantization.assignment import KEEP, Assignment
 from modelexport.quantization.calibration.cut import ROWS
 from modelexport.quantization.calibration.text import TokenDocuments
 from modelexport.quantization.methods import QUANTIZATION_KEYS, of_method
-from modelexport.quantization.methods.base import Announced, Announcement
+from modelexport.quantization.methods.base import ModelQuantization, QuantizationFiles
 from modelexport.recipe import ExportRecipe
 from modelexport.sharding.plan import Parallelism
 from modelexport.system.startup import without_collector
 from modelexport.system.terminal import note
 
-__all__ = ["PreparedExport", "announcement", "check_early", "parse_assignment", "prepare"]
+__all__ = ["PreparedExport", "check_early", "parse_assignment", "prepare", "quantization_files"]
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def _autoquant(recipe: ExportRecipe, source: Source, checkpoint: Checkpoint) -> 
 def _target(recipe: ExportRecipe, checkpoint: Checkpoint, plan: ExportPlan) -> TargetPlan:
     """The layout of the target: the planned tensors, cut for the target's parallelism."""
     whole = plan_layout(list(plan.outputs()), max_shard_bytes=recipe.max_shard_bytes)
-    announced = announcement(plan)
+    announced = quantization_files(plan)
     config = {key: value for key, value in (checkpoint.config or {}).items() if key not in QUANTIZATION_KEYS}
     if announced is not None:
         config["quantization_config"] = announced.config
@@ -155,13 +155,13 @@ def _target(recipe: ExportRecipe, checkpoint: Checkpoint, plan: ExportPlan) -> T
     )
 
 
-def announcement(plan: ExportPlan) -> Announcement | None:
+def quantization_files(plan: ExportPlan) -> QuantizationFiles | None:
     """The quantization config of a plan, for config.json and files beside it; None where nothing is quantised."""
     formats = plan.formats()
     if not formats and not plan.kv_cache:
         return None
-    announced = Announced(formats, plan.ignored(), plan.kv_cache, __version__, plan.kept_subtrees())
-    return of_method(plan.method).announce(announced)
+    announced = ModelQuantization(formats, plan.ignored(), plan.kv_cache, __version__, plan.kept_subtrees())
+    return of_method(plan.method).quantization_files(announced)
 
 
 def _warnings(prepared: PreparedExport) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ from modelexport.exporting.scales import ScaleAgreement, check_finite
 from modelexport.layers import LayerConfig, ModuleConfig, TensorShard
 from modelexport.quantization import decoding, formats, kernels
 from modelexport.quantization.calibration.ranges import Ranges
-from modelexport.quantization.methods import Part, of_method
+from modelexport.quantization.methods import WeightSlice, of_method
 from modelexport.recipe import ExportRecipe
 
 FP8_MAX = 448.0  # the largest number of float8_e4m3fn
@@ -288,7 +288,9 @@ class RankExport:
         box = task.owned_box(self.rank)
         assert box is not None
         assert task.number_format is not None
-        encoded = self.method.encode(task.number_format, native, Part(task.full_shape, (box[0][0], box[1][0]), shape))
+        encoded = self.method.encode(
+            task.number_format, native, WeightSlice(task.full_shape, (box[0][0], box[1][0]), shape)
+        )
         return {name: in_shared_memory(t) for name, t in encoded.items()} if self.writer.wants_shared(task) else encoded
 
     def _quantise_linear(

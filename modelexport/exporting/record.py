@@ -16,7 +16,7 @@ from modelexport import __version__
 from modelexport.checkpoints.card_metadata import read_card_metadata
 from modelexport.checkpoints.formats.hf import RECORD, SideFiles
 from modelexport.exporting.plan import ExportPlan
-from modelexport.exporting.prepare import PreparedExport, announcement
+from modelexport.exporting.prepare import PreparedExport, quantization_files
 from modelexport.inspection.card import model_card
 from modelexport.inspection.record.reading import read_record
 from modelexport.jobs.side_files import cards, files_digest, inputs_of, source_config
@@ -122,7 +122,7 @@ def target_of_export(prepared: PreparedExport) -> TargetDirectory:
         facts = {"model": _model_facts(prepared), "warnings": list(prepared.warnings)}
         return {**made, **facts, **_inherited(before, made)}
 
-    announced = announcement(prepared.plan)
+    announced = quantization_files(prepared.plan)
     beside = {} if announced is None else announced.files
     stale, renamed = cards(prepared.checkpoint.directory)
     files = TargetDirectorySpec(

@@ -94,7 +94,7 @@ class ScaleAgreement:
 
 
 def _reach(task: TensorTask) -> str:
-    return task.number_format.reach if task.quantised and task.number_format is not None else "block"
+    return task.number_format.scale_granularity if task.quantised and task.number_format is not None else "block"
 
 
 def check_finite(plain: NumberFormat, tensor: Tensor, name: str) -> None:

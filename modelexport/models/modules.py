@@ -14,7 +14,7 @@ from modelexport.checkpoints.safetensors.file import Checkpoint, TensorInfo
 from modelexport.errors import CheckpointError, ModelExportError
 from modelexport.models.architecture import Dimensions, Family, family_of, read_dimensions
 from modelexport.quantization.formats import name_of
-from modelexport.quantization.methods import Promise, QuantizationConfig, Scheme, promised
+from modelexport.quantization.methods import QuantizationConfig, Scheme, StoredTensorSpec, tensor_specs
 
 PLAIN = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64", "F8_E4M3": "fp8", "F8_E5M2": "fp8-e5m2"}
 _SCALES = ("weight_scale", "weight_scale_inv", "scales", "absmax", "weights_scaling_factor", "per_channel_scale")
@@ -181,11 +181,11 @@ def _as_announced(
     """
     shape = stored.shape
     try:
-        if wanted is not None and len(wanted) == 2 and _are(promised(scheme, (wanted[0], wanted[1])), tensors):
+        if wanted is not None and len(wanted) == 2 and _are(tensor_specs(scheme, (wanted[0], wanted[1])), tensors):
             shape = wanted
         if shape is None or len(shape) != 2:
             return stored
-        promises = promised(scheme, (shape[0], shape[1]))
+        promises = tensor_specs(scheme, (shape[0], shape[1]))
     except CheckpointError:  # a scheme that is not known, or does not go with this shape: told by its tensors alone
         return stored
     stored = replace(stored, shape=shape)
@@ -198,7 +198,7 @@ def _as_announced(
     return replace(stored, number_format=number_format, unit=(units[0], units[1]))
 
 
-def _are(promises: Mapping[str, Promise], tensors: Mapping[str, TensorInfo]) -> bool:
+def _are(promises: Mapping[str, StoredTensorSpec], tensors: Mapping[str, TensorInfo]) -> bool:
     """Returns whether all expected tensors are there, with the expected dtypes and shapes."""
     found = ((tensors.get(suffix), promise) for suffix, promise in promises.items())
     return all(info is not None and info.dtype in p.dtypes and info.shape in p.shapes for info, p in found)

@@ -18,13 +18,13 @@ from modelexport.models.architecture import Dimensions, Family, Module, family_o
 from modelexport.models.families.base import AxisSize
 from modelexport.quantization.methods import (
     FLOATS,
-    Promise,
     QuantizationConfig,
     Scheme,
+    StoredTensorSpec,
     extras,
     methods,
-    promised,
     read_quantization_config,
+    tensor_specs,
 )
 from modelexport.sharding.rules import CutRange, Spread, TensorRule
 
@@ -232,23 +232,23 @@ class _Builder:
             more = f"; and {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""
             raise CheckpointError(self.where + "; ".join(problems[:_LISTED]) + more)
 
-    def _promises(self, place: Place) -> dict[str, Promise]:
+    def _promises(self, place: Place) -> dict[str, StoredTensorSpec]:
         shape, scheme = self.model.dims.weight_shape(place.module), self.model.scheme(place)
         if scheme is not None:
             try:
                 extra = extras(scheme, (shape[0], shape[1]))
                 present = {s: promise for s, promise in extra.items() if place.tensor(s) in self.infos}
-                return {**promised(scheme, (shape[0], shape[1])), **present}
+                return {**tensor_specs(scheme, (shape[0], shape[1])), **present}
             except CheckpointError as error:
                 self.problems.append(str(error))
         dtypes = dtype_names() if place.module.kind == "other" else (*FLOATS, "F64")
         stored = self.model.dims.stored_shapes(place.module)
-        plain = Promise(dtypes, stored, tuple((d, 1) for d in range(len(shape))))
+        plain = StoredTensorSpec(dtypes, stored, tuple((d, 1) for d in range(len(shape))))
         return {place.module.parameter: plain}
 
-    def _bias(self, place: Place) -> Promise:
+    def _bias(self, place: Place) -> StoredTensorSpec:
         rows = self.model.dims.weight_shape(place.module)[0]
-        return Promise((*FLOATS, "F64"), ((rows,),), ((0, 1),))
+        return StoredTensorSpec((*FLOATS, "F64"), ((rows,),), ((0, 1),))
 
     def _hint(self, name: str, place: Place, suffix: str) -> str:
         announced = place.module.bias
@@ -258,7 +258,10 @@ class _Builder:
 
 
 def _rules(
-    place: Place, dims: Dimensions, promises: Mapping[str, Promise], tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    place: Place,
+    dims: Dimensions,
+    promises: Mapping[str, StoredTensorSpec],
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]],
 ) -> list[TensorRule]:
     """The rules of one module's tensors: ``suffix -> (dtype, shape)``."""
     module = place.module
@@ -330,7 +333,7 @@ def _spread(name: str, axis: AxisSize) -> Spread:
     return "kv_heads" if axis.shared else "heads" if axis.heads else "even"
 
 
-def _own_dim(promise: Promise, along: int | None, rank: int) -> tuple[int | None, int]:
+def _own_dim(promise: StoredTensorSpec, along: int | None, rank: int) -> tuple[int | None, int]:
     """The dim of a tensor that runs along the weight's cut one, and the weight's elements for each of its own."""
     for dim, axis in enumerate(promise.axes[:rank]):
         if axis is not None and axis[0] == along:

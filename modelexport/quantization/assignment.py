@@ -1,4 +1,4 @@
-"""Which linear gets which number format: what ``--quant`` says.
+"""The assignment of number formats to linears that ``--quant`` describes.
 
 ``fp8`` is one format for all of them. A list of ``pattern=format`` gives each the first whose pattern means it and
 leaves the rest as they are: ``*.self_attn.*=fp8,*.mlp.*=int4:64``. A pattern is a shell wildcard over the module's full
@@ -136,5 +136,5 @@ def _means(pattern: str, module: str) -> bool:
 
 
 def _matcher(pattern: str) -> Callable[[str], bool] | None:
-    """What a regular expression means; None for a wildcard."""
+    """The matcher of a regular expression; None for a wildcard."""
     return compiled(pattern[3:], "--quant").matches if pattern.startswith("re:") else None

@@ -1,4 +1,4 @@
-"""From one spelling of a quantised linear to another, or to the weight that it stands for."""
+"""Conversion of a quantised linear from one encoding to another, or to the weight that it stands for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from modelexport.errors import ValuesError
 from modelexport.quantization.formats.base import NumberFormat
-from modelexport.quantization.methods import Method, Part, of_method, promised
+from modelexport.quantization.methods import Method, WeightSlice, of_method, tensor_specs
 
 _NAN = {torch.float8_e4m3fn: 0x7F, torch.uint8: 0xFF}
 """One-byte numbers -> the bits that are all set in NaN; bytes are exponents (E8M0) where they are scales."""
@@ -36,30 +36,30 @@ def dequantise(
     Raises:
         CheckpointError: the tensors hold what the number format cannot say.
     """
-    spelling = of_method(method)
-    own, multiplier = getattr(spelling, "dequantise", None), getattr(spelling, "weight_multiplier", None)
+    encoder = of_method(method)
+    own, multiplier = getattr(encoder, "dequantise", None), getattr(encoder, "weight_multiplier", None)
     if own is not None:
-        weight: Tensor = own(number_format, tensors, Part.whole(shape))
+        weight: Tensor = own(number_format, tensors, WeightSlice.whole(shape))
         return weight.to(dtype)
     columns = None if multiplier is None else multiplier(tensors)
-    promises = promised(number_format.scheme(method), shape)
+    promises = tensor_specs(number_format.scheme(method), shape)
     needed = {suffix: tensor for suffix, tensor in tensors.items() if suffix in promises}
-    weight = number_format.dequantise(spelling.decode(number_format, needed, Part.whole(shape)))
+    weight = number_format.dequantise(encoder.decode(number_format, needed, WeightSlice.whole(shape)))
     return (weight if columns is None else weight * columns.float()).to(dtype)
 
 
 def recode(
     method: str, target: Method, number_format: NumberFormat, tensors: Mapping[str, Tensor], shape: tuple[int, int]
 ) -> dict[str, Tensor]:
-    """A linear's tensors as another method spells them: the same numbers.
+    """A linear's tensors as another method encodes them: the same numbers.
 
     Raises:
         CheckpointError: the other method cannot say them exactly; or it is the same method, but what it would say of
             the number format is not what is there (a ``pre_quant_scale``), and cannot be made of it.
     """
-    part = Part.whole(shape)
+    part = WeightSlice.whole(shape)
     native = of_method(method).decode(number_format, tensors, part)  # also refuses what the number format cannot hold
-    if method == target.METHOD and set(tensors) == set(promised(number_format.scheme(method), shape)):
+    if method == target.METHOD and set(tensors) == set(tensor_specs(number_format.scheme(method), shape)):
         return dict(tensors)
     return target.encode(number_format, native, part)
 

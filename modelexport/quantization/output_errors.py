@@ -1,4 +1,4 @@
-"""How far a linear's outputs are from what they were: measured on some of the tokens that came to it.
+"""The errors of linears' outputs after quantisation, measured on some of the tokens that came to them.
 
 ``|| Q(x) Q(W)^T - x W^T ||^2 / || x W^T ||^2``, over the tokens and all outputs, with activations rounded where the
 number format does. Rows are multiplied in chunks of a fixed size and added in their order, so that the figure is the
@@ -68,11 +68,11 @@ class OutputErrors:
 
 
 def input_tensors(number_format: NumberFormat, linear: CalibratedLinear) -> dict[str, Tensor]:
-    """What a number format stores of a linear's inputs; empty where nothing."""
+    """Returns the tensors that a number format stores of a linear's inputs; empty where none."""
     if not number_format.has_static_inputs:
         return {}
-    assert linear.reach is not None, linear.name
-    scale = number_format.input_scale(linear.reach)
+    assert linear.input_amax is not None, linear.name
+    scale = number_format.input_scale(linear.input_amax)
     specs = number_format.specs(linear.shape, torch.float32)
     return {
         spec.suffix: torch.full(spec.shape, scale, dtype=spec.dtype)
@@ -82,5 +82,5 @@ def input_tensors(number_format: NumberFormat, linear: CalibratedLinear) -> dict
 
 
 def _spread(tokens: int) -> Tensor:
-    """Which of so many tokens are looked at."""
+    """The indices of the tokens, of so many, that are looked at."""
     return torch.arange(min(TOKENS, tokens)) * tokens // min(TOKENS, tokens)

@@ -1,4 +1,4 @@
-"""How much worse a model becomes where one group of its linears is in one number format, and all else as it was.
+"""The sensitivity of a model to each number format in each group of its linears, all else being as it was.
 
 What :mod:`~modelexport.quantization.algorithms.autoquant` chooses by. The error of a group and a format is measured
 
@@ -38,7 +38,7 @@ from torch import Tensor
 from modelexport.errors import PlanError, ValuesError
 from modelexport.quantization.algorithms import autoquant
 from modelexport.quantization.calibration import static_ranges
-from modelexport.quantization.calibration.cut import WHOLE, Share
+from modelexport.quantization.calibration.cut import WHOLE, ForwardShard
 
 if TYPE_CHECKING:
     from modelexport.quantization.calibration.layers import FilledLayer, LayerRunner, Observed
@@ -75,7 +75,7 @@ class Sensitivities:
 
 @dataclass(frozen=True)
 class Assigned:
-    """What autoquant has chosen.
+    """The number formats that autoquant has chosen.
 
     Attributes:
         quant: as ``--quant`` would say it.
@@ -109,7 +109,7 @@ def assign(
             together, each with its own, and get the same to the bit; each rounds whole weights, a group at a time.
         groups: see :data:`Groups`; every linear that may be quantised, once.
         shapes: linear -> ``(out_features, in_features)`` of the whole.
-        candidates: as ``--quant`` spells it (``int4:64``) -> number format.
+        candidates: as ``--quant`` has it (``int4:64``) -> number format.
         budget: bits per weight over all linears in ``groups``.
         dtype: of the source's weights, in which scales are stored that have no dtype of their own.
         by, method, progress: see :func:`measure`.
@@ -197,7 +197,7 @@ def measure(
 
 
 def affordable(runner: LayerRunner, groups: Groups, shapes: Shapes, candidates: Mapping[str, NumberFormat]) -> bool:
-    """Whether measuring the KL divergence takes minutes rather than hours, and its hidden states little memory."""
+    """Returns whether measuring the KL divergence takes minutes, not hours, and its hidden states little memory."""
     tokens = sum(batch.numel() for batch in runner.batches)
     sizes = [sum(math.prod(shapes[name]) for group in layer for name in group) for layer in groups]
     trials = [
@@ -219,7 +219,7 @@ class _Trial:
         self._observed: Observed | None = None
 
     def run(self, group: Sequence[str], number_format: NumberFormat, before: Sequence[Tensor]) -> list[Tensor]:
-        """What the layer makes of ``before``; its weights are then what they were."""
+        """Returns the layer's outputs for ``before``; its weights are then what they were."""
         activations: dict[str, Callable[[Tensor], Tensor]] = {}
         dynamic = partial(number_format.fake_quantise_activations, tensors={})
         rounds_inputs = number_format.input_arguments() is not None
@@ -245,7 +245,7 @@ class _Trial:
     ) -> Iterator[tuple[str, dict[str, Tensor]]]:
         weights = {name: self._read(name) for name in siblings}
         shared = None
-        if number_format.reach == "tensor" and not number_format.searches_whole:
+        if number_format.scale_granularity == "tensor" and not number_format.searches_whole:
             shared = torch.stack([number_format.amax(weight) for weight in weights.values()]).amax(dim=0)
         for name, weight in weights.items():
             reach = self._reach(name, group, number_format) if number_format.has_static_inputs else None
@@ -264,8 +264,8 @@ class _Trial:
         return static_ranges.choose(static_ranges.together(parts), self.method, number_format) if parts else 0.0
 
 
-def _part(whole: Tensor, share: Share) -> Tensor:
-    """What a rank's forward pass holds of a weight."""
+def _part(whole: Tensor, share: ForwardShard) -> Tensor:
+    """The part of a weight that a rank's forward pass holds."""
     if share.dim is None:
         return whole
     return torch.cat([whole.narrow(share.dim, start, stop - start) for start, stop in share.spans], share.dim)
@@ -320,7 +320,7 @@ def _through(
     states: Sequence[Tensor],
     activations: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
 ) -> list[Tensor]:
-    """What a layer makes of hidden states, which the runner then has."""
+    """Runs hidden states through a layer; the runner then has its outputs."""
     _give(runner, states)
     runner.advance(layer, activations)
     found = list(runner.hidden)

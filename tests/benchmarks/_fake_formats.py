@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from modelexport.quantization import kernels
-from modelexport.quantization.formats.base import Grid, NumberFormat, Reach, TensorSpec
+from modelexport.quantization.formats.base import Grid, NumberFormat, ScaleGranularity, TensorSpec
 from modelexport.quantization.kernels.scales import scale_of
 
 _TRIED, _STEP = 16, 0.04
@@ -33,7 +33,7 @@ class Int3Format(NumberFormat):
     default_group_size: ClassVar[int | None] = 128
 
     @property
-    def reach(self) -> Reach:
+    def scale_granularity(self) -> ScaleGranularity:
         return "row" if self.group_size == -1 else "block"
 
     @property

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from modelexport.quantization import formats
 from modelexport.quantization.methods import of_method
-from modelexport.quantization.methods.base import Announced, Part
+from modelexport.quantization.methods.base import ModelQuantization, WeightSlice
 from tests.helpers.models import make_llama
 
 VLLM = os.environ.get("MODELEXPORT_VLLM_PYTHON")
@@ -42,14 +42,14 @@ def quantised(method_name: str, quant: str, group: int, out: Path) -> dict[str, 
         shape = (tensor.shape[0], tensor.shape[1])
         assert method.refusal(number_format, shape) is None
         native = number_format.quantise(tensor, name=name)
-        encoded = method.encode(number_format, native, Part.whole(shape))
+        encoded = method.encode(number_format, native, WeightSlice.whole(shape))
         stored |= {f"{module}.{suffix}": value for suffix, value in encoded.items()}
         dequantised[name] = number_format.dequantise(native, dtype=torch.bfloat16)
         linears[module] = number_format
     out.mkdir()
     save_file(stored, out / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((source / "config.json").read_text())
-    config["quantization_config"] = method.announce(Announced(linears, ["lm_head"])).config
+    config["quantization_config"] = method.quantization_files(ModelQuantization(linears, ["lm_head"])).config
     (out / "config.json").write_text(json.dumps(config))
     return dequantised
 

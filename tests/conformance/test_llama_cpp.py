@@ -26,7 +26,7 @@ from modelexport.exporting import export
 from modelexport.inspection.evaluate.models import load_dequantised
 from modelexport.models.opening import open_model
 from modelexport.quantization.formats import of_scheme
-from modelexport.quantization.methods import Part, gguf, read_quantization_config
+from modelexport.quantization.methods import WeightSlice, gguf, read_quantization_config
 from tests.helpers.models import copy_checkpoint, make_llama
 
 LLAMA = os.environ.get("MODELEXPORT_LLAMA_PYTHON")
@@ -213,7 +213,7 @@ def reference(directory: Path) -> Any:
                 assert quantization is not None
                 scheme = quantization.scheme_of(name.removesuffix(".weight"))
                 assert scheme is not None
-                form, part = of_scheme(scheme), Part.whole((value.shape[0], value.shape[1] * 32))
+                form, part = of_scheme(scheme), WeightSlice.whole((value.shape[0], value.shape[1] * 32))
                 value = form.dequantise(gguf.decode(form, {"weight": value}, part))
             tensors[name] = value.float()
     plain = directory / "plain"

@@ -202,7 +202,7 @@ def test_modelopt(tmp_path: Path) -> None:
         amax = torch.tensor([42.0]) if exact else weight.float().abs().max().reshape(1)
         for name in KINDS:
             number_format = formats.get(name, observer=observer)
-            given = amax if number_format.reach == "tensor" else None
+            given = amax if number_format.scale_granularity == "tensor" else None
             stored = number_format.quantise(weight, amax=given)
             case = f"{str(dtype)[6:]}-{observer}-{'exact' if exact else 'any'}.{name}"
             save_file({"source": weight, **stored}, tmp_path / f"{case}.safetensors")

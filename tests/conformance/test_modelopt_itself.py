@@ -22,7 +22,7 @@ from modelexport.errors import CheckpointError
 from modelexport.quantization import formats
 from modelexport.quantization.formats.base import NumberFormat
 from modelexport.quantization.methods import fp8, modelopt, read_quantization_config
-from modelexport.quantization.methods.base import Announced, Part
+from modelexport.quantization.methods.base import ModelQuantization, WeightSlice
 from tests.helpers.models import copy_checkpoint, make_llama
 
 MODELOPT = os.environ.get("MODELEXPORT_MODELOPT_PYTHON")
@@ -51,9 +51,11 @@ def number_format(case: str) -> NumberFormat:
     return formats.get(name, group_size=group_size, scale_dtype=torch.float32)
 
 
-def announced(*cases: str, kv_cache: bool = False) -> Announced:
+def announced(*cases: str, kv_cache: bool = False) -> ModelQuantization:
     """The first two modules quantised, by the cases in turn, the others kept."""
-    return Announced({m: number_format(cases[n % len(cases)]) for n, m in enumerate(MODULES[:2])}, KEPT, kv_cache, "1")
+    return ModelQuantization(
+        {m: number_format(cases[n % len(cases)]) for n, m in enumerate(MODULES[:2])}, KEPT, kv_cache, "1"
+    )
 
 
 def quantised(case: str) -> tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]:
@@ -67,7 +69,7 @@ def quantised(case: str) -> tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]:
     chosen = number_format(case)
     inputs = 5.75 if chosen.has_static_inputs else None
     native = chosen.quantise(weight.to(torch.bfloat16), inputs=inputs)
-    return native, chosen.dequantise(native), modelopt.encode(chosen, native, Part.whole(SHAPE))
+    return native, chosen.dequantise(native), modelopt.encode(chosen, native, WeightSlice.whole(SHAPE))
 
 
 def run(interpreter: str | None, script: str, *arguments: Path) -> str:
@@ -98,11 +100,11 @@ def exchanged(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tensors |= {f"{case}/{suffix}": tensor.contiguous() for suffix, tensor in encoded.items()}
         if FORMATS[case][0] == "int4":
             tensors[f"{case}/value"] = value
-        announcement = modelopt.announce(announced(case))
+        announcement = modelopt.quantization_files(announced(case))
         side = json.loads(announcement.files["hf_quant_config.json"])
         said[case] = {"quant_algo": announcement.config["quant_algo"], "side": side}
     for mixed in (("int4", "fp8-static"), ("nvfp4", "mxfp8"), ("int8-static", "nvfp4-wo"), ("int8-wo", "fp8")):
-        files = modelopt.announce(announced(*mixed)).files
+        files = modelopt.quantization_files(announced(*mixed)).files
         said["+".join(mixed)] = {"side": json.loads(files["hf_quant_config.json"])}
     save_file(tensors, root / "ours.safetensors")
     (root / "ours.json").write_text(json.dumps(said))
@@ -135,7 +137,7 @@ def test_modelopt_says_the_same_in_config_json(exchanged: Path) -> None:
     """Its own conversion of our side file is our entry of config.json, but for the group size that we add."""
     theirs = json.loads((exchanged / "theirs.json").read_text())
     for case, config in theirs.items():
-        ours = modelopt.announce(announced(*case.split("+"))).config
+        ours = modelopt.quantization_files(announced(*case.split("+"))).config
         assert {key: value for key, value in ours.items() if key != "group_size"} == config, case
 
 
@@ -180,7 +182,7 @@ def test_we_read_what_modelopt_exports(exchanged: Path, name: str, found: str | 
             assert tensors["weight"].dtype == torch.bfloat16
             continue
         shape = (weight.shape[0], weight.shape[1])
-        promises, extra = modelopt.promised(scheme, shape), modelopt.extras(scheme, shape)
+        promises, extra = modelopt.tensor_specs(scheme, shape), modelopt.extras(scheme, shape)
         assert set(promises) <= set(tensors) <= {*promises, *extra}
         for suffix in tensors:
             info, promise = infos[f"{module}.{suffix}"], promises.get(suffix) or extra[suffix]
@@ -194,8 +196,8 @@ def test_we_read_what_modelopt_exports(exchanged: Path, name: str, found: str | 
         assert chosen.name == found
         multiplier = modelopt.weight_multiplier(tensors)
         bare = {suffix: tensor for suffix, tensor in tensors.items() if suffix != "pre_quant_scale"}
-        native = modelopt.decode(chosen, bare, Part.whole(shape))
-        again = modelopt.encode(chosen, native, Part.whole(shape))
+        native = modelopt.decode(chosen, bare, WeightSlice.whole(shape))
+        again = modelopt.encode(chosen, native, WeightSlice.whole(shape))
         assert all(torch.equal(again[s].float(), bare[s].float()) for s in promises), module
         value = chosen.dequantise(native)
         if module in theirs:
@@ -219,19 +221,21 @@ def test_vllm_makes_the_parameters_that_we_write(tmp_path: Path) -> None:
     cases: dict[str, Any] = {}
     promises = {}
     for case in IN_VLLM:
-        announcement = modelopt.announce(announced(case, kv_cache=True))
+        announcement = modelopt.quantization_files(announced(case, kv_cache=True))
         cases[f"modelopt {case}"] = {"config": announcement.config}
         side = json.loads(announcement.files["hf_quant_config.json"])
         cases[f"side file {case}"] = {"config": {**side, "quant_method": "modelopt"}}
     for mixed in (("nvfp4", "fp8-static"), ("mxfp8", "nvfp4-wo"), ("fp8", "fp8-block"), ("fp8-block", "nvfp4")):
-        cases[f"modelopt {' '.join(mixed)}"] = {"config": modelopt.announce(announced(*mixed, kv_cache=True)).config}
+        cases[f"modelopt {' '.join(mixed)}"] = {
+            "config": modelopt.quantization_files(announced(*mixed, kv_cache=True)).config
+        }
     for case in ("fp8-block", "fp8-static"):
-        cases[f"fp8 {case}"] = {"config": fp8.announce(announced(case)).config}
+        cases[f"fp8 {case}"] = {"config": fp8.quantization_files(announced(case)).config}
     for name, case in cases.items():
         method = fp8 if name.startswith("fp8") else modelopt
         scheme = method.read(case["config"]).scheme_of(MODULES[0])
         assert scheme is not None
-        promises[name] = method.promised(scheme, SHAPE)
+        promises[name] = method.tensor_specs(scheme, SHAPE)
         case |= {"shape": list(SHAPE), "modules": list(MODULES)}
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     output = run(VLLM, "vllm_configs.py", tmp_path / "cases.json")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from modelexport.exporting import prepare
-from modelexport.exporting.prepare import announcement
+from modelexport.exporting.prepare import quantization_files
 from modelexport.recipe import ExportRecipe
 from tests.conformance import vllm_rules
 from tests.conformance._published import published_checkpoint
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 def quantization_config(model_type: str, directory: Path) -> dict[str, object]:
     source = published_checkpoint(model_type, directory / "source")
-    announced = announcement(prepare(ExportRecipe(model=str(source), quant="int4", group_size=32)).plan)
+    announced = quantization_files(prepare(ExportRecipe(model=str(source), quant="int4", group_size=32)).plan)
     assert announced is not None
     return announced.config
 

@@ -365,10 +365,10 @@ SCHEMES: dict[str, dict[str, Any]] = {  # as compressed-tensors' presets of thes
 def quantised_headers(scheme: str, shape: LlamaShape | None = None, **changes: Any) -> Checkpoint:
     """The headers of a checkpoint whose linears are quantised with one of :data:`SCHEMES`, head and routers not.
 
-    The tensors are those that :func:`~modelexport.quantization.methods.promised` names; the tests of ``inspect``
+    The tensors are those that :func:`~modelexport.quantization.methods.tensor_specs` names; the tests of ``inspect``
     compare that with what compressed-tensors itself writes.
     """
-    from modelexport.quantization.methods import promised, read_quantization_config
+    from modelexport.quantization.methods import read_quantization_config, tensor_specs
 
     plain = headers_only(shape, **changes)
     quantization = {
@@ -387,7 +387,7 @@ def quantised_headers(scheme: str, shape: LlamaShape | None = None, **changes: A
         if found is None or "embed" in name:
             tensors[name] = (info.dtype, info.shape)
         else:
-            for own, promise in promised(found, (info.shape[0], info.shape[1])).items():
+            for own, promise in tensor_specs(found, (info.shape[0], info.shape[1])).items():
                 tensors[f"{module}.{own}"] = (promise.dtypes[0], promise.shapes[0])
     return _headers(tensors, config)
 

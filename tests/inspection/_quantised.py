@@ -11,8 +11,8 @@ from torch import Tensor
 from modelexport.checkpoints.formats import hf
 from modelexport.quantization import formats
 from modelexport.quantization.formats.base import NumberFormat
-from modelexport.quantization.methods.base import Announced
-from modelexport.quantization.methods.compressed_tensors import announce
+from modelexport.quantization.methods.base import ModelQuantization
+from modelexport.quantization.methods.compressed_tensors import quantization_files
 
 REACH = 12.0
 """Largest magnitude that static scales of inputs are made for."""
@@ -41,7 +41,7 @@ def save_quantised(source: Path, directory: Path, quant: str) -> Path:
             kept += [module] if name.endswith(("gate.weight", "lm_head.weight")) else []
     directory.mkdir()
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    quantization = announce(Announced(linears, [*kept, "lm_head"])).config
+    quantization = quantization_files(ModelQuantization(linears, [*kept, "lm_head"])).config
     content = (source / "config.json").read_bytes()
     (directory / "config.json").write_bytes(hf.config_bytes(content, quantization))
     return directory

@@ -19,8 +19,8 @@ from modelexport.checkpoints.formats import hf
 from modelexport.errors import UsageError
 from modelexport.inspection import evaluate as ev
 from modelexport.quantization import formats
-from modelexport.quantization.methods.base import Announced
-from modelexport.quantization.methods.compressed_tensors import announce
+from modelexport.quantization.methods.base import ModelQuantization
+from modelexport.quantization.methods.compressed_tensors import quantization_files
 
 
 class Bigram(nn.Module):
@@ -64,7 +64,9 @@ def quantised_demo(name: str, directory: Path) -> Path:
             tensors[full] = weight
     directory.mkdir()
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    quantization = announce(Announced({"model.layers.0.mlp.up_proj": number_format}, ["lm_head"])).config
+    quantization = quantization_files(
+        ModelQuantization({"model.layers.0.mlp.up_proj": number_format}, ["lm_head"])
+    ).config
     content = (demo_model_path() / "config.json").read_bytes()
     (directory / "config.json").write_bytes(hf.config_bytes(content, quantization))
     return directory

@@ -22,7 +22,7 @@ from modelexport.errors import CheckpointError
 from modelexport.exporting import export
 from modelexport.inspection.inspect import inspect_checkpoint
 from modelexport.models.modules import layer_path, recognise
-from modelexport.quantization.methods import promised, read_quantization_config
+from modelexport.quantization.methods import read_quantization_config, tensor_specs
 from tests.helpers.models import copy_checkpoint, make_llama
 
 pytestmark = pytest.mark.timeout(120)
@@ -77,7 +77,7 @@ def test_what_compressed_tensors_writes_is_promised_and_recognised(preset: str, 
     assert quantization is not None
     scheme = quantization.scheme_of("up_proj")
     assert scheme is not None
-    assert {f"up_proj.{suffix}" for suffix in promised(scheme, (256, 512))} == set(tensors)
+    assert {f"up_proj.{suffix}" for suffix in tensor_specs(scheme, (256, 512))} == set(tensors)
     stored = recognise({n.split(".")[1]: i for n, i in _infos_of(tensors).items()}, scheme, "compressed-tensors")
     assert stored.unit == PRESETS[preset][1]
 

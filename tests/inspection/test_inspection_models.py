@@ -18,8 +18,8 @@ from modelexport.checkpoints.formats import hf
 from modelexport.errors import CheckpointError, PlanError
 from modelexport.inspection.evaluate.models import load_dequantised, load_reference
 from modelexport.quantization import formats
-from modelexport.quantization.methods.base import Announced
-from modelexport.quantization.methods.compressed_tensors import announce
+from modelexport.quantization.methods.base import ModelQuantization
+from modelexport.quantization.methods.compressed_tensors import quantization_files
 
 FORMATS = ["int8", "fp8", "int4"]
 IDS = torch.arange(40, 120)[None] * 7 % 2048
@@ -42,7 +42,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         directory = made[name] = tmp_path_factory.mktemp(name)
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
         linears = {name.removesuffix(".weight"): number_format for name in source if name.endswith("_proj.weight")}
-        quantization = announce(Announced(linears, ["lm_head"])).config
+        quantization = quantization_files(ModelQuantization(linears, ["lm_head"])).config
         content = (demo_model_path() / "config.json").read_bytes()
         (directory / "config.json").write_bytes(hf.config_bytes(content, quantization))
     return made
@@ -156,7 +156,7 @@ def test_targets_by_name_and_pattern(exported: dict[str, Path], tmp_path: Path) 
     for name in chosen:
         tensors |= {f"{name}.{k}": quantised[f"{name}.{k}"] for k in ("weight", "weight_scale")}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    quantization = announce(Announced({chosen[0]: formats.get("fp8")}, ["re:.*gate_proj$"])).config
+    quantization = quantization_files(ModelQuantization({chosen[0]: formats.get("fp8")}, ["re:.*gate_proj$"])).config
     quantization["config_groups"]["group_0"]["targets"] = [chosen[0], r"re:model\.layers\.3\..*v_proj$"]
     content = (demo_model_path() / "config.json").read_bytes()
     (tmp_path / "config.json").write_bytes(hf.config_bytes(content, quantization))

@@ -17,17 +17,17 @@ from modelexport.distributed.launch import MultiprocessConfig, launch_subprocess
 from modelexport.exporting.calibrated.forward import forward_cut
 from modelexport.models.architecture import family_of, read_dimensions
 from modelexport.quantization.calibration import exchange as calibration_exchange
-from modelexport.quantization.calibration.cut import Share
+from modelexport.quantization.calibration.cut import ForwardShard
 from modelexport.quantization.calibration.layers import LayerRunner, Observed
 from modelexport.quantization.calibration.statistics import InputStatistics
 
 WANTS = frozenset({"amax", "mean", "sample", "histogram", "hessian"})
 
 
-def forward_reader(read: Callable[[str], Tensor]) -> Callable[[str, Share], Tensor]:
+def forward_reader(read: Callable[[str], Tensor]) -> Callable[[str, ForwardShard], Tensor]:
     """A rank's part of the tensors that ``read`` gives whole."""
 
-    def part(name: str, share: Share) -> Tensor:
+    def part(name: str, share: ForwardShard) -> Tensor:
         whole = read(name)
         if share.dim is None:
             return whole
@@ -84,7 +84,7 @@ def opened(
     checkpoint_directory: str | Path,
     samples: int = 5,
     length: int = 120,
-    reads: list[tuple[str, Share]] | None = None,
+    reads: list[tuple[str, ForwardShard]] | None = None,
     **settings: Any,
 ) -> Iterator[LayerRunner]:
     """A runner of a checkpoint with this rank's cut, not entered yet. What it reads is noted in ``reads``."""
@@ -98,7 +98,7 @@ def opened(
     with Reader(checkpoint) as reader:
         part = forward_reader(lambda name: reader.read(checkpoint.infos[name]))
 
-        def read(name: str, share: Share) -> Tensor:
+        def read(name: str, share: ForwardShard) -> Tensor:
             if reads is not None:
                 reads.append((name, share))
             return part(name, share)

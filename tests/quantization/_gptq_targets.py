@@ -56,7 +56,7 @@ def linears(number_format: str, seed: int, rank: int = 0, world: int = 1) -> lis
     for number, weight in enumerate(weights()):
         start, stop = dealt(len(weight), rank, world)
         chosen = formats.get(number_format, observer="mse", scale_dtype=torch.bfloat16)
-        amax = chosen.amax(weight) if chosen.reach == "tensor" else None
+        amax = chosen.amax(weight) if chosen.scale_granularity == "tensor" else None
         rows = weight[start:stop]
         found.append(
             CalibratedLinear(str(number), "role", chosen, rows, (start, stop), tuple(weight.shape), given, amax)

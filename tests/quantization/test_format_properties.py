@@ -93,7 +93,7 @@ def test_what_was_dequantised_is_quantised_to_itself(data: st.DataObject) -> Non
     again = {key: torch.zeros_like(tensor) for key, tensor in stored.items()}
     if number_format.name in MICROSCALING:
         same = formats.get(number_format.name)
-        again = quantise(same, values, amax=same.amax(weight) if same.reach == "tensor" else None)
+        again = quantise(same, values, amax=same.amax(weight) if same.scale_granularity == "tensor" else None)
         if number_format.observer == "amax":
             assert torch.equal(same.dequantise(again), values)
         return
@@ -134,7 +134,7 @@ def test_parts_of_a_weight_give_the_parts_of_the_whole(data: st.DataObject) -> N
     columns = [slice(0, cols)] if number_format.whole_rows else cuts(data, cols, across)
     blocks = cuts(data, rows, down)
     shared = None
-    if number_format.reach == "tensor":
+    if number_format.scale_granularity == "tensor":
         shared = torch.stack([number_format.amax(weight[b, c]) for b in blocks for c in columns]).amax(dim=0)
         if number_format.searches_whole:
             errors = torch.cat([number_format.search_errors(weight[block], shared) for block in blocks])
@@ -142,7 +142,7 @@ def test_parts_of_a_weight_give_the_parts_of_the_whole(data: st.DataObject) -> N
     for block in blocks:
         shards = [weight[block, part] for part in columns]
         amax = shared
-        if number_format.reach == "row":
+        if number_format.scale_granularity == "row":
             amax = torch.stack([number_format.amax(shard) for shard in shards]).amax(dim=0)
         for part, shard in zip(columns, shards, strict=True):
             out = {spec.suffix: piece(spec, parts[spec.suffix], block, part) for spec in specs}
@@ -188,7 +188,7 @@ def test_threads_change_no_byte(threads: int, observer: str, restored_threads: N
         assert same_bytes(quantise(number_format, weight), alone)
         assert torch.equal(number_format.squared_error(weight, alone), errors)
         assert torch.equal(number_format.dequantise(alone), values)
-        if number_format.reach != "block":
+        if number_format.scale_granularity != "block":
             amax = number_format.amax(weight)
             kernels.set_threads(1)
             assert torch.equal(number_format.amax(weight), amax)

@@ -42,9 +42,9 @@ def test_stored_tensors_are_what_specs_say(name: str, group: int | None, dtype: 
         values = number_format.dequantise(stored)
         assert (tuple(values.shape), values.dtype) == ((rows, cols), torch.float32)
         assert tuple(number_format.squared_error(weight, stored).shape) == (rows, 2)
-        if number_format.reach != "block":
+        if number_format.scale_granularity != "block":
             amax = number_format.amax(weight)
-            assert amax.shape[0] == (rows if number_format.reach == "row" else 1)
+            assert amax.shape[0] == (rows if number_format.scale_granularity == "row" else 1)
             assert same_bytes(quantise(number_format, weight, amax=amax), stored) or number_format.observer != "amax"
         total = 8 * sum(spec.nbytes for spec in specs)
         bits = number_format.bits_per_weight((rows, cols), dtype)
@@ -253,12 +253,12 @@ def test_bad_values_are_refused_by_place(name: str, group: int | None) -> None:
         text = str(caught.value)
         assert text.startswith("model.layers.0.mlp.up_proj.weight: 2 NaN and 1 Inf among 76800 values, ")
         assert "first at row 300, column 7" in text
-    if number_format.reach == "row":
+    if number_format.scale_granularity == "row":
         amax = number_format.amax(torch.ones(4, 128, dtype=torch.bfloat16))
         amax[2] = float("nan")
         with pytest.raises(CheckpointError, match=r"w: .* row 2 is nan.*another shard holds NaN or Inf"):
             quantise(number_format, torch.ones(4, 128), amax=amax, name="w")
-    elif number_format.reach == "tensor":
+    elif number_format.scale_granularity == "tensor":
         with pytest.raises(CheckpointError, match=r"w: .* row 0 is inf.*another shard holds NaN or Inf"):
             quantise(number_format, torch.ones(4, 128), amax=torch.tensor([float("inf")]), name="w")
 

@@ -17,7 +17,7 @@ from modelexport.errors import CheckpointError, PlanError
 from modelexport.exporting.calibrated.forward import forward_cut
 from modelexport.models.architecture import Dimensions, family_of
 from modelexport.quantization.calibration import layers as calibration_layers
-from modelexport.quantization.calibration.cut import WHOLE, ForwardCut, Share, even_ranges, nodes, over_tree
+from modelexport.quantization.calibration.cut import WHOLE, ForwardCut, ForwardShard, even_ranges, nodes, over_tree
 from modelexport.quantization.calibration.layers import LayerRunner
 from tests.helpers.marks import few
 from tests.helpers.models import make_llama
@@ -75,7 +75,7 @@ def test_tiles_give_what_transformers_gives(name: str) -> None:
 
 
 def test_what_is_read_is_what_is_needed(tmp_path: Path) -> None:
-    reads: list[tuple[str, Share]] = []
+    reads: list[tuple[str, ForwardShard]] = []
     with opened(directories("biases")[0], reads=reads) as runner, runner:
         tokens = torch.cat([batch.flatten() for batch in runner.batches]).unique().tolist()
         (first, share), *_ = reads
@@ -263,7 +263,7 @@ def test_cuts_are_made_of_the_same_tiles(kv_heads: int, group: int, intermediate
         assert len(alone.shares["mlp.down_proj"].tiles) == 1 or not any(width % 32 for width in widths)
 
 
-def global_tiles(share: Share) -> list[tuple[int, int]]:
+def global_tiles(share: ForwardShard) -> list[tuple[int, int]]:
     """A rank's tiles in the whole weight."""
     starts = [start - sum(b - a for a, b in share.spans[:place]) for place, (start, _) in enumerate(share.spans)]
     ends = [sum(b - a for a, b in share.spans[: place + 1]) for place in range(len(share.spans))]

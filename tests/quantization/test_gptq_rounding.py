@@ -47,7 +47,7 @@ def _linear(
 ) -> CalibratedLinear:
     rows = (start, start + len(weight))
     reach = 3.0 if number_format.has_static_inputs else None
-    amax = number_format.amax(weight) if number_format.reach == "tensor" else None
+    amax = number_format.amax(weight) if number_format.scale_granularity == "tensor" else None
     return CalibratedLinear(
         "model.l", "attention.q", number_format, weight, rows, (512, weight.shape[1]), given, amax, reach
     )

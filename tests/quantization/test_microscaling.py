@@ -211,7 +211,7 @@ def test_quantising_again_changes_nothing(name: str, dtype: torch.dtype) -> None
     number_format = formats.get(name)
     generator = torch.Generator().manual_seed(5)
     weight = torch.randn(24, 512, generator=generator).to(dtype)
-    amax = number_format.amax(weight) if number_format.reach == "tensor" else None
+    amax = number_format.amax(weight) if number_format.scale_granularity == "tensor" else None
     stored = number_format.quantise(weight, amax=amax)
     read = number_format.dequantise(stored)  # float32 holds it exactly
     again = number_format.quantise(read, amax=amax)
@@ -233,7 +233,7 @@ def test_quantising_again_changes_nothing(name: str, dtype: torch.dtype) -> None
 def test_parts_give_parts_of_the_whole(name: str, observer: str, data: st.DataObject) -> None:
     weight = random_weight(data.draw(st.integers(1, 9)), 32 * data.draw(st.integers(1, 6)), torch.bfloat16)
     number_format = formats.get(name, observer=observer)
-    amax = number_format.amax(weight) if number_format.reach == "tensor" else None
+    amax = number_format.amax(weight) if number_format.scale_granularity == "tensor" else None
     whole = _quantise(name, weight, observer, amax)
     rows = sorted(data.draw(st.lists(st.integers(0, weight.shape[0]), min_size=2, max_size=2)))
     cols = sorted(32 * at for at in data.draw(st.lists(st.integers(0, weight.shape[1] // 32), min_size=2, max_size=2)))
@@ -292,7 +292,7 @@ def test_what_is_not_finite_is_refused(name: str, value: float, backend_name: st
     number_format = formats.get(name)
     with pytest.raises(CheckpointError, match=r"blocks\.1\.w: .*the first at row 5, column 33"):
         number_format.quantise(weight, name="blocks.1.w")
-    if number_format.reach == "tensor":
+    if number_format.scale_granularity == "tensor":
         with pytest.raises(CheckpointError, match="the first at row 5, column 33"):
             number_format.quantise(weight, amax=torch.tensor([4.0]), name="w")
         with pytest.raises(CheckpointError, match="another shard holds NaN or Inf"):

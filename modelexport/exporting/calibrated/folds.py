@@ -16,7 +16,7 @@ from torch import Tensor
 
 from modelexport.models.architecture import Dimensions, Family, Module
 from modelexport.quantization.algorithms.base import CalibratedLinear, Fold
-from modelexport.quantization.calibration.cut import WHOLE, Range, Share
+from modelexport.quantization.calibration.cut import WHOLE, ForwardShard, Range
 
 __all__ = ["LayerFold", "apply_fold", "folds_of_layer"]
 
@@ -80,7 +80,9 @@ def folds_of_layer(
     return found
 
 
-def apply_fold(tensors: Mapping[str, Tensor], shares: Mapping[str, Share], fold: LayerFold, scale: Tensor) -> Tensor:
+def apply_fold(
+    tensors: Mapping[str, Tensor], shares: Mapping[str, ForwardShard], fold: LayerFold, scale: Tensor
+) -> Tensor:
     """Put a scale into this rank's weights and into the fold's linears, in place; returns the scale as it could be.
 
     A source's weight (and bias) is divided, the columns of its readers are multiplied; so are the weights of the
@@ -188,7 +190,7 @@ def _divide_norm(weight: Tensor, fold: LayerFold, scale: Tensor) -> Tensor:
     return torch.where(usable, found, torch.ones_like(found))
 
 
-def _held(share: Share, dim: int, size: int) -> Tensor:
+def _held(share: ForwardShard, dim: int, size: int) -> Tensor:
     """int64 ``[size]``: which of the whole weight's rows (dim 0) or columns (dim 1) a rank holds, in its order."""
     if share.dim != dim:
         return torch.arange(size)

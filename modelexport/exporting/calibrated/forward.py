@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from modelexport.errors import PlanError
 from modelexport.models.architecture import Dimensions, Family, Module
-from modelexport.quantization.calibration.cut import ForwardCut, Range, Share, even_ranges
+from modelexport.quantization.calibration.cut import ForwardCut, ForwardShard, Range, even_ranges
 
 __all__ = ["forward_cut"]
 
@@ -72,7 +72,7 @@ def forward_cut(family: Family, dimensions: Dimensions, rank: int, world: int) -
     # Where heads are fused one by one, modules take their number from the width of what they are given.
     config = dict(counts) if not together and (latent or "kv_heads" in used) else {}
     axes: dict[str, _Held] = {}
-    shares: dict[str, Share] = {}
+    shares: dict[str, ForwardShard] = {}
     for module in family.layer:
         if module.partition == "replicated" or module.kind not in ("linear", "vector"):
             continue
@@ -169,7 +169,7 @@ def _held(
     return held.times(times)
 
 
-def _share(module: Module, parts: Sequence[tuple[int, _Held]]) -> Share:
+def _share(module: Module, parts: Sequence[tuple[int, _Held]]) -> ForwardShard:
     """Of a linear, or of one that is fused on disk of several; with the first feature of each."""
     spans, tiles, place = [], [], 0
     for start, held in parts:
@@ -178,7 +178,7 @@ def _share(module: Module, parts: Sequence[tuple[int, _Held]]) -> Share:
         tiles += [(place + a - first, place + b - first) for a, b in held.tiles]
         place += stop - first
     if module.partition == "column":
-        return Share(0, tuple(spans), tuple(tiles))
+        return ForwardShard(0, tuple(spans), tuple(tiles))
     [(_, held)] = parts
     numbers = range(held.first, held.first + len(held.tiles))
-    return Share(1, tuple(spans), tuple(tiles), tuple(numbers), held.count)
+    return ForwardShard(1, tuple(spans), tuple(tiles), tuple(numbers), held.count)

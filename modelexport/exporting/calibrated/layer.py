@@ -20,7 +20,7 @@ from modelexport.exporting.plan import Step, full_name
 from modelexport.exporting.scales import ScaleAgreement
 from modelexport.quantization.algorithms.base import CalibratedLinear, Folding, Rounding
 from modelexport.quantization.calibration import static_ranges
-from modelexport.quantization.calibration.cut import WHOLE, Share
+from modelexport.quantization.calibration.cut import WHOLE, ForwardShard
 from modelexport.quantization.calibration.statistics import InputStatistics
 from modelexport.quantization.output_errors import OutputErrors, input_tensors
 
@@ -106,7 +106,7 @@ class CalibratedLayer:
         self.observed: Observed | None = None
         self.before: OutputErrors | None = None
 
-    def share(self, tensor: str) -> Share:
+    def share(self, tensor: str) -> ForwardShard:
         """The part of a tensor that this rank's forward pass holds."""
         module, _, parameter = tensor.rpartition(".")
         share = self.shares.get(module, WHOLE)
@@ -188,7 +188,7 @@ class CalibratedLayer:
         amax = self.scales.agree(self.step, weights, search=search)
         reaches = self._reaches()
         for number, linear in numbers.items():
-            linear.amax, linear.reach = amax.get(number), reaches.get(linear.name)
+            linear.amax, linear.input_amax = amax.get(number), reaches.get(linear.name)
 
     def _reaches(self) -> dict[str, float]:
         """Linear -> the largest input that its static scale covers. Experts have one together."""
@@ -306,7 +306,7 @@ class CalibratedLayer:
         alike."""
         number_format = linear.number_format
         assert number_format is not None
-        key = (number_format.name, id(linear.inputs), linear.reach)
+        key = (number_format.name, id(linear.inputs), linear.input_amax)
         if key not in self.roundings:
             small = input_tensors(number_format, linear)
             self.roundings[key] = partial(number_format.fake_quantise_activations, tensors=small)

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from modelexport.distributed import collectives
 from modelexport.exporting.plan.steps import TensorTask
-from modelexport.quantization.calibration.cut import Share
+from modelexport.quantization.calibration.cut import ForwardShard
 from modelexport.sharding.boxes import extent
 from modelexport.sharding.reshard import reshard
 from modelexport.sharding.tensor import ShardedTensor
 
-Shares = Callable[[str], Share]
+Shares = Callable[[str], ForwardShard]
 
 
 def to_rows(tasks: Mapping[str, TensorTask], tensors: Mapping[str, Tensor], shares: Shares) -> dict[str, Tensor]:
@@ -85,7 +85,7 @@ def from_rows(
         part.data.copy_(given[part.id])
 
 
-def _parts(name: str, data: Tensor, whole: tuple[int, ...], share: Share) -> Iterable[ShardedTensor]:
+def _parts(name: str, data: Tensor, whole: tuple[int, ...], share: ForwardShard) -> Iterable[ShardedTensor]:
     """A rank's forward shard as rectangles of the whole tensor: views of ``data``."""
     if share.dim is None:
         return [ShardedTensor.whole(name, data)]

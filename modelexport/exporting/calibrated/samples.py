@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from modelexport.checkpoints.safetensors.file import Checkpoint, Reader
 from modelexport.distributed import collectives, ranks
-from modelexport.quantization.calibration.cut import Share
+from modelexport.quantization.calibration.cut import ForwardShard
 from modelexport.quantization.calibration.ranges import token_batches_from
 from modelexport.recipe import ExportRecipe
 
@@ -43,11 +43,11 @@ def shared_tokens(source: Checkpoint, recipe: ExportRecipe, tokenizer: Path) -> 
     return ranks.compute_and_broadcast(reading_the_samples)
 
 
-def forward_reader(source: Checkpoint, reader: Reader) -> Callable[[str, Share], Tensor]:
+def forward_reader(source: Checkpoint, reader: Reader) -> Callable[[str, ForwardShard], Tensor]:
     """Reads what a rank's forward pass holds of a tensor: the spans of its share, joined."""
     import torch
 
-    def read(name: str, share: Share) -> Tensor:
+    def read(name: str, share: ForwardShard) -> Tensor:
         info = source.infos[name]
         if share.dim is None:
             return reader.read(info)

@@ -11,7 +11,7 @@ from modelexport.checkpoints.safetensors.file import Checkpoint, TensorInfo, ten
 from modelexport.errors import CheckpointError, PlanError, UsageError, shown
 from modelexport.exporting.plan.steps import OutputTensor, StoredLinear, TensorTask
 from modelexport.models.architecture import Dimensions, Family, Module
-from modelexport.quantization.methods import Method, Scheme, extras, of_method, promised, read_quantization_config
+from modelexport.quantization.methods import Method, Scheme, extras, of_method, read_quantization_config, tensor_specs
 from modelexport.sharding.plan import replicated
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class SourceLinears:
         shape = dimensions.weight_shape(module)
         tensors, problems = {}, []
         spare = extras(scheme, (shape[0], shape[1]))
-        for suffix, promise in {**promised(scheme, (shape[0], shape[1])), **spare}.items():
+        for suffix, promise in {**tensor_specs(scheme, (shape[0], shape[1])), **spare}.items():
             info = self.infos.pop(f"{name}.{suffix}", None)
             if info is None and suffix in spare:
                 continue
@@ -148,7 +148,7 @@ def linear_outputs(
 
     scales = dtype if number_format.scale_dtype is None else dtype_name(number_format.scale_dtype)
     outputs = []
-    for suffix, promise in method.promised(number_format.scheme(method.METHOD), shape).items():
+    for suffix, promise in method.tensor_specs(number_format.scheme(method.METHOD), shape).items():
         written = scales if scales in promise.dtypes else promise.dtypes[0]
         stored = promise.shapes[0]
         outputs.append(OutputTensor(suffix, written, stored, promise.axes, tensor_nbytes(written, stored)))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """A tensor that a task writes. ``axes`` as in :class:`modelexport.quantization.methods.base.Promise`."""
+    """A tensor that a task writes. ``axes`` as in :class:`modelexport.quantization.methods.base.StoredTensorSpec`."""
 
     name: str
     dtype: str

@@ -21,11 +21,18 @@ from modelexport.errors import CheckpointError, PlanError, error_text
 from modelexport.models.modules import StoredModule, read_architecture, read_modules
 from modelexport.models.opening import open_model
 from modelexport.models.rules import left_out
-from modelexport.quantization.calibration.cut import WHOLE, Share
+from modelexport.quantization.calibration.cut import WHOLE, ForwardShard
 from modelexport.quantization.calibration.model import in_memory
 from modelexport.quantization.decoding import dequantise
 from modelexport.quantization.formats import of_scheme
-from modelexport.quantization.methods import Part, Scheme, extras, of_method, promised, read_quantization_config
+from modelexport.quantization.methods import (
+    Scheme,
+    WeightSlice,
+    extras,
+    of_method,
+    read_quantization_config,
+    tensor_specs,
+)
 
 if TYPE_CHECKING:
     from modelexport.quantization.formats.base import NumberFormat
@@ -86,7 +93,7 @@ class PlainTensors:
                 names = [f"{module.name}.weight", *(name for name in names if name not in used)]
             self.names += names
 
-    def read(self, name: str, share: Share = WHOLE) -> Tensor:
+    def read(self, name: str, share: ForwardShard = WHOLE) -> Tensor:
         """A tensor of the plain model: as stored, or decoded into float32; of which ``share`` says how much.
 
         Raises:
@@ -180,7 +187,7 @@ class _Linear:
         size = (shape[0], shape[1])
         spare = extras(scheme, size)
         tensors = {}
-        for suffix, promise in {**promised(scheme, size), **spare}.items():
+        for suffix, promise in {**tensor_specs(scheme, size), **spare}.items():
             info = module.tensors.get(suffix)
             if info is None:
                 if suffix in spare:
@@ -208,7 +215,7 @@ class _Linear:
         multiplied = stored.pop("pre_quant_scale", None)
         small: dict[str, Tensor] = {}
         if self.number_format.has_static_inputs:
-            native = of_method(self.scheme.method).decode(self.number_format, stored, Part.whole(self.shape))
+            native = of_method(self.scheme.method).decode(self.number_format, stored, WeightSlice.whole(self.shape))
             small = {suffix: tensor.clone() for suffix, tensor in native.items() if suffix.startswith("input_")}
         return partial(_rounded, self.number_format, small, multiplied)
 

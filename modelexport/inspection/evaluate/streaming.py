@@ -24,7 +24,7 @@ from modelexport.errors import CheckpointError, PlanError
 from modelexport.inspection.evaluate.models import PlainTensors
 from modelexport.inspection.evaluate.plain_llama import WholeOutputs
 from modelexport.models.architecture import declared_family
-from modelexport.quantization.calibration.cut import Share
+from modelexport.quantization.calibration.cut import ForwardShard
 from modelexport.quantization.calibration.layers import DYNAMIC, LayerRunner
 from modelexport.quantization.calibration.model import body, running
 
@@ -72,7 +72,7 @@ class Outputs:
 
     def select(self, start: int, stop: int) -> None:
         """Read rows ``[start, stop)`` of the head: :meth:`logits` are of these from now on."""
-        share = Share(0, ((start, stop),))
+        share = ForwardShard(0, ((start, stop),))
         weight = self._tensors.read(self._weight, share) if self._decoded is None else self._decoded[start:stop]
         weight = weight.to(self.dtype)
         bias = None if self._bias is None else self._tensors.read(self._bias, share).to(self.dtype)

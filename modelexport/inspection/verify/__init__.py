@@ -27,7 +27,7 @@ from modelexport.inspection.verify.structure import check_structure, family_prom
 from modelexport.models.modules import Architecture, StoredModule, read_architecture, read_modules
 from modelexport.models.opening import open_model
 from modelexport.quantization import algorithms
-from modelexport.quantization.methods import Promise, QuantizationConfig, methods, read_quantization_config
+from modelexport.quantization.methods import QuantizationConfig, StoredTensorSpec, methods, read_quantization_config
 
 if TYPE_CHECKING:
     from modelexport.inspection.verify.items import AuditItem, ModuleCheck
@@ -300,7 +300,7 @@ def _weight_shapes(
     """``weight_shape`` of packed weights is data, not header: engines unpack by it."""
     from modelexport.checkpoints.safetensors.file import Reader
 
-    known: dict[str, dict[str, Promise]] = {}
+    known: dict[str, dict[str, StoredTensorSpec]] = {}
     family, dims = architecture.family, architecture.dimensions
     if family is not None and dims is not None and dims.most_blocks <= len(checkpoint.infos):
         known = family_promises(family, dims)

@@ -19,8 +19,8 @@ from modelexport.quantization.methods import (
     QuantizationConfig,
     Scheme,
     extras,
-    promised,
     read_quantization_config,
+    tensor_specs,
 )
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def _decoder(
     if scheme is None or len(weight.shape) != 2:
         return None
     try:
-        promises = promised(scheme, (weight.shape[0], weight.shape[1]))
+        promises = tensor_specs(scheme, (weight.shape[0], weight.shape[1]))
         number_format = formats.of_scheme(scheme)
     except CheckpointError:  # what is wrong with it is said elsewhere; here it only cannot be decoded
         return None

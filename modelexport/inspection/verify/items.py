@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from modelexport.checkpoints.safetensors.file import TensorInfo
 from modelexport.errors import CheckpointError
-from modelexport.quantization.methods import Part, Scheme, compressed_tensors, of_method
+from modelexport.quantization.methods import Scheme, WeightSlice, compressed_tensors, of_method
 from modelexport.quantization.methods.base import Axes
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class AuditItem:
         if self.number_format is None or self.source is None:
             return {}
         method, shape = of_method(self.method), (self.source.shape[0], self.source.shape[1])
-        promises = method.promised(self.scheme or self.number_format.scheme(self.method), shape)
+        promises = method.tensor_specs(self.scheme or self.number_format.scheme(self.method), shape)
         return {suffix: promise.axes for suffix, promise in promises.items()}
 
     @property
@@ -87,7 +87,7 @@ class AuditItem:
         assert self.number_format is not None
         stored = {suffix: tensor for suffix, tensor in tensors.items() if suffix in self.axes}
         whole = (self.source.shape[0], self.source.shape[1])
-        part = Part(whole, (rows[0], 0), (rows[1] - rows[0], whole[1]))
+        part = WeightSlice(whole, (rows[0], 0), (rows[1] - rows[0], whole[1]))
         try:
             return of_method(self.method).decode(self.number_format, stored, part)
         except CheckpointError as error:  # of one among hundreds

@@ -65,7 +65,9 @@ def shared_maxima(items: Sequence[AuditItem], source: Checkpoint | None, threads
 
     Modules that engines fuse share one.
     """
-    wanted = [item for item in items if item.number_format is not None and item.number_format.reach == "tensor"]
+    wanted = [
+        item for item in items if item.number_format is not None and item.number_format.scale_granularity == "tensor"
+    ]
     if source is None or not wanted:
         return {}
     with Reader(source) as reader, ThreadPoolExecutor(max(1, threads)) as pool:

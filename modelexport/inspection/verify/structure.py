@@ -14,7 +14,15 @@ from modelexport.errors import CheckpointError
 from modelexport.models.architecture import Dimensions, Family
 from modelexport.models.modules import Architecture, StoredModule
 from modelexport.models.rules import KV_SCALES, places
-from modelexport.quantization.methods import FLOATS, Promise, QuantizationConfig, Scheme, extras, methods, promised
+from modelexport.quantization.methods import (
+    FLOATS,
+    QuantizationConfig,
+    Scheme,
+    StoredTensorSpec,
+    extras,
+    methods,
+    tensor_specs,
+)
 
 _PLAIN = ("weight", "bias")
 _OF_QUANTISATION = ("scale", "zero", "packed", "qweight", "g_idx", "weight_shape", "absmax")
@@ -29,7 +37,7 @@ def check_structure(
     """Everything that is wrong, one line each; empty where all is as config.json says."""
     quantised = {module.name for module in modules if module.stored.quantised}
     problems = list(_config_problems(architecture, quantization, quantised))
-    promises: dict[str, dict[str, Promise]] = {}
+    promises: dict[str, dict[str, StoredTensorSpec]] = {}
     if architecture.family is not None and architecture.dimensions is not None:
         dims, count = architecture.dimensions, len(checkpoint.infos)
         if dims.most_blocks > count:  # before any loop over a number that a stranger wrote
@@ -46,13 +54,13 @@ def check_structure(
     return list(dict.fromkeys(problems))
 
 
-def family_promises(family: Family, dims: Dimensions) -> dict[str, dict[str, Promise]]:
+def family_promises(family: Family, dims: Dimensions) -> dict[str, dict[str, StoredTensorSpec]]:
     """Every module of the model -> what config.json makes its weight, unquantised, and its vectors; not its bias."""
-    promises: dict[str, dict[str, Promise]] = {}
+    promises: dict[str, dict[str, StoredTensorSpec]] = {}
     for place in places(family, dims):
         dtypes = dtype_names() if place.module.kind == "other" else (*FLOATS, "F64")
         shapes = dims.stored_shapes(place.module)
-        promises.setdefault(place.name, {})[place.module.parameter] = Promise(dtypes, shapes)
+        promises.setdefault(place.name, {})[place.module.parameter] = StoredTensorSpec(dtypes, shapes)
     return promises
 
 
@@ -110,7 +118,7 @@ def module_problems(
     module: StoredModule,
     quantization: QuantizationConfig | None,
     expected: tuple[int, ...] | None,
-    vectors: Mapping[str, Promise],
+    vectors: Mapping[str, StoredTensorSpec],
 ) -> Iterator[str]:
     """Yields the problems of one module.
 
@@ -148,7 +156,7 @@ def _promise_problems(
     module: StoredModule, scheme: Scheme, shape: tuple[int, int], *, quantised_cache: bool
 ) -> Iterator[str]:
     try:
-        wanted = promised(scheme, shape)
+        wanted = tensor_specs(scheme, shape)
     except CheckpointError as error:
         yield str(error)
         return
@@ -188,7 +196,7 @@ def _plain_problems(
     yield from _bias_problems(module, shape)
 
 
-def _vector_problems(module: StoredModule, vectors: Mapping[str, Promise]) -> Iterator[str]:
+def _vector_problems(module: StoredModule, vectors: Mapping[str, StoredTensorSpec]) -> Iterator[str]:
     for name, promise in vectors.items():
         info = module.tensors.get(name)
         if info is None:

@@ -92,7 +92,11 @@ def _errors(linear: CalibratedLinear, inputs: InputStatistics, candidates: Tenso
     wanted = [sample @ tile.filled(weight).t() for tile in tiles]
     errors = torch.empty(weight.shape[0], len(candidates), dtype=torch.float64)
     for number, candidate in enumerate(candidates.to(weight.device)):
-        amax = (largest.to(weight.device) * candidate).max().reshape(1) if number_format.reach == "tensor" else None
+        amax = (
+            (largest.to(weight.device) * candidate).max().reshape(1)
+            if number_format.scale_granularity == "tensor"
+            else None
+        )
         scaled = sample / candidate
         reach = _reach(number_format, inputs, candidate)
         rounded: Tensor | None = None

@@ -29,7 +29,7 @@ def ranges(linear: CalibratedLinear, ranks: RankGroup) -> Tensor | None:
     if block is None or inputs is None or inputs.sample is None or not len(inputs.sample):
         return None
     amax = None
-    if number_format.reach == "tensor":
+    if number_format.scale_granularity == "tensor":
         own = number_format.amax(weight) if weight.numel() else weight.new_zeros(1)
         amax = ranks.largest(own)
     blocks = weight.shape[1] // block

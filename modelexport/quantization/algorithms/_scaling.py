@@ -1,4 +1,4 @@
-"""What smoothquant and awq share: magnitudes per feature of a fold, and scales that are fit to be folded."""
+"""The parts that smoothquant and awq share: magnitudes per feature of a fold, and scales that are fit to be folded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def quantised(fold: Fold) -> list[CalibratedLinear]:
 
 
 def given(linears: list[CalibratedLinear]) -> list[InputStatistics]:
-    """What they were given, each once; the same on all ranks."""
+    """The linears' input statistics, each once; the same on all ranks."""
     found = {id(linear.inputs): linear.inputs for linear in linears if linear.inputs is not None}
     return [inputs for inputs in found.values() if inputs.tokens]
 
@@ -69,7 +69,10 @@ def settled(scale: Tensor, fold: Fold) -> Tensor:
     middle = (exponents.sum(dim=-1, keepdim=True) / count).round()
     exponents = torch.where(usable, exponents - middle, torch.zeros_like(exponents))
     # A linear's row grows by what it is divided by: where all rows share a scale, that would take from the others.
-    shared = any(linear.number_format is not None and linear.number_format.reach == "tensor" for linear in fold.linears)
+    shared = any(
+        linear.number_format is not None and linear.number_format.scale_granularity == "tensor"
+        for linear in fold.linears
+    )
     least = _LEAST_OF_SHARED if shared and fold.weight is None else -_FURTHEST
     exponents = exponents.clamp(least, _FURTHEST)
     return (exponents.round() if fold.exact else exponents).exp2().float()

@@ -51,7 +51,7 @@ class CalibratedLinear:
             given the same.
         amax: what the format's widest scale depends on, agreed by all ranks; see ``NumberFormat.quantise``. Given to
             :meth:`Rounding.quantise` only, and None where the format needs none.
-        reach: largest magnitude of the inputs that a static scale is to cover, where the format stores one.
+        input_amax: largest magnitude of the inputs that a static scale is to cover, where the format stores one.
     """
 
     name: str
@@ -62,7 +62,7 @@ class CalibratedLinear:
     shape: tuple[int, int]
     inputs: InputStatistics | None
     amax: Tensor | None = None
-    reach: float | None = None
+    input_amax: float | None = None
 
     def rounded(self) -> dict[str, Tensor]:
         """Returns its rows, rounded to nearest by its number format: the native tensors.
@@ -72,7 +72,7 @@ class CalibratedLinear:
         """
         assert self.number_format is not None
         return self.number_format.quantise(
-            self.weight, amax=self.amax, inputs=self.reach, global_shape=self.shape, name=self.name
+            self.weight, amax=self.amax, inputs=self.input_amax, global_shape=self.shape, name=self.name
         )
 
 

@@ -84,7 +84,7 @@ class Balance:
 
 
 def balanced(given: Tensor, read: Tensor) -> Tensor:
-    """What features are divided by: float32 ``[features]``, powers of two, half of them 1 or less and half 1 or more.
+    """Returns the divisors of features: float32 ``[features]``, powers of two, half of them <= 1 and half >= 1.
 
     Args:
         given, read: the sum of squares of each feature's row, and of the columns that read it, ``[features]``.
@@ -102,7 +102,7 @@ def balanced(given: Tensor, read: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Change:
-    """How a tensor of the rotated model is made of one of the source's.
+    """The operations that make a tensor of the rotated model of one of the source's.
 
     Attributes:
         source: the source's tensor.

@@ -1,4 +1,4 @@
-"""What surrounds a model's decoder layers: the embedding that makes the first one's input, and the final norm.
+"""The shell of a model's decoder layers: the embedding that makes the first one's input, and the final norm.
 
 transformers' own model runs, with something else in place of its layers. That also tells what it calls each layer with
 (positions, masks), which depends on nothing but a batch's shape. Of the embedding only the rows of the tokens at hand
@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from modelexport.errors import ModelExportError, PlanError
-from modelexport.quantization.calibration.cut import WHOLE, Share
+from modelexport.quantization.calibration.cut import WHOLE, ForwardShard
 from modelexport.quantization.calibration.model import DYNAMIC, OF_MODELS, body, misshapen, unknown
 
-__all__ = ["Calls", "Surroundings"]
+__all__ = ["Calls", "ModelShell"]
 
 Calls = dict[tuple[int, ...], list[tuple[tuple[Any, ...], dict[str, Any]]]]
 """Shape of a batch's hidden states -> further arguments of each layer."""
 
 
-class Surroundings:
+class ModelShell:
     """A model without its layers. Arguments as :class:`~modelexport.quantization.calibration.layers.LayerRunner` has.
 
     Args:
@@ -43,7 +43,7 @@ class Surroundings:
         layers: Sequence[Any],
         inside: Sequence[str],
         names: Collection[str],
-        read: Callable[[str, Share], Tensor],
+        read: Callable[[str, ForwardShard], Tensor],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -93,7 +93,7 @@ class Surroundings:
                     self._through(torch.zeros_like(batch), None)
 
     def outputs(self, batches: Sequence[Tensor], hidden: Sequence[Tensor]) -> Iterator[Tensor]:
-        """What the output embedding is given, of the last layer's outputs. Errors as :meth:`first_inputs`."""
+        """Returns the output embedding's inputs, from the last layer's outputs. Errors as :meth:`first_inputs`."""
         with self._filled(_NONE):
             for number, batch in enumerate(batches):
                 _, out = self._through(torch.zeros_like(batch), hidden[number])
@@ -124,7 +124,10 @@ class Surroundings:
     def _tensor(self, key: str, empty: Tensor, tokens: Tensor | None) -> Tensor:
         if key == self.embedding_key:
             rows = 1 if tokens is None or not tokens.numel() else tokens.numel()
-            wanted, share = (rows, *empty.shape[1:]), Share(0, _runs(tokens.tolist()) if tokens is not None else ())
+            wanted, share = (
+                (rows, *empty.shape[1:]),
+                ForwardShard(0, _runs(tokens.tolist()) if tokens is not None else ()),
+            )
         else:
             wanted, share = tuple(empty.shape), WHOLE
         if tokens is None or (share.dim == 0 and not tokens.numel()):
@@ -193,7 +196,7 @@ _NONE = torch.empty(0, dtype=torch.int64)
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Whether all tensors among arguments are the same."""
+    """Returns whether all tensors among arguments are the same."""
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and torch.equal(one, other)
     if isinstance(one, dict):

@@ -32,7 +32,7 @@ def watched_attention() -> str:
 def attention_of_heads(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """What the model's own ``eager_attention_forward`` gives, one head at a time.
+    """Computes the model's own ``eager_attention_forward``, one head at a time.
 
     Args:
         query: ``[samples, heads, length, head_dim]``.

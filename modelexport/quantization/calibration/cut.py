@@ -1,4 +1,4 @@
-"""Which part of each weight a rank multiplies by while samples run through a layer, and in which pieces.
+"""The part of each weight that a rank multiplies by while samples run through a layer, and its tiles.
 
 A sum of floating-point numbers depends on its order, and a matrix product may depend on its shape. So that hidden
 states are the same to the bit on any number of ranks, every weight that is cut is multiplied in *tiles* that are the
@@ -26,8 +26,8 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True)
-class Share:
-    """What one rank's forward pass holds of a linear's weight, ``[out_features, in_features]``.
+class ForwardShard:
+    """The shard of a linear's weight, ``[out_features, in_features]``, that one rank's forward pass holds.
 
     Attributes:
         dim: 0 where output features are cut (column-parallel), 1 where input features are (row-parallel), None where
@@ -47,7 +47,7 @@ class Share:
     count: int = 0
 
 
-WHOLE = Share()
+WHOLE = ForwardShard()
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class ForwardCut:
     """
 
     config: Mapping[str, int] = field(default_factory=dict)
-    shares: Mapping[str, Share] = field(default_factory=dict)
+    shares: Mapping[str, ForwardShard] = field(default_factory=dict)
     kv_heads: Range | None = None
 
-    def share(self, path: str) -> Share:
-        """What the rank holds of a linear, by its path within a layer (with an expert's number, or with ``*``)."""
+    def share(self, path: str) -> ForwardShard:
+        """Returns the rank's shard of a linear, by its path within a layer (with an expert's number, or ``*``)."""
         return self.shares.get(general(path), WHOLE)
 
 

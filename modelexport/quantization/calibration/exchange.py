@@ -1,4 +1,4 @@
-"""How ranks tell each other numbers in the midst of a layer: some megabytes, thousands of times.
+"""The exchange of numbers between ranks in the midst of a layer: some megabytes, thousands of times.
 
 Ranks on one host write into buffers that all of them have mapped, and meet before they read. (With 4 MB from each of
 two ranks on two cores that takes 2 ms, gloo's ``all_gather`` 10 to 19; with 16 MB from each of four, 4 and 330.) Ranks
@@ -79,7 +79,7 @@ class Exchange:
         """Gives every rank a buffer of all; the former ones stay until nobody reads them any more."""
         team = members(None)
         mesh = shared_mesh.mesh_of(team, self.objects(shared_mesh.mesh_record(team)))
-        buffers = _Buffers(memory.shared_empty((2, nbytes), torch.uint8))
+        buffers = _ExchangedTensors(memory.shared_empty((2, nbytes), torch.uint8))
         others = {rank: tuple(other for other in range(self.world) if other != rank) for rank in range(self.world)}
         mesh.deliver([Piece(rank, 2 * nbytes, rank, others[rank]) for rank in others], buffers, keep=True)
         buffers.found[self.rank] = buffers.own
@@ -97,8 +97,8 @@ class Exchange:
         self._buffers = []
 
 
-class _Buffers:
-    """What ranks give each other: see :class:`~modelexport.distributed.delivery.pairwise.PieceBuffers`."""
+class _ExchangedTensors:
+    """The tensors that ranks exchange; see :class:`~modelexport.distributed.delivery.pairwise.PieceBuffers`."""
 
     def __init__(self, own: Tensor) -> None:
         self.own = own

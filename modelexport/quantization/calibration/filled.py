@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from modelexport.quantization.calibration.cut import WHOLE, ForwardCut, Share, general
-from modelexport.quantization.calibration.model import Source, is_stacked, misshapen
-from modelexport.quantization.calibration.watch import Part
+from modelexport.quantization.calibration.cut import WHOLE, ForwardCut, ForwardShard, general
+from modelexport.quantization.calibration.model import TensorSource, is_stacked, misshapen
+from modelexport.quantization.calibration.watch import LinearRows
 
 __all__ = ["FilledLayer", "MadeOf", "Read", "fill"]
 
-Read = Callable[[str, Share], Tensor]
-MadeOf = Mapping[str, Sequence[Source]]
+Read = Callable[[str, ForwardShard], Tensor]
+MadeOf = Mapping[str, Sequence[TensorSource]]
 """A layer's tensor -> those of the checkpoint that it is made of."""
 
 
@@ -32,7 +32,7 @@ class FilledLayer:
 
     def __init__(self, index: int, prefix: str, made_of: MadeOf, tensors: dict[str, Tensor], cut: ForwardCut) -> None:
         self.index, self.tensors = index, tensors
-        self.products: dict[int, list[Part]] = {}
+        self.products: dict[int, list[LinearRows]] = {}
         self._prefix, self._made_of, self._cut = prefix, made_of, cut
 
     def find_products(self, module: nn.Module) -> None:
@@ -48,15 +48,15 @@ class FilledLayer:
                 rows = weight.shape[0] // source.parts
                 name = source.name.removesuffix(".weight")
                 path = general(name.removeprefix(self._prefix))
-                part = Part(name, path, (source.part * rows, (source.part + 1) * rows), self._cut.share(path))
+                part = LinearRows(name, path, (source.part * rows, (source.part + 1) * rows), self._cut.share(path))
                 self.products.setdefault(weight.data_ptr(), []).append(part)
                 if not is_stacked(key) and key not in plain:
                     routers.add(part.name)
         self.routers = frozenset(routers)
         self.linears = tuple(part.name for parts in self.products.values() for part in parts)
 
-    def share(self, name: str) -> Share:
-        """What this rank holds of a linear."""
+    def share(self, name: str) -> ForwardShard:
+        """Returns this rank's shard of a linear."""
         return self._cut.share(name.removeprefix(self._prefix))
 
 
@@ -96,7 +96,7 @@ def fill(
     return state, FilledLayer(index, prefix, made_of, tensors, cut)
 
 
-def _share_of(path: str, cut: ForwardCut) -> Share:
+def _share_of(path: str, cut: ForwardCut) -> ForwardShard:
     """Of a tensor: biases go with their linear's output features."""
     module, _, parameter = path.rpartition(".")
     share = cut.share(module)

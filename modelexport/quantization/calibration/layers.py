@@ -32,13 +32,13 @@ from torch import Tensor
 from modelexport.distributed import collectives
 from modelexport.distributed.environment import cores
 from modelexport.errors import PlanError
-from modelexport.quantization.calibration.around import Surroundings
-from modelexport.quantization.calibration.cut import ForwardCut, Share
+from modelexport.quantization.calibration.around import ModelShell
+from modelexport.quantization.calibration.cut import ForwardCut, ForwardShard
 from modelexport.quantization.calibration.filled import FilledLayer, Read, fill
 from modelexport.quantization.calibration.hidden_states import HiddenStates
 from modelexport.quantization.calibration.model import (
     DYNAMIC,
-    Source,
+    TensorSource,
     build,
     choosing_all,
     decoder_layers,
@@ -49,8 +49,8 @@ from modelexport.quantization.calibration.model import (
     unknown,
 )
 from modelexport.quantization.calibration.statistics import Collector, InputStatistics
-from modelexport.quantization.calibration.sums import Together
-from modelexport.quantization.calibration.watch import Activation, Seen, Watch
+from modelexport.quantization.calibration.sums import ForwardRanks
+from modelexport.quantization.calibration.watch import Activation, LayerInputs, ShardedProducts
 
 __all__ = ["DYNAMIC", "FilledLayer", "LayerRunner", "Observed", "Read"]
 
@@ -59,7 +59,7 @@ _BATCH_TOKENS = 512  # enough for a matrix product to run at full speed on a thr
 
 @dataclass
 class Observed:
-    """What a layer's linears and its attention were given.
+    """The inputs of a layer's linears and of its attention.
 
     Attributes:
         inputs: linear -> statistics of its whole input, the same object for linears that were given the same tensor;
@@ -151,21 +151,21 @@ class LayerRunner:
         self.hidden = HiddenStates(shapes, dtype, self.device, memory=memory, directory=directory)
         inside = [name for name in (self.prefix, self.head_name) if name is not None]
         self.on_disk = in_memory(self.model, names)
-        self._around = Surroundings(
+        self._around = ModelShell(
             self.model, self.layers, inside, {*names, *self.on_disk}, self._read_renamed, dtype, self.device
         )
         self._restored = False
 
-    def _read_renamed(self, name: str, share: Share) -> Tensor:
+    def _read_renamed(self, name: str, share: ForwardShard) -> Tensor:
         return self.read(self.on_disk.get(name, name), share)
 
     def __enter__(self) -> LayerRunner:
         self._threads_before = torch.get_num_threads()
         torch.set_num_threads(1)  # of one operation, in this thread and in those of the pool, which begin after it
         self._pool = ThreadPoolExecutor(self.threads)
-        self._together: Together | None = None
+        self._together: ForwardRanks | None = None
         try:
-            self._together = Together(self.cut, alone=self._by_itself)
+            self._together = ForwardRanks(self.cut, alone=self._by_itself)
             with running(self.model, derived=self.derived):
                 if self._restored:
                     self._around.learn_calls(self.batches)
@@ -216,7 +216,7 @@ class LayerRunner:
         made_of = sources(empty, prefix, self.names)
         for key in empty:
             if key not in made_of and (name := self.on_disk.get(prefix + key)) is not None:
-                made_of[key] = (Source(name),)
+                made_of[key] = (TensorSource(name),)
         missing = [key for key in empty if key not in made_of]
         if missing:
             raise unknown(self.model, prefix + missing[0])
@@ -305,7 +305,7 @@ class LayerRunner:
             self._progress(done, len(numbers))
 
     def outputs(self) -> Iterator[Tensor]:
-        """What the output embedding is given, batch by batch, after the last layer has run."""
+        """Yields the output embedding's inputs, batch by batch, after the last layer has run."""
         return self._around.outputs(self.batches, self.hidden)
 
     def head_input(self) -> float:
@@ -316,11 +316,11 @@ class LayerRunner:
     def _alone(self) -> bool:
         return self._together is not None and self._together.world == 1
 
-    def _seen(self, layer: FilledLayer, *, keep: bool) -> Iterator[Seen]:
-        """What each batch gives the layer, in order. Alone, ``threads`` batches run at once; the pool is then idle."""
+    def _seen(self, layer: FilledLayer, *, keep: bool) -> Iterator[LayerInputs]:
+        """Yields the layer's inputs by each batch, in order. Alone, ``threads`` batches run at once."""
 
-        def one(number: int) -> Seen:
-            seen = Seen()
+        def one(number: int) -> LayerInputs:
+            seen = LayerInputs()
             out = self._run(layer, number, seen)
             if keep:
                 self.hidden[number] = out
@@ -336,12 +336,16 @@ class LayerRunner:
             self._progress(wave.stop, len(self.batches))
 
     def _run(
-        self, layer: FilledLayer, number: int, seen: Seen | None, activations: Mapping[str, Activation] | None = None
+        self,
+        layer: FilledLayer,
+        number: int,
+        seen: LayerInputs | None,
+        activations: Mapping[str, Activation] | None = None,
     ) -> Tensor:
         hidden = self.hidden[number]
         args, kwargs = self._around.calls[tuple(hidden.shape)][layer.index]
         assert self._together is not None
-        watch = Watch(
+        watch = ShardedProducts(
             layer.products,
             self._together,
             activations=activations,

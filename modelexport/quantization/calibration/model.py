@@ -18,7 +18,7 @@ from modelexport.quantization.calibration.cut import ForwardCut
 __all__ = [
     "DYNAMIC",
     "OF_MODELS",
-    "Source",
+    "TensorSource",
     "body",
     "build",
     "choosing_all",
@@ -44,7 +44,7 @@ _PARTS = {"gate_up_proj": (("gate_proj", "w1"), ("up_proj", "w3")), "down_proj":
 
 
 @dataclass(frozen=True)
-class Source:
+class TensorSource:
     """One tensor of the checkpoint within one of the model's.
 
     Attributes:
@@ -151,7 +151,7 @@ def body(model: Any) -> Any:
 
 
 def _attention(parsed: Any) -> str:
-    """Which of transformers' attention functions: torch's own, where that does all that the model does.
+    """The name of transformers' attention function: torch's own, where that does all that the model does.
 
     It knows neither soft caps on scores nor sinks; the model's own function, head by head, does.
     """
@@ -202,13 +202,13 @@ def in_memory(model: Any, names: Collection[str]) -> dict[str, str]:
     return {new: name for new, name in renamed if new in held and new not in names}
 
 
-def sources(empty: Mapping[str, Tensor], prefix: str, names: Collection[str]) -> dict[str, tuple[Source, ...]]:
+def sources(empty: Mapping[str, Tensor], prefix: str, names: Collection[str]) -> dict[str, tuple[TensorSource, ...]]:
     """Of which of the checkpoint's tensors each of a layer's is made; what cannot be found is left out.
 
     transformers may stack a layer's experts and rename what they are in: "block_sparse_moe" on disk is its "mlp".
     """
     own = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
-    found: dict[str, tuple[Source, ...]] = {key: (Source(prefix + key),) for key in empty if key in own}
+    found: dict[str, tuple[TensorSource, ...]] = {key: (TensorSource(prefix + key),) for key in empty if key in own}
     experts: dict[str, dict[tuple[int, str], str]] = {}
     for name in own:
         if match := _EXPERT.fullmatch(name):
@@ -222,7 +222,7 @@ def sources(empty: Mapping[str, Tensor], prefix: str, names: Collection[str]) ->
             continue
         parts = _PARTS[match[2]]
         stacked = [
-            Source(linears[expert, name], expert, number, len(parts))
+            TensorSource(linears[expert, name], expert, number, len(parts))
             for expert in range(empty[key].shape[0])
             for number, known in enumerate(parts)
             for name in known
@@ -233,7 +233,7 @@ def sources(empty: Mapping[str, Tensor], prefix: str, names: Collection[str]) ->
         for other in empty:
             renamed = theirs + other.removeprefix(match[1])
             if other not in found and other.startswith(f"{match[1]}.") and renamed in own:
-                found[other] = (Source(prefix + renamed),)
+                found[other] = (TensorSource(prefix + renamed),)
     return found
 
 
@@ -252,7 +252,7 @@ def choosing_all(layer: nn.Module) -> Iterator[None]:
 
 
 def is_stacked(key: str) -> bool:
-    """Whether a layer's parameter holds the weights of all its experts."""
+    """Returns whether a layer's parameter holds the weights of all its experts."""
     return _STACKED.fullmatch(key) is not None
 
 

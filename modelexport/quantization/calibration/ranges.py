@@ -18,7 +18,7 @@ from torch import Tensor
 
 from modelexport.errors import ValuesError
 from modelexport.quantization.calibration import static_ranges
-from modelexport.quantization.calibration.cut import ForwardCut, Share
+from modelexport.quantization.calibration.cut import ForwardCut, ForwardShard
 from modelexport.quantization.calibration.layers import DYNAMIC, LayerRunner, Observed
 from modelexport.quantization.calibration.statistics import InputStatistics
 from modelexport.quantization.calibration.text import LENGTH, SAMPLES, token_batches_from
@@ -31,7 +31,7 @@ _ONE_OF_EXPERTS = re.compile(r"(.+\.experts\.)\d+(\..+)")
 
 @dataclass(frozen=True)
 class Ranges:
-    """What passed through a model: magnitudes that scales are to reach, finite and not negative.
+    """The ranges of a model's activations: magnitudes that scales are to cover, finite and not negative.
 
     Attributes:
         inputs: linear, by its module's name in the checkpoint -> of its inputs. All experts of a layer have the same.
@@ -52,7 +52,7 @@ class Ranges:
 def observe(
     config: Mapping[str, Any],
     names: Collection[str],
-    read: Callable[[str, Share], Tensor],
+    read: Callable[[str, ForwardShard], Tensor],
     tokens: Tensor,
     *,
     cut: ForwardCut | None = None,
@@ -65,7 +65,7 @@ def observe(
     derived: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Ranges:
-    """What static scales should reach of every linear's inputs, and of every layer's keys and values.
+    """Measures the magnitudes that static scales are to cover: of every linear's inputs, every layer's keys and values.
 
     All ranks of the job call it together, each with its own ``read`` and ``cut``; all get the same.
 
@@ -131,7 +131,7 @@ def observe(
 def _reaches(
     inputs: Mapping[str, InputStatistics], method: str, chosen: Mapping[str, NumberFormat]
 ) -> dict[str, float]:
-    """What each linear's static scale covers; the largest magnitude where it has none."""
+    """The magnitude that each linear's static scale covers; the largest one where it has no such scale."""
     known: dict[tuple[int, NumberFormat], float] = {}
     reaches = {}
     for name, found in inputs.items():

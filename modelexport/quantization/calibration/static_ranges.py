@@ -1,4 +1,4 @@
-"""How large a magnitude a stored scale of activations, or of an FP8 KV cache, is to cover.
+"""The magnitude that a stored scale of activations, or of an FP8 KV cache, is to cover.
 
 What lies beyond is clamped, and what lies within is rounded the more finely the less is covered:
 
@@ -51,7 +51,7 @@ _FP8_CACHE: Mapping[str, Any] = {"num_bits": 8, "type": "float", "dynamic": Fals
 
 
 def wants(method: str) -> frozenset[str]:
-    """Which statistics :func:`choose` needs."""
+    """Returns the statistics that :func:`choose` needs."""
     return frozenset({"amax"} if _known(method) == "max" else {"amax", "histogram"})
 
 
@@ -156,7 +156,7 @@ def _percentile(counts: Tensor, amax: float, fraction: float) -> float:
 
 @cache
 def _edges() -> Tensor:
-    """Where bins begin, and the last one ends: float64 ``[BINS + 1]``, infinite from that of infinity on."""
+    """The edges of the bins: float64 ``[BINS + 1]``, infinite from that of infinity on."""
     words = torch.arange(BINS, dtype=torch.int32) << 16
     edges = words.view(torch.float32).double().nan_to_num(torch.inf, posinf=torch.inf)
     return torch.cat([edges, edges.new_full((1,), torch.inf)])

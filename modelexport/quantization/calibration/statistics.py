@@ -1,4 +1,4 @@
-"""What linears are given while samples run through a layer, as numbers of a size that does not grow with the samples.
+"""Statistics of linears' inputs while samples run through a layer; their size does not grow with the samples.
 
 Every statistic is gathered batch by batch in the order of the batches, from whole inputs (ranks that hold a part of one
 put it together first), so that it is the same to the bit on any number of ranks. See :class:`InputStatistics`.
@@ -121,7 +121,7 @@ class Hessian:
 
 
 def panel_edges(features: int) -> list[int]:
-    """Where the columns of a Hessian are cut: 0, ..., ``features``; the same for any number of ranks."""
+    """Returns the cuts of a Hessian's columns: 0, ..., ``features``; the same for any number of ranks."""
     width = max(_NARROWEST, -(-features // _PANELS))
     width += -width % _ALIGNED
     return [*range(0, features, width), features]
@@ -235,12 +235,12 @@ class Collector:
 
     @property
     def finite(self) -> bool:
-        """Whether no NaN or Inf has come so far, whatever was asked for."""
+        """True as long as no NaN or Inf has come, whatever was asked for."""
         return self._amax is None or bool(torch.isfinite(self._amax).all())
 
     @torch.no_grad()
     def finish(self) -> InputStatistics:
-        """What was asked for, of all that came; zeros where nothing came. Nothing can be added after it."""
+        """Returns the statistics asked for, of all inputs; zeros where none came. Nothing can be added after it."""
         if self._amax is None:
             self._begin(torch.device("cpu"))
         with torch.inference_mode(False):

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from modelexport.distributed import collectives
-from modelexport.quantization.calibration.cut import ForwardCut, Range, Share, nodes, over_tree
+from modelexport.quantization.calibration.cut import ForwardCut, ForwardShard, Range, nodes, over_tree
 from modelexport.quantization.calibration.exchange import Exchange
 
-__all__ = ["Together", "column_product"]
+__all__ = ["ForwardRanks", "column_product"]
 
 
 def column_product(x: Tensor, weight: Tensor, tiles: Sequence[Range]) -> Tensor:
@@ -29,7 +29,7 @@ def column_product(x: Tensor, weight: Tensor, tiles: Sequence[Range]) -> Tensor:
     return out
 
 
-class Together:
+class ForwardRanks:
     """All ranks' parts in the forward pass, known to each of them.
 
     Args:
@@ -49,7 +49,7 @@ class Together:
         self._exchange = Exchange() if self.world > 1 else None
         self._all: list[Any] = [mine] if self._exchange is None else self._exchange.objects(mine)
 
-    def product(self, x: Tensor, weight: Tensor, path: str, share: Share) -> Tensor:
+    def product(self, x: Tensor, weight: Tensor, path: str, share: ForwardShard) -> Tensor:
         """``x @ weight.T`` over the input features of all ranks. ``[tokens, held]`` -> ``[tokens, out_features]``."""
         if share.dim != 1:
             return column_product(x, weight, share.tiles if share.dim == 0 else ())
@@ -77,7 +77,7 @@ class Together:
         total = over_tree((0, share.count), known.get, torch.add)
         return total.clone() if (0, share.count) in known else total
 
-    def whole_input(self, x: Tensor, path: str, share: Share) -> Tensor:
+    def whole_input(self, x: Tensor, path: str, share: ForwardShard) -> Tensor:
         """The input features of all ranks. ``[tokens, held]`` -> ``[tokens, in_features]``; ``x`` where it is whole."""
         if share.dim != 1 or self._exchange is None:
             return x
@@ -91,8 +91,8 @@ class Together:
             return x.flatten(1)
         return self._assemble(x.flatten(1), [[(a * x.shape[2], b * x.shape[2])] for a, b in heads])
 
-    def own_columns(self, whole: Tensor, share: Share) -> Tensor:
-        """What :meth:`whole_input` was made of."""
+    def own_columns(self, whole: Tensor, share: ForwardShard) -> Tensor:
+        """The columns that :meth:`whole_input` was made of."""
         if share.dim != 1 or self._exchange is None:
             return whole
         return torch.cat([whole[:, start:stop] for start, stop in share.spans], dim=1)

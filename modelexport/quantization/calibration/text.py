@@ -284,7 +284,7 @@ def _whole_lines(file: TextIO) -> str:
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Whether one of the files that a tokenizer is kept in is there."""
+    """Returns whether one of the files that a tokenizer is kept in is there."""
     return any(has_file(directory, name) for name in TOKENIZER_FILES)
 
 

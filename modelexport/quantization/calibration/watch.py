@@ -16,16 +16,16 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from modelexport.quantization.calibration.attention import attention_of_heads
-from modelexport.quantization.calibration.cut import Share
-from modelexport.quantization.calibration.sums import Together
+from modelexport.quantization.calibration.cut import ForwardShard
+from modelexport.quantization.calibration.sums import ForwardRanks
 
-__all__ = ["Activation", "Part", "Seen", "Watch"]
+__all__ = ["Activation", "LayerInputs", "LinearRows", "ShardedProducts"]
 
 Activation = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Part:
+class LinearRows:
     """A linear of the checkpoint, or some of a weight that several of them are stacked into.
 
     Attributes:
@@ -38,12 +38,12 @@ class Part:
     name: str
     path: str
     rows: tuple[int, int]
-    share: Share
+    share: ForwardShard
 
 
 @dataclass
-class Seen:
-    """What one batch gave a layer's linears and its attention, whole.
+class LayerInputs:
+    """The inputs of a layer's linears and of its attention by one batch, whole.
 
     Attributes:
         inputs: each different input ``[tokens, in_features]``, and the linears that it was given to.
@@ -55,7 +55,7 @@ class Seen:
     values: Tensor | None = None
 
 
-class Watch(TorchFunctionMode):
+class ShardedProducts(TorchFunctionMode):
     """While it is entered, linears are multiplied as the ranks have cut them.
 
     Args:
@@ -69,11 +69,11 @@ class Watch(TorchFunctionMode):
 
     def __init__(
         self,
-        products: Mapping[int, Sequence[Part]],
-        together: Together,
+        products: Mapping[int, Sequence[LinearRows]],
+        together: ForwardRanks,
         *,
         activations: Mapping[str, Activation] | None = None,
-        seen: Seen | None = None,
+        seen: LayerInputs | None = None,
         kv_heads: int | None = None,
         rotary: int | None = None,
     ) -> None:
@@ -124,7 +124,7 @@ class Watch(TorchFunctionMode):
             out = out + bias
         return out.view(*input.shape[:-1], out.shape[-1])
 
-    def _whole(self, input: Tensor, x: Tensor, part: Part) -> Tensor:
+    def _whole(self, input: Tensor, x: Tensor, part: LinearRows) -> Tensor:
         """The whole input, the same tensor where another linear was given the same."""
         place = self._places.get(_address(input))
         if place is not None:

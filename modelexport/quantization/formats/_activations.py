@@ -1,4 +1,4 @@
-"""How engines round a linear's inputs to int8 or e4m3: with scales of their own, or with one that is stored."""
+"""The rounding of a linear's inputs to int8 or e4m3, as engines do it: with dynamic scales, or with a stored one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def dynamic(x: Tensor, storage: torch.dtype, group: int | None = None) -> Tensor
 
 
 def static(x: Tensor, scale: Tensor, storage: torch.dtype) -> Tensor:
-    """Rounds with the stored scale ``[1]``, in float32; what lies beyond its reach is clamped."""
+    """Rounds with the stored scale ``[1]``, in float32; what lies beyond its range is clamped."""
     wide, step = x.float(), scale.float().reshape(1)
     lowest = -128.0 if storage == torch.int8 else -LIMITS[storage]
     return (_rounded(wide / step, storage, lowest) * step).to(x.dtype)

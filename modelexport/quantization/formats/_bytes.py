@@ -1,4 +1,4 @@
-"""What the formats share that store a weight in bytes: int8 or float8_e4m3fn ``weight`` and its ``weight_scale``."""
+"""Base of the formats that store a weight in bytes: int8 or float8_e4m3fn ``weight`` and its ``weight_scale``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from modelexport.quantization import kernels
 from modelexport.quantization.formats import _activations
-from modelexport.quantization.formats.base import Grid, NumberFormat, Reach
+from modelexport.quantization.formats.base import Grid, NumberFormat, ScaleGranularity
 from modelexport.quantization.kernels import searching
 
 
@@ -62,7 +62,7 @@ class RowScaledFormat(ByteFormat):
     """One scale per output channel, ``weight_scale`` ``[out, 1]``; inputs are rounded per token, at run time."""
 
     @property
-    def reach(self) -> Reach:
+    def scale_granularity(self) -> ScaleGranularity:
         return "row"
 
     def _fill(self, weight: Tensor, amax: Tensor | None, out: Mapping[str, Tensor]) -> int:

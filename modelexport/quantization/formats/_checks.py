@@ -1,4 +1,4 @@
-"""What number formats say of what they refuse: weights, tensors to be filled, widths."""
+"""Checks that number formats share, with their messages: of weights, of tensors to be filled, of widths."""
 
 from __future__ import annotations
 

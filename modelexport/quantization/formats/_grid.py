@@ -1,4 +1,4 @@
-"""What a weight can be once its scales are fixed, for algorithms that round by rules of their own."""
+"""The values that a weight can have once its scales are fixed, for algorithms with a rounding of their own."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Grid:
         return feedback.numbers(values, step, zero, self.storage, self.low, self.high)
 
     def values(self, numbers: Tensor) -> Tensor:
-        """What numbers (float32 ``[rows, cols]``) stand for: float32."""
+        """Returns the values of numbers (float32 ``[rows, cols]``): float32."""
         step, zero = self._spread(numbers.shape[1])
         return (numbers if zero is None else numbers - zero) * step
 

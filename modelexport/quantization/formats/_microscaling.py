@@ -1,4 +1,4 @@
-"""What NVFP4 and the MX formats share: small floats in groups along the input, each group with a scale of one byte.
+"""Base of NVFP4 and the MX formats: small floats in groups along the input, each group with a scale of one byte.
 
 e2m1, e4m3 and E8M0 are those of the OCP Microscaling Formats (MX) specification v1.0; NVFP4 is NVIDIA's. Tensors and
 rules are compressed-tensors' ("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized").
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from modelexport.errors import PlanError
 from modelexport.quantization import kernels
-from modelexport.quantization.formats.base import Grid, NumberFormat, Reach
+from modelexport.quantization.formats.base import Grid, NumberFormat, ScaleGranularity
 from modelexport.quantization.kernels import microscaling, microscaling_reference, reference
 
 __all__ = ["MicroscalingFormat", "MxActivationsFormat", "MxFormat", "NvFormat", "global_scale"]
@@ -72,7 +72,7 @@ class MicroscalingFormat(NumberFormat):
         )
 
     def _factor(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
-        """What the scales are divided by."""
+        """The divisor of the scales."""
         return None
 
     def _fill(self, weight: Tensor, amax: Tensor | None, out: Mapping[str, Tensor]) -> int:
@@ -116,7 +116,7 @@ class NvFormat(MicroscalingFormat):
     checkpoint_format: ClassVar[str] = "nvfp4-pack-quantized"
 
     @property
-    def reach(self) -> Reach:
+    def scale_granularity(self) -> ScaleGranularity:
         return "tensor"
 
     def _factor(self, tensors: Mapping[str, Tensor]) -> Tensor | None:

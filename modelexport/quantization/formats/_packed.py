@@ -1,4 +1,4 @@
-"""What the formats share that pack integers of 4 or 8 bits into int32 words: compressed-tensors "pack-quantized"."""
+"""Base of the formats that pack integers of 4 or 8 bits into int32 words: compressed-tensors "pack-quantized"."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from modelexport.quantization import kernels
-from modelexport.quantization.formats.base import Grid, NumberFormat, Reach
+from modelexport.quantization.formats.base import Grid, NumberFormat, ScaleGranularity
 from modelexport.quantization.kernels import reference, searching
 
 
@@ -36,23 +36,23 @@ class PackedFormat(NumberFormat):
     symmetric: ClassVar[bool] = True
 
     @property
-    def reach(self) -> Reach:
+    def scale_granularity(self) -> ScaleGranularity:
         return "row" if self.group_size == -1 else "block"
 
     @property
     def whole_rows(self) -> bool:
         """Also where rows have zero points: what ranks exchange are largest magnitudes, not extremes."""
-        return self.reach == "row" and (self.observer != "amax" or not self.symmetric)
+        return self.scale_granularity == "row" and (self.observer != "amax" or not self.symmetric)
 
     def amax(self, weight: Tensor) -> Tensor:
         """As the base has it; with zero points float32 ``[rows, 2]``, how far rows go below and above zero."""
-        if self.symmetric or self.reach == "block":
+        if self.symmetric or self.scale_granularity == "block":
             return super().amax(weight)
         self._check_weight(weight, "weight")
         return kernels.row_extremes(weight)
 
     def _check_amax(self, amax: Tensor, rows: int, name: str) -> None:
-        if self.symmetric or self.reach == "block":
+        if self.symmetric or self.scale_granularity == "block":
             super()._check_amax(amax, rows, name)
         elif tuple(amax.shape) != (rows, 2) or amax.dtype != torch.float32:
             raise ValueError(f"{name}: amax is {amax.dtype} {tuple(amax.shape)}, not torch.float32 {(rows, 2)}")

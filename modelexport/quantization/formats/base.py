@@ -1,4 +1,4 @@
-"""What a number format is: how a linear's weight becomes stored tensors, and what engines are told of them.
+"""The base class of number formats: they turn a linear's weight into stored tensors, and describe these to engines.
 
 A weight is always ``[out_features, in_features]`` (or a shard of one), in bfloat16, float16 or float32.
 Scales are stored in the weight's dtype, as compressed-tensors checkpoints have them, and the weight is
@@ -46,7 +46,7 @@ _DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-Reach = Literal["block", "row", "tensor"]
+ScaleGranularity = Literal["block", "row", "tensor"]
 OBSERVERS = ("amax", "mse")
 _BLOCK_ELEMENTS = 1 << 18
 
@@ -61,7 +61,7 @@ class NumberFormat(ABC):
         weight_bits: bits of a stored weight, scales not counted.
         checkpoint_format: compressed-tensors' name for how the native tensors are laid out.
         quantised: whether anything is rounded.
-        reach: how far the widest scale reaches: a block of the weight; a whole row, so that ranks that hold parts of
+        scale_granularity: of the widest scale: a block of the weight; a whole row, so that ranks that hold parts of
             a row must agree on its largest magnitude first; or the whole weight and the modules that engines fuse with
             it, of which all ranks must know the largest magnitude. See :meth:`amax`.
         group_sizes, default_group_size: of the formats with groups; -1 is a whole row.
@@ -106,14 +106,14 @@ class NumberFormat(ABC):
         return cls(group_size=group_size, observer=observer, scale_dtype=scale_dtype)
 
     @property
-    def reach(self) -> Reach:
+    def scale_granularity(self) -> ScaleGranularity:
         """See the class."""
         return "block"
 
     @property
     def whole_rows(self) -> bool:
-        """Whether a weight must not be cut within a row, though largest magnitudes are exchanged."""
-        return self.reach != "block" and self.observer != "amax"
+        """True where a weight must not be cut within a row, though largest magnitudes are exchanged."""
+        return self.scale_granularity != "block" and self.observer != "amax"
 
     @property
     def alignment(self) -> tuple[int, int]:
@@ -159,14 +159,14 @@ class NumberFormat(ABC):
 
     @property
     def has_static_inputs(self) -> bool:
-        """Whether it stores a number by which a linear's inputs are scaled, which calibration must tell."""
+        """True where it stores a number by which a linear's inputs are scaled, which calibration measures."""
         return self.quantised and self.scheme().has_static_inputs
 
     def specs(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[TensorSpec, ...]:
         """The native tensors stored for a weight of that shape (``(out, in)``) and source dtype."""
         scales = DTYPE_NAMES[self.scale_dtype or dtype]
         found = []
-        for suffix, promise in compressed_tensors.promised(self.scheme(), (shape[0], shape[1])).items():
+        for suffix, promise in compressed_tensors.tensor_specs(self.scheme(), (shape[0], shape[1])).items():
             name = scales if scales in promise.dtypes else promise.dtypes[0]
             found.append(TensorSpec(suffix, _DTYPES[name], promise.shapes[0], promise.axes))
         return tuple(found)
@@ -210,26 +210,26 @@ class NumberFormat(ABC):
             refuse_indivisible(self.name, self.group_size, self.group_sizes, module, shape[1])
 
     def amax(self, weight: Tensor) -> Tensor:
-        """What the widest scale depends on, of this shard: float32 ``[rows]`` (reach "row") or ``[1]`` ("tensor").
+        """Returns the magnitudes that the widest scale follows from: float32 ``[rows]`` ("row") or ``[1]`` ("tensor").
 
-        The largest magnitudes; non-finite for NaN or Inf. The maximum over shards is that of the whole.
+        The largest of this shard; non-finite for NaN or Inf. The maximum over shards is that of the whole.
 
         Raises:
             ValueError: no scale reaches beyond a block.
         """
         self._check_weight(weight, "weight")
-        if self.reach == "block":
+        if self.scale_granularity == "block":
             raise ValueError(f"no scale of number format {self.name} reaches beyond a block")
         rows = kernels.row_amax(weight)
-        return rows if self.reach == "row" else rows.max().reshape(1) if rows.numel() else rows.new_zeros(1)
+        return rows if self.scale_granularity == "row" else rows.max().reshape(1) if rows.numel() else rows.new_zeros(1)
 
     @property
     def searches_whole(self) -> bool:
-        """Whether its observer needs the errors of the whole weight before a scale is chosen; see :meth:`search`."""
+        """True where its observer needs the errors of the whole weight before a scale is chosen; see :meth:`search`."""
         return False
 
     def search_errors(self, weight: Tensor, amax: Tensor) -> Tensor:
-        """Where ``searches_whole``: the squared error of each row at each scale tried, float64 ``[rows, tried]``."""
+        """Returns each row's squared error at each scale tried, float64 ``[rows, tried]``, if ``searches_whole``."""
         raise NotImplementedError(f"{self.name} searches nothing that reaches beyond a row")
 
     def search(self, amax: Tensor, errors: Tensor) -> Tensor:
@@ -310,7 +310,7 @@ class NumberFormat(ABC):
         return out
 
     def grid(self, tensors: Mapping[str, Tensor]) -> Grid:
-        """What a weight's values can be, given native tensors of which only the scales and zero points are looked at.
+        """Returns the values that a weight can have, from native tensors' scales and zero points alone.
 
         Raises:
             ValueError: the format rounds nothing.
@@ -359,8 +359,8 @@ class NumberFormat(ABC):
             raise CheckpointError(f"{name}: its shape is {shape}, but a linear's weight is [out, in]")
 
     def _check_amax(self, amax: Tensor, rows: int, name: str) -> None:
-        if self.reach == "block":
+        if self.scale_granularity == "block":
             raise ValueError(f"{name}: amax was given, but no scale of number format {self.name} spans a row")
-        wanted = (rows,) if self.reach == "row" else (1,)
+        wanted = (rows,) if self.scale_granularity == "row" else (1,)
         if tuple(amax.shape) != wanted or amax.dtype != torch.float32:
             raise ValueError(f"{name}: amax is {amax.dtype} {tuple(amax.shape)}, not torch.float32 {wanted}")

@@ -15,7 +15,7 @@ from torch import Tensor
 from modelexport.quantization import kernels
 from modelexport.quantization.formats import _activations
 from modelexport.quantization.formats._bytes import ByteFormat
-from modelexport.quantization.formats.base import Reach
+from modelexport.quantization.formats.base import ScaleGranularity
 from modelexport.quantization.kernels import reference, searching
 
 
@@ -32,7 +32,7 @@ class Fp8StaticFormat(ByteFormat):
     storage: ClassVar[torch.dtype] = torch.float8_e4m3fn
 
     @property
-    def reach(self) -> Reach:
+    def scale_granularity(self) -> ScaleGranularity:
         return "tensor"
 
     @property

@@ -41,7 +41,7 @@ from modelexport.quantization.kernels.compiled import (
 
 @_inline
 def _row_extremes(shorts, words, kind, begin, groups, group, extremes):
-    """How far each of the groups from ``begin`` on goes below and above zero; whether all are finite.
+    """The extremes of each group from ``begin`` on, below and above zero; and whether all are finite.
 
     As signed integers the bits of positive numbers are the largest, as unsigned ones those of negative numbers.
     """
@@ -91,7 +91,7 @@ def _encode_affine(values, begin, groups, group, scales, zeros, out, to, code):
 
 @_jit(types.void(_bytes, _int, _int, _int, _int, _floats))
 def row_extremes(src, stride, kind, rows, cols, out):
-    """How far each row goes below and above zero, into float32 ``out``; NaN and Inf are the furthest."""
+    """Writes the extremes of each row, below and above zero, into float32 ``out``; NaN and Inf are the furthest."""
     shorts, words, _ = _views(src)
     extremes = np.empty(2, np.float32)
     for i in range(rows):

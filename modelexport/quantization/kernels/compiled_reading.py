@@ -75,7 +75,7 @@ def _decode_block(q, begin, start, count, group, code, steps, offsets, nibbles, 
 
 @_inline
 def _offsets(zeros, begin, code, offsets):
-    """What is to be subtracted from each group's codes: the zero point, and what is added to store them."""
+    """The numbers to subtract from each group's codes: the zero point, and the offset by which they are stored."""
     bias = _I32(8) if code == INT4 else _I32(128)
     for g in range(offsets.size):
         offsets[g] = bias

@@ -61,7 +61,7 @@ def _fp4(ratio):
 
 @_inline
 def _fp4_value(bits):
-    """What four bits stand for, as float32; the sign of zero is kept."""
+    """The float32 value of four bits; the sign of zero is kept."""
     index = _U32(bits & _U32(7))
     normal = _U32(_U32(index << _U32(22)) + _U32(0x3F000000))
     small = _U32(index * _U32(0x3F000000))  # 0 and 0.5
@@ -83,7 +83,7 @@ def _fp8(ratio):
 
 @_inline
 def _fp8_value(bits):
-    """What an e4m3's byte stands for, as float32."""
+    """The float32 value of an e4m3's byte."""
     size = _U32(bits & _U32(0x7F))
     normal = _U32(_U32(size << _U32(20)) + _U32(120 << 23))
     small = _F32(_F32(_I32(size)) * _F32(2.0**-9)).view(np.uint32)
@@ -94,7 +94,7 @@ def _fp8_value(bits):
 
 @_inline
 def _power(byte):
-    """What an E8M0 byte stands for: a power of two, or NaN."""
+    """The value of an E8M0 byte: a power of two, or NaN."""
     bits = _U32(_U32(byte) << _U32(23))
     bits = _U32(0x400000) if byte == _U8(0) else bits
     return _U32(_QUIET if byte == _U8(255) else bits).view(np.float32)
@@ -102,7 +102,7 @@ def _power(byte):
 
 @_inline
 def _decode_scales(scales, begin, groups, code, factor, steps):
-    """What a value of each group is multiplied by."""
+    """The factor of each group's values."""
     if code == NVFP4:
         for g in range(groups):
             steps[g] = _F32(_fp8_value(_U32(scales[_U64(begin + g)])) / factor)

@@ -52,7 +52,7 @@ def largest_exponent(storage: torch.dtype, dtype: torch.dtype) -> int:
 
 
 def decode_scales(stored: Tensor, factor: Tensor | None) -> Tensor:
-    """What a value of each group is multiplied by, float32: e4m3 / ``factor``, or 2^(byte - 127) (NaN for 255)."""
+    """Returns the factor of each group's values, float32: e4m3 / ``factor``, or 2^(byte - 127) (NaN for 255)."""
     if factor is not None:
         return stored.float() / factor
     bits = stored.view(torch.uint8).to(torch.int32) << 23

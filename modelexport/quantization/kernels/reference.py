@@ -59,7 +59,7 @@ def _amax(values: Tensor) -> Tensor:
 
 
 def _extremes(values: Tensor) -> Tensor:
-    """How far values go below and above zero along the last dim: float32 ``[..., 2]``; NaN or Inf as in _amax."""
+    """The extremes below and above zero along the last dim: float32 ``[..., 2]``; NaN or Inf as in _amax."""
     if values.shape[-1] == 0:
         return torch.zeros(*values.shape[:-1], 2, dtype=torch.float32, device=values.device)
     bits = values.view(_SAME_SIZE_INT[values.dtype])
@@ -78,7 +78,7 @@ def row_amax(weight: Tensor) -> Tensor:
 
 
 def row_extremes(weight: Tensor) -> Tensor:
-    """How far each row goes below and above zero: float32 ``[rows, 2]``, neither negative.
+    """Returns each row's extremes below and above zero: float32 ``[rows, 2]``, neither negative.
 
     One of them is non-finite where the row holds NaN or Inf.
     """

@@ -1,4 +1,4 @@
-"""How the integer and FP8 formats' scales follow from largest magnitudes: shared by both kinds of kernels."""
+"""The scales of integer and FP8 formats, from largest magnitudes: shared by both kinds of kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def numbers(storage: torch.dtype, bits: int) -> torch.dtype:
-    """What :func:`largest_scale` knows stored numbers by: int8 also stands for bytes in int32 words, int32 for int4."""
+    """Returns the key of :func:`largest_scale`'s table: int8 also for bytes in int32 words, int32 for int4."""
     return torch.int8 if storage == torch.int32 and bits == 8 else storage
 
 
@@ -82,7 +82,7 @@ _STEPS = {4: 0.025, 8: 0.005}
 
 @cache
 def shrinks(bits: int) -> Tensor:
-    """What a search multiplies largest magnitudes by: float32 ``[TRIED]``, from 1 on downwards in equal steps.
+    """Returns the factors of largest magnitudes that a search tries: float32 ``[TRIED]``, from 1 down in equal steps.
 
     Down to 0.625 for 4 bits, 0.925 for 8 bits, by what it gains on the demo model's linears (SQNR in dB, bf16 scales):
 

@@ -1,4 +1,4 @@
-"""Quantisation methods: how checkpoints spell quantised linears; one file each, registered by being there.
+"""Quantisation methods: the encodings of quantised linears in checkpoints; one file each, registered by being there.
 
 Importing this package or any method does not import torch.
 """
@@ -15,10 +15,10 @@ from modelexport.errors import CheckpointError, PlanError, nearest, shown
 from modelexport.quantization.methods.base import (
     FLOATS,
     Method,
-    Part,
-    Promise,
     QuantizationConfig,
     Scheme,
+    StoredTensorSpec,
+    WeightSlice,
     mapping,
 )
 
@@ -26,16 +26,16 @@ __all__ = [
     "FLOATS",
     "QUANTIZATION_KEYS",
     "Method",
-    "Part",
-    "Promise",
     "QuantizationConfig",
     "Scheme",
+    "StoredTensorSpec",
+    "WeightSlice",
     "extras",
     "methods",
     "of_format",
     "of_method",
-    "promised",
     "read_quantization_config",
+    "tensor_specs",
 ]
 
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
@@ -72,7 +72,7 @@ def of_format(name: str) -> Method | None:
 
 
 def read_quantization_config(config: Mapping[str, Any] | None) -> QuantizationConfig | None:
-    """What config.json's content says of quantisation; None where the model is not quantised.
+    """Reads the quantization config in config.json's content; None where the model is not quantised.
 
     Of a method that is not known here only its name is read, and what it ignores.
 
@@ -92,7 +92,7 @@ def read_quantization_config(config: Mapping[str, Any] | None) -> QuantizationCo
     return QuantizationConfig(name, None, None, (), listed, None, "wildcard")
 
 
-def promised(scheme: Scheme, shape: tuple[int, int]) -> dict[str, Promise]:
+def tensor_specs(scheme: Scheme, shape: tuple[int, int]) -> dict[str, StoredTensorSpec]:
     """The tensors, by suffix, that a linear of that shape (``[out, in]``) has under a scheme.
 
     Raises:
@@ -100,11 +100,11 @@ def promised(scheme: Scheme, shape: tuple[int, int]) -> dict[str, Promise]:
     """
     if scheme.method not in methods():
         raise CheckpointError(f"{scheme.name}: quant_method '{scheme.method}' is not known here")
-    return methods()[scheme.method].promised(scheme, shape)
+    return methods()[scheme.method].tensor_specs(scheme, shape)
 
 
-def extras(scheme: Scheme, shape: tuple[int, int]) -> dict[str, Promise]:
-    """Tensors, by suffix, that such a linear may have besides what is promised."""
+def extras(scheme: Scheme, shape: tuple[int, int]) -> dict[str, StoredTensorSpec]:
+    """Returns the specs of tensors, by suffix, that such a linear may have besides."""
     own = getattr(methods().get(scheme.method), "extras", None)
-    found: dict[str, Promise] = {} if own is None else own(scheme, shape)
+    found: dict[str, StoredTensorSpec] = {} if own is None else own(scheme, shape)
     return found

@@ -33,7 +33,7 @@ def fp8_groups(cols: int) -> dict[str, Any]:
 
 
 def meaning(arguments: Mapping[str, Any] | None) -> tuple[Any, ...] | None:
-    """What of a scheme's arguments decides which tensors there are and what they stand for."""
+    """Returns those of a scheme's arguments that decide which tensors there are and what they stand for."""
     if arguments is None:
         return None
     strategy = arguments.get("strategy")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from modelexport.errors import CheckpointError
 from modelexport.quantization.methods import _words
-from modelexport.quantization.methods.base import Axes, Part, Promise, Scheme
+from modelexport.quantization.methods.base import Axes, Scheme, StoredTensorSpec, WeightSlice
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,11 +33,11 @@ _ACT_ORDER = (
 
 
 def is_act_ordered(scheme: Scheme) -> bool:
-    """Whether any column may belong to any group."""
+    """Returns whether any column may belong to any group."""
     return scheme.weights.get("actorder") == "group"
 
 
-def promised(scheme: Scheme, shape: tuple[int, int]) -> dict[str, Promise]:
+def tensor_specs(scheme: Scheme, shape: tuple[int, int]) -> dict[str, StoredTensorSpec]:
     """``qweight``, ``qzeros``, ``scales`` and ``g_idx`` of a linear ``[out, in]``.
 
     Raises:
@@ -56,14 +56,14 @@ def promised(scheme: Scheme, shape: tuple[int, int]) -> dict[str, Promise]:
     along = (1, group) if grouped and not is_act_ordered(scheme) else None
     packed: Axes = (along, (0, per_word))
     return {
-        "qweight": Promise(("I32",), ((cols // per_word, rows),), ((1, per_word), (0, 1))),
-        "qzeros": Promise(("I32",), ((groups, rows // per_word),), packed),
-        "scales": Promise(SCALE_DTYPES, ((groups, rows),), (along, (0, 1))),
-        "g_idx": Promise(("I32",), ((cols,),), ((1, 1),)),
+        "qweight": StoredTensorSpec(("I32",), ((cols // per_word, rows),), ((1, per_word), (0, 1))),
+        "qzeros": StoredTensorSpec(("I32",), ((groups, rows // per_word),), packed),
+        "scales": StoredTensorSpec(SCALE_DTYPES, ((groups, rows),), (along, (0, 1))),
+        "g_idx": StoredTensorSpec(("I32",), ((cols,),), ((1, 1),)),
     }
 
 
-def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice) -> dict[str, Tensor]:
     """Native tensors as GPTQ's; zero points minus one where the format is symmetric, else as they are."""
     import torch
 
@@ -83,7 +83,7 @@ def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], p
 
 
 def decode(
-    number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part, *, minus_one: bool
+    number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice, *, minus_one: bool
 ) -> dict[str, Tensor]:
     """The inverse of :func:`encode`.
 
@@ -110,7 +110,7 @@ def decode(
 
 
 def dequantise(
-    number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part, *, minus_one: bool
+    number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice, *, minus_one: bool
 ) -> Tensor:
     """The weight that the tensors stand for, also of columns that were grouped by activation order.
 
@@ -145,8 +145,8 @@ def dequantise(
     return values.float() * scales.float().t()[:, g_idx]
 
 
-def _is_in_order(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> bool:
-    """Whether each column is in the group that its place gives it."""
+def _is_in_order(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice) -> bool:
+    """Returns whether each column is in the group that its place gives it."""
     import torch
 
     g_idx = tensors["g_idx"]
@@ -177,7 +177,7 @@ def bits_of(number_format: NumberFormatProtocol) -> int:
 
 
 def is_symmetric(number_format: NumberFormatProtocol) -> bool:
-    """Whether its weights have no zero points."""
+    """True where its weights have no zero points."""
     return bool(number_format.weight_arguments().get("symmetric", True))
 
 
@@ -187,7 +187,7 @@ def group_size(number_format: NumberFormatProtocol) -> int:
     return int(weights["group_size"]) if weights.get("strategy") == "group" else -1
 
 
-def _own_groups(stored: Tensor, number_format: NumberFormatProtocol, part: Part) -> Tensor:
+def _own_groups(stored: Tensor, number_format: NumberFormatProtocol, part: WeightSlice) -> Tensor:
     """Of scales or zero points, those of the part's columns; those of all groups where they could not be cut."""
     group = group_size(number_format)
     if group == -1 or part.origin[1] % group:
@@ -196,7 +196,7 @@ def _own_groups(stored: Tensor, number_format: NumberFormatProtocol, part: Part)
     return stored if stored.shape[0] == count else stored[first : first + count]
 
 
-def _groups_of_columns(number_format: NumberFormatProtocol, part: Part, device: object) -> Tensor:
+def _groups_of_columns(number_format: NumberFormatProtocol, part: WeightSlice, device: object) -> Tensor:
     """int32 ``[columns of the part]``: the group of each, counted in the whole weight."""
     import torch
 

@@ -17,7 +17,7 @@ from modelexport.quantization.methods._nibbles import (
     words_to_row_pairs,
 )
 from modelexport.quantization.methods._reciprocal import divisor_of, multiplier_of
-from modelexport.quantization.methods.base import Part
+from modelexport.quantization.methods.base import WeightSlice
 
 if TYPE_CHECKING:
     from modelexport.quantization.methods.base import NumberFormatProtocol
@@ -29,7 +29,7 @@ _INEXPRESSIBLE = {
 }
 
 
-def encode(number_format: NumberFormatProtocol, native: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+def encode(number_format: NumberFormatProtocol, native: Mapping[str, Tensor], part: WeightSlice) -> dict[str, Tensor]:
     """See :func:`modelexport.quantization.methods.modelopt.encode`."""
     weights = number_format.weight_arguments()
     if "weight" in native:
@@ -61,7 +61,7 @@ def encode(number_format: NumberFormatProtocol, native: Mapping[str, Tensor], pa
     return tensors
 
 
-def decode(number_format: NumberFormatProtocol, stored: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+def decode(number_format: NumberFormatProtocol, stored: Mapping[str, Tensor], part: WeightSlice) -> dict[str, Tensor]:
     """See :func:`modelexport.quantization.methods.modelopt.decode`."""
     for suffix, why in _INEXPRESSIBLE.items():
         if suffix in stored:

@@ -56,7 +56,7 @@ class Pattern:
             )
 
     def matches(self, name: str) -> bool:
-        """Whether the pattern matches at the beginning of a name."""
+        """Returns whether the pattern matches at the beginning of a name."""
         if len(name) > _LONGEST:
             return False
         bits = self._bits if len(name) <= _LENGTH else _bits(self._tree, len(name))
@@ -65,7 +65,7 @@ class Pattern:
         return self._compiled.match(name) is not None
 
     def _after(self, tree: Any, name: str, places: Places) -> Places:
-        """Where a sequence may end that begins at one of the places."""
+        """The places where a sequence may end that begins at one of the given places."""
         for item in tree:
             kind, value = str(item[0]), item[1]
             if kind in _REPEATS:
@@ -111,7 +111,7 @@ def compiled(text: str, where: str) -> Pattern:
 
 
 def matcher(pattern: str, matching: str, where: str) -> Callable[[str], bool] | None:
-    """What an entry of a list of modules means, beside the name that it is; None: nothing.
+    """Returns the predicate of an entry in a list of modules, beside the name that it is; None: there is none.
 
     Args:
         matching: as :class:`~modelexport.quantization.methods.base.QuantizationConfig` has it.
@@ -153,7 +153,7 @@ def _bits(tree: Iterable[Any], length: int) -> float:
 
 
 def _is_stepwise(tree: Iterable[Any]) -> bool:
-    """Whether what can come after a place depends on nothing but the place."""
+    """Returns whether what can come after a place depends on nothing but the place."""
     for op, value in tree:
         kind = str(op)
         inner: Iterable[Any] | None = None

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 from modelexport.errors import CheckpointError, PlanError, shown
 from modelexport.quantization.methods import _words
 from modelexport.quantization.methods.base import (
-    Announced,
-    Announcement,
     Axes,
-    Part,
-    Promise,
+    ModelQuantization,
     QuantizationConfig,
+    QuantizationFiles,
     Scheme,
+    StoredTensorSpec,
+    WeightSlice,
     is_size,
     strings,
 )
@@ -52,7 +52,7 @@ _SCALE_DTYPES = ("F16", "BF16", "F32")
 
 
 def read(value: Mapping[str, Any]) -> QuantizationConfig:
-    """What ``quantization_config`` says, of AutoAWQ, transformers, auto-round or ourselves.
+    """Reads the ``quantization_config`` of AutoAWQ, transformers, auto-round or ourselves.
 
     Raises:
         CheckpointError: another layout than "gemm", another number of bits, or a part of it has the wrong type.
@@ -90,7 +90,7 @@ def _scheme(group: int, symmetric: bool) -> Scheme:
     return Scheme(METHOD, ("Linear",), "gemm", weights, None, None, METHOD)
 
 
-def promised(scheme: Scheme, shape: tuple[int, int]) -> dict[str, Promise]:
+def tensor_specs(scheme: Scheme, shape: tuple[int, int]) -> dict[str, StoredTensorSpec]:
     """``qweight``, ``qzeros`` and ``scales`` of a linear ``[out, in]``.
 
     Raises:
@@ -107,14 +107,14 @@ def promised(scheme: Scheme, shape: tuple[int, int]) -> dict[str, Promise]:
     along = (1, group) if scheme.weights.get("strategy") == "group" else None
     packed: Axes = (along, (0, _words.NIBBLES))
     return {
-        "qweight": Promise(("I32",), ((cols, rows // _words.NIBBLES),), ((1, 1), (0, _words.NIBBLES))),
-        "qzeros": Promise(("I32",), ((groups, rows // _words.NIBBLES),), packed),
-        "scales": Promise(_SCALE_DTYPES, ((groups, rows),), (along, (0, 1))),
+        "qweight": StoredTensorSpec(("I32",), ((cols, rows // _words.NIBBLES),), ((1, 1), (0, _words.NIBBLES))),
+        "qzeros": StoredTensorSpec(("I32",), ((groups, rows // _words.NIBBLES),), packed),
+        "scales": StoredTensorSpec(_SCALE_DTYPES, ((groups, rows),), (along, (0, 1))),
     }
 
 
 def refusal(number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str | None:
-    """Why a linear cannot be awq, and what to type instead; None where it can."""
+    """Returns why a linear cannot be awq, and what to type instead; None where it can."""
     if not number_format.quantised:
         return None
     weights = number_format.weight_arguments()
@@ -132,7 +132,7 @@ def refusal(number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str 
     return None
 
 
-def announce(announced: Announced) -> Announcement:
+def quantization_files(announced: ModelQuantization) -> QuantizationFiles:
     """One group size for the whole model, and the modules that are kept.
 
     ``zero_point`` is true for symmetric formats too: zero points are stored, and vLLM has no other kernel for this
@@ -168,10 +168,10 @@ def announce(announced: Announced) -> Announcement:
         "lm_head": "lm_head" in announced.formats,
         "modules_to_not_convert": unquantised,
     }
-    return Announcement(config)
+    return QuantizationFiles(config)
 
 
-def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice) -> dict[str, Tensor]:
     """``weight_packed``, ``weight_scale``, ``weight_zero_point`` -> ``qweight``, ``qzeros``, ``scales``."""
     import torch
 
@@ -185,7 +185,7 @@ def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], p
     return {"qweight": qweight, "qzeros": qzeros, "scales": scales}
 
 
-def decode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+def decode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice) -> dict[str, Tensor]:
     """The inverse of :func:`encode`.
 
     Raises:

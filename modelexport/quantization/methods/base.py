@@ -1,6 +1,6 @@
-"""What every quantisation method says of a linear: which numbers it holds, and by which tensors.
+"""The terms of all quantisation methods: the numbers that a linear holds, and the tensors that hold them.
 
-A method (``quant_method`` in config.json) is how a checkpoint spells quantised linears: the names, dtypes, shapes and
+A method (``quant_method`` in config.json) is how a checkpoint encodes quantised linears: the names, dtypes, shapes and
 packing of their tensors, and the entry of config.json that announces them. Schemes are in compressed-tensors' terms
 whatever the method (https://github.com/vllm-project/compressed-tensors), so that a linear read by one method can be
 written by another. Importing a method does not import torch: headers are checked without it.
@@ -65,7 +65,7 @@ class NumberFormatProtocol(Protocol):
 
 
 @dataclass(frozen=True)
-class Promise:
+class StoredTensorSpec:
     """A tensor that must be there: the dtypes and the shapes that it may have, and how it goes with the weight.
 
     What is written has the first shape, and the scales' dtype if that is among ``dtypes``, else the first of these.
@@ -81,7 +81,7 @@ class Promise:
 
 @dataclass(frozen=True)
 class Scheme:
-    """How some linears are quantised.
+    """The quantisation of some linears.
 
     Attributes:
         name: by which config.json has it.
@@ -124,12 +124,12 @@ class Scheme:
 
     @property
     def symmetric(self) -> bool:
-        """Whether its weights have no zero points."""
+        """True where its weights have no zero points."""
         return bool(self.weights.get("symmetric", True))
 
     @property
     def has_static_inputs(self) -> bool:
-        """Whether a number is stored by which the inputs are scaled."""
+        """True where a number is stored by which the inputs are scaled."""
         return self.inputs is not None and self.inputs.get("dynamic") in (False, "local")
 
 
@@ -159,7 +159,7 @@ class QuantizationConfig:
 
     @property
     def is_compressed_tensors(self) -> bool:
-        """Whether the rules of compressed-tensors apply."""
+        """True where the rules of compressed-tensors apply."""
         return self.method == "compressed-tensors"
 
     def __post_init__(self) -> None:
@@ -174,7 +174,7 @@ class QuantizationConfig:
             raise CheckpointError(f"config.json: quantization_config has {why}")
 
     def ignores(self, module: str) -> bool:
-        """Whether ``ignore`` means the module."""
+        """Returns whether ``ignore`` means the module."""
         return module in self._exactly or any(matches(module) for matches in self._ignored)
 
     @cached_property
@@ -219,7 +219,7 @@ class QuantizationConfig:
 
 
 @dataclass(frozen=True)
-class Part:
+class WeightSlice:
     """The rectangle of a linear's weight that some tensors belong to.
 
     Attributes:
@@ -233,7 +233,7 @@ class Part:
     extent: tuple[int, int]
 
     @classmethod
-    def whole(cls, shape: Sequence[int]) -> Part:
+    def whole(cls, shape: Sequence[int]) -> WeightSlice:
         """All of a weight of that shape."""
         return cls((shape[0], shape[1]), (0, 0), (shape[0], shape[1]))
 
@@ -266,8 +266,8 @@ def number_pattern(path: str) -> str:
 
 
 @dataclass(frozen=True)
-class Announced:
-    """What config.json is to say of a model.
+class ModelQuantization:
+    """The quantisation of a model, for config.json to describe.
 
     Attributes:
         formats: every quantised linear -> its number format, in the model's order.
@@ -284,7 +284,7 @@ class Announced:
     subtrees: Sequence[KeptSubtree] = ()
 
     def ignored(self) -> list[str]:
-        """Names of kept linears and heads, and patterns of kept subtrees as compressed-tensors spells them."""
+        """Names of kept linears and heads, and patterns of kept subtrees as compressed-tensors encodes them."""
         return [*self.unquantised, *(f"re:{subtree.pattern}" for subtree in self.subtrees)]
 
     def groups(self) -> list[tuple[NumberFormatProtocol, list[str]]]:
@@ -296,7 +296,7 @@ class Announced:
 
 
 @dataclass(frozen=True)
-class Announcement:
+class QuantizationFiles:
     """``quantization_config`` for config.json, and files beside it: name -> content."""
 
     config: dict[str, Any]
@@ -304,11 +304,11 @@ class Announcement:
 
 
 class Method(Protocol):
-    """What a module of this package offers, or each of its ``METHODS``. Tensors of :meth:`encode` are by suffix.
+    """The protocol of this package's modules, or of each of their ``METHODS``. Tensors of :meth:`encode` are by suffix.
 
     A number format's own tensors (its *native* form, which its kernels write and read) are those of
     compressed-tensors. ``encode`` takes them into the method's, ``decode`` takes the method's into them, both exactly
-    and for any part of a weight that begins and ends where the promised axes allow a cut.
+    and for any part of a weight that begins and ends where the specs' axes allow a cut.
     """
 
     METHOD: str
@@ -318,7 +318,7 @@ class Method(Protocol):
     """Other names of it in config.json; methods without any need not offer this."""
 
     FORMAT: str | None
-    """As ``--format`` spells it; None where it can only be read."""
+    """As ``--format`` has it; None where it can only be read."""
 
     DESCRIPTION: str
     """One line for people, of methods with a ``FORMAT`` that is no container's."""
@@ -339,13 +339,13 @@ class Method(Protocol):
     """The shape of each, which holds one number: ``()`` or ``(1,)``."""
 
     def read(self, value: Mapping[str, Any]) -> QuantizationConfig:
-        """What ``quantization_config`` says.
+        """Reads a ``quantization_config``.
 
         Raises:
             CheckpointError: a part of it has the wrong type or is not known.
         """
 
-    def promised(self, scheme: Scheme, shape: tuple[int, int]) -> dict[str, Promise]:
+    def tensor_specs(self, scheme: Scheme, shape: tuple[int, int]) -> dict[str, StoredTensorSpec]:
         """The tensors, by suffix, that a linear of that shape (``[out, in]``) has under a scheme.
 
         Raises:
@@ -359,24 +359,24 @@ class Method(Protocol):
         """
 
     def refusal(self, number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str | None:
-        """Why the method cannot spell such a linear, and what can; None where it can."""
+        """Returns why the method cannot encode such a linear, and what can; None where it can."""
 
-    def extras(self, scheme: Scheme, shape: tuple[int, int]) -> dict[str, Promise]:
+    def extras(self, scheme: Scheme, shape: tuple[int, int]) -> dict[str, StoredTensorSpec]:
         """Tensors that such a linear may have besides; methods without any need not offer this."""
 
     def weight_multiplier(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
-        """What the inputs are multiplied by before the linear, ``[in]``; methods without it need not offer this."""
+        """Returns the factors of the inputs before the linear, ``[in]``; methods without any need not offer this."""
 
-    def announce(self, announced: Announced) -> Announcement:
-        """What config.json says of such a model."""
+    def quantization_files(self, announced: ModelQuantization) -> QuantizationFiles:
+        """Returns the quantization config of such a model, and the files beside config.json."""
 
     def encode(
-        self, number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part
+        self, number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice
     ) -> dict[str, Tensor]:
         """Native tensors in the method's form."""
 
     def decode(
-        self, number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part
+        self, number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice
     ) -> dict[str, Tensor]:
         """The method's tensors in native form.
 
@@ -406,7 +406,7 @@ def optional(value: Any, where: str) -> Mapping[str, Any] | None:
 
 
 def is_size(value: Any) -> TypeGuard[int]:
-    """Whether ``value`` is a number of elements, one or more."""
+    """Returns whether ``value`` is a number of elements, one or more."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 

@@ -13,13 +13,13 @@ from modelexport.errors import CheckpointError, shown
 from modelexport.quantization.methods.base import (
     AS_WEIGHT,
     FLOATS,
-    Announced,
-    Announcement,
     Axes,
-    Part,
-    Promise,
+    ModelQuantization,
     QuantizationConfig,
+    QuantizationFiles,
     Scheme,
+    StoredTensorSpec,
+    WeightSlice,
     is_size,
     mapping,
     number_pattern,
@@ -57,7 +57,7 @@ _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
 def read(value: Mapping[str, Any]) -> QuantizationConfig:
-    """What ``quantization_config`` says.
+    """Reads a ``quantization_config``.
 
     Raises:
         CheckpointError: a part of it has the wrong type, or a pattern is no regular expression.
@@ -89,7 +89,7 @@ def read(value: Mapping[str, Any]) -> QuantizationConfig:
     )
 
 
-def promised(scheme: Scheme, shape: tuple[int, int]) -> dict[str, Promise]:
+def tensor_specs(scheme: Scheme, shape: tuple[int, int]) -> dict[str, StoredTensorSpec]:
     """The tensors, by suffix, that a linear of that shape (``[out, in]``) has under a scheme.
 
     Raises:
@@ -97,14 +97,17 @@ def promised(scheme: Scheme, shape: tuple[int, int]) -> dict[str, Promise]:
     """
     bits, kind = scheme.bits, str(scheme.weights.get("type"))
     shapes, axes = _scales(scheme, shape)
-    tensors: dict[str, Promise]
+    tensors: dict[str, StoredTensorSpec]
     if scheme.format in ("int-quantized", "float-quantized", "naive-quantized"):
         dtype = _VALUES.get((kind, bits))
         if dtype is None or scheme.weights.get("scale_dtype") in ("torch.uint8", "uint8"):
             raise CheckpointError(f"{scheme.name}: {scheme.format} cannot hold {bits}-bit {shown(kind)} weights")
-        tensors = {"weight": Promise((dtype,), (shape,), AS_WEIGHT), "weight_scale": Promise(FLOATS, shapes, axes)}
+        tensors = {
+            "weight": StoredTensorSpec((dtype,), (shape,), AS_WEIGHT),
+            "weight_scale": StoredTensorSpec(FLOATS, shapes, axes),
+        }
         if not scheme.symmetric:
-            tensors["weight_zero_point"] = Promise((dtype,), shapes, axes)
+            tensors["weight_zero_point"] = StoredTensorSpec((dtype,), shapes, axes)
     elif scheme.format == "pack-quantized" and kind == "int":
         tensors = _packed(scheme, shape, bits)
     elif scheme.format in _FLOATS and (kind, bits, scheme.weights.get("strategy")) != _FLOATS[scheme.format]:
@@ -114,17 +117,17 @@ def promised(scheme: Scheme, shape: tuple[int, int]) -> dict[str, Promise]:
         if shape[1] % 2:
             raise CheckpointError(f"{scheme.name}: {scheme.format} has two numbers a byte, but rows of {shape[1]}")
         tensors = {
-            "weight_packed": Promise(("U8",), ((shape[0], shape[1] // 2),), ((0, 1), (1, 2))),
-            "weight_scale": Promise(("F8_E4M3",) if nv else ("U8", "F8_E8M0"), shapes, axes),
+            "weight_packed": StoredTensorSpec(("U8",), ((shape[0], shape[1] // 2),), ((0, 1), (1, 2))),
+            "weight_scale": StoredTensorSpec(("F8_E4M3",) if nv else ("U8", "F8_E8M0"), shapes, axes),
         }
         if nv:
-            tensors["weight_global_scale"] = Promise(("F32",), ((1,),))
+            tensors["weight_global_scale"] = StoredTensorSpec(("F32",), ((1,),))
             if scheme.inputs is not None:
-                tensors["input_global_scale"] = Promise(("F32",), ((1,),))
+                tensors["input_global_scale"] = StoredTensorSpec(("F32",), ((1,),))
     elif scheme.format == "mxfp8-quantized":
         tensors = {
-            "weight": Promise(("F8_E4M3",), (shape,), AS_WEIGHT),
-            "weight_scale": Promise(("U8", "F8_E8M0"), shapes, axes),
+            "weight": StoredTensorSpec(("F8_E4M3",), (shape,), AS_WEIGHT),
+            "weight_scale": StoredTensorSpec(("U8", "F8_E8M0"), shapes, axes),
         }
     else:
         raise CheckpointError(
@@ -133,7 +136,7 @@ def promised(scheme: Scheme, shape: tuple[int, int]) -> dict[str, Promise]:
     return {**tensors, **_static(scheme.inputs, "input"), **_static(scheme.outputs, "output")}
 
 
-def _packed(scheme: Scheme, shape: tuple[int, int], bits: int) -> dict[str, Promise]:
+def _packed(scheme: Scheme, shape: tuple[int, int], bits: int) -> dict[str, StoredTensorSpec]:
     """int32 words, several weights of a row to each."""
     rows, cols = shape
     shapes, axes = _scales(scheme, shape)
@@ -142,25 +145,25 @@ def _packed(scheme: Scheme, shape: tuple[int, int], bits: int) -> dict[str, Prom
     if indexed:  # any column may belong to any group: a part of the columns still needs the scales of all groups
         axes = axes[:1]
     tensors = {
-        "weight_packed": Promise(("I32",), ((rows, _ceil(cols * bits, 32)),), ((0, 1), (1, per_word or cols))),
-        "weight_scale": Promise(FLOATS, shapes, axes),
-        "weight_shape": Promise(("I64", "I32"), ((2,),)),
+        "weight_packed": StoredTensorSpec(("I32",), ((rows, _ceil(cols * bits, 32)),), ((0, 1), (1, per_word or cols))),
+        "weight_scale": StoredTensorSpec(FLOATS, shapes, axes),
+        "weight_shape": StoredTensorSpec(("I64", "I32"), ((2,),)),
     }
     if not scheme.symmetric:
         packed = tuple((_ceil(rows * bits, 32), *rest) for _, *rest in shapes)
-        tensors["weight_zero_point"] = Promise(("I32",), packed, ((0, per_word or rows), *axes[1:]))
+        tensors["weight_zero_point"] = StoredTensorSpec(("I32",), packed, ((0, per_word or rows), *axes[1:]))
     if indexed:
-        tensors["weight_g_idx"] = Promise(("I32",), ((cols,),), ((1, 1),))
+        tensors["weight_g_idx"] = StoredTensorSpec(("I32",), ((cols,),), ((1, 1),))
     return tensors
 
 
-def _static(part: Mapping[str, Any] | None, prefix: str) -> dict[str, Promise]:
-    """What calibrated activations store: a scale, and a zero point where they are not symmetric."""
+def _static(part: Mapping[str, Any] | None, prefix: str) -> dict[str, StoredTensorSpec]:
+    """The tensors of calibrated activations: a scale, and a zero point where they are not symmetric."""
     if part is None or part.get("dynamic") is not False:
         return {}
-    tensors = {f"{prefix}_scale": Promise(FLOATS, ((1,), ()))}
+    tensors = {f"{prefix}_scale": StoredTensorSpec(FLOATS, ((1,), ()))}
     if not part.get("symmetric", True):
-        tensors[f"{prefix}_zero_point"] = Promise(("I8",), ((1,), ()))
+        tensors[f"{prefix}_zero_point"] = StoredTensorSpec(("I8",), ((1,), ()))
     return tensors
 
 
@@ -195,7 +198,7 @@ def refusal(number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str 
     return None
 
 
-def announce(announced: Announced) -> Announcement:
+def quantization_files(announced: ModelQuantization) -> QuantizationFiles:
     """A config group for each number format.
 
     With one format the group is every linear that is not ignored. With several, each group names its modules: by one
@@ -219,10 +222,10 @@ def announce(announced: Announced) -> Announcement:
         "ignore": announced.ignored(),
         "kv_cache_scheme": dict(KV_SCHEME) if announced.kv_cache else None,
     }
-    return Announcement(config)
+    return QuantizationFiles(config)
 
 
-def _targets(modules: list[str], announced: Announced) -> list[str]:
+def _targets(modules: list[str], announced: ModelQuantization) -> list[str]:
     """Patterns for modules that are alike in all layers, names for the others.
 
     Engines translate names into their own, and patterns not: a pattern leaves open what comes before the layers.
@@ -245,12 +248,12 @@ def _in_any_layer(name: str) -> str:
     return ".".join(parts[max(0, parts.index("*") - 1) :]) if "*" in parts else name
 
 
-def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice) -> dict[str, Tensor]:
     """The tensors as they are."""
     return dict(tensors)
 
 
-def decode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+def decode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice) -> dict[str, Tensor]:
     """The tensors as they are; 8-bit integers as words where the number format has words, or the other way round.
 
     Tools lay integers of 8 bits out either way ("int-quantized", "naive-quantized", "pack-quantized"), whether inputs
@@ -276,7 +279,7 @@ def decode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], p
     return found
 
 
-def dequantise(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> Tensor:
+def dequantise(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice) -> Tensor:
     """The weight, float32 ``[out, in]``; column c is of the group that ``weight_g_idx[c]`` says, where there is one."""
     if "weight_g_idx" not in tensors:
         return number_format.dequantise(decode(number_format, tensors, part))

@@ -22,12 +22,12 @@ from modelexport.quantization.methods._arguments import (
 )
 from modelexport.quantization.methods.base import (
     AS_WEIGHT,
-    Announced,
-    Announcement,
-    Part,
-    Promise,
+    ModelQuantization,
     QuantizationConfig,
+    QuantizationFiles,
     Scheme,
+    StoredTensorSpec,
+    WeightSlice,
     is_size,
     strings,
 )
@@ -58,7 +58,7 @@ _SUFFIXES = {  # how a layout names what the native form calls weight_scale and 
 
 
 def read(value: Mapping[str, Any]) -> QuantizationConfig:
-    """What ``quantization_config`` says.
+    """Reads a ``quantization_config``.
 
     Raises:
         CheckpointError: a part of it has the wrong type or is not known.
@@ -89,21 +89,21 @@ def read(value: Mapping[str, Any]) -> QuantizationConfig:
     return QuantizationConfig(METHOD, layout, None, (scheme,), with_modules_below(kept), None)
 
 
-def promised(scheme: Scheme, shape: tuple[int, int]) -> dict[str, Promise]:
+def tensor_specs(scheme: Scheme, shape: tuple[int, int]) -> dict[str, StoredTensorSpec]:
     """The tensors, by suffix, that a linear of that shape (``[out, in]``) has under a scheme."""
     rows, cols = shape
     scale, inputs = _SUFFIXES[scheme.format]
-    tensors = {"weight": Promise(("F8_E4M3",), (shape,), AS_WEIGHT)}
+    tensors = {"weight": StoredTensorSpec(("F8_E4M3",), (shape,), AS_WEIGHT)}
     if scheme.format == _BLOCKS:
         height, width = scheme.weights["block_structure"]
         blocks = (-(-rows // height), -(-cols // width))
-        tensors[scale] = Promise(_SCALES, (blocks,), ((0, height), (1, width)))
+        tensors[scale] = StoredTensorSpec(_SCALES, (blocks,), ((0, height), (1, width)))
     elif scheme.format == _EXPONENTS:
-        tensors[scale] = Promise(("U8", "F8_E8M0"), ((rows, -(-cols // 32)),), ((0, 1), (1, 32)))
+        tensors[scale] = StoredTensorSpec(("U8", "F8_E8M0"), ((rows, -(-cols // 32)),), ((0, 1), (1, 32)))
     else:
-        tensors[scale] = Promise(_SCALES[:3], ((), (1,)))
+        tensors[scale] = StoredTensorSpec(_SCALES[:3], ((), (1,)))
         if scheme.has_static_inputs:
-            tensors[inputs] = Promise(_SCALES[:3], ((), (1,)))
+            tensors[inputs] = StoredTensorSpec(_SCALES[:3], ((), (1,)))
     return tensors
 
 
@@ -118,7 +118,7 @@ def layout(number_format: NumberFormatProtocol) -> str | None:
 
 
 def refusal(number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str | None:
-    """Why these checkpoints cannot hold such a linear, and what can; None where they can."""
+    """Returns why these checkpoints cannot hold such a linear, and what can; None where they can."""
     if layout(number_format) is None:
         return (
             f"a fp8 checkpoint holds fp8-block, or fp8-static of a whole model, not {number_format.name}; "
@@ -127,11 +127,11 @@ def refusal(number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str 
     return None
 
 
-def announce(announced: Announced) -> Announcement:
+def quantization_files(announced: ModelQuantization) -> QuantizationFiles:
     """``quantization_config`` as DeepSeek's, with the list of kept modules as transformers names it.
 
     Raises:
-        PlanError: there are several number formats, or one without a spelling, or scales of a KV cache.
+        PlanError: there are several number formats, or one without an encoding, or scales of a KV cache.
     """
     layouts = {}
     for number_format, _ in announced.groups():
@@ -150,14 +150,14 @@ def announce(announced: Announced) -> Announcement:
     if not static:
         config |= {"fmt": "e4m3", "weight_block_size": list(BLOCK)}
     roots = [name for subtree in announced.subtrees for name in subtree.names]  # no patterns are read here
-    return Announcement(config | {"modules_to_not_convert": [*announced.unquantised, *roots]})
+    return QuantizationFiles(config | {"modules_to_not_convert": [*announced.unquantised, *roots]})
 
 
-def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice) -> dict[str, Tensor]:
     """Native tensors as DeepSeek has them (blocks), or vLLM (whole weights); nothing is rounded, nor widened.
 
     Raises:
-        PlanError: the number format has no spelling.
+        PlanError: the number format has no encoding.
     """
     word = layout(number_format)
     if word is None:
@@ -170,8 +170,8 @@ def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], p
     return encoded
 
 
-def decode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
-    """Tensors of any spelling in native form; scales that are exponents (E8M0) become float32.
+def decode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice) -> dict[str, Tensor]:
+    """Tensors of any encoding in native form; scales that are exponents (E8M0) become float32.
 
     Raises:
         CheckpointError: a scale is missing.
@@ -195,8 +195,8 @@ def decode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], p
     return native
 
 
-def dequantise(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> Tensor:
-    """The weight, float32 ``[out, in]``, that tensors of any spelling stand for.
+def dequantise(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice) -> Tensor:
+    """The weight, float32 ``[out, in]``, that tensors of any encoding stand for.
 
     Raises:
         CheckpointError: a scale is missing.

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 from modelexport.errors import CheckpointError, shown
 from modelexport.quantization.methods.base import (
-    Announced,
-    Announcement,
-    Part,
-    Promise,
+    ModelQuantization,
     QuantizationConfig,
+    QuantizationFiles,
     Scheme,
+    StoredTensorSpec,
+    WeightSlice,
     mapping,
     strings,
 )
@@ -73,7 +73,7 @@ _COMPRESSED = {"MXFP4": "mxfp4-pack-quantized"}
 
 
 def read(value: Mapping[str, Any]) -> QuantizationConfig:
-    """What ``quantization_config`` says: ``types``, a block type -> the modules that it means (or ``"Linear"``).
+    """Reads a ``quantization_config``: ``types``, a block type -> the modules that it means (or ``"Linear"``).
 
     That is ours: llama.cpp itself looks at the tensors.
 
@@ -91,7 +91,7 @@ def read(value: Mapping[str, Any]) -> QuantizationConfig:
     return QuantizationConfig(METHOD, None, None, tuple(schemes), strings(value.get("ignore"), "ignore"), None)
 
 
-def promised(scheme: Scheme, shape: tuple[int, int]) -> dict[str, Promise]:
+def tensor_specs(scheme: Scheme, shape: tuple[int, int]) -> dict[str, StoredTensorSpec]:
     """The tensor of blocks.
 
     Raises:
@@ -105,7 +105,7 @@ def promised(scheme: Scheme, shape: tuple[int, int]) -> dict[str, Promise]:
             f"{scheme.name}: {shape[1]} input features are no multiple of {BLOCK}, a block of {found}"
         )
     blocks = (shape[0], shape[1] // BLOCK, BLOCK_BYTES[found])
-    return {"weight": Promise(("U8",), (blocks,), ((0, 1), (1, BLOCK), None))}
+    return {"weight": StoredTensorSpec(("U8",), (blocks,), ((0, 1), (1, BLOCK), None))}
 
 
 def _block_type(scheme: Scheme) -> str | None:
@@ -123,7 +123,7 @@ def _block_type(scheme: Scheme) -> str | None:
 
 
 def refusal(number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str | None:
-    """Why there is no block type for such a linear, and which number formats have one; None where there is one."""
+    """Returns why no block type holds such a linear, and which number formats have one; None where one does."""
     scheme = number_format.scheme(METHOD)
     found = _block_type(scheme)
     if found == "Q4_1":
@@ -138,7 +138,7 @@ def refusal(number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str 
     return None
 
 
-def announce(announced: Announced) -> Announcement:
+def quantization_files(announced: ModelQuantization) -> QuantizationFiles:
     """The block types, each with its modules; ``"Linear"`` where there is only one."""
     groups = announced.groups()
     types: dict[str, list[str]] = {}
@@ -148,10 +148,10 @@ def announce(announced: Announced) -> Announcement:
         types.setdefault(found, []).extend(modules)
     if len(types) == 1:
         types = {name: ["Linear"] for name in types}
-    return Announcement({"quant_method": METHOD, "types": types, "ignore": announced.ignored()})
+    return QuantizationFiles({"quant_method": METHOD, "types": types, "ignore": announced.ignored()})
 
 
-def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice) -> dict[str, Tensor]:
     """Native tensors as ``weight`` uint8 ``[rows, cols / 32, bytes of a block]``.
 
     Raises:
@@ -184,7 +184,7 @@ def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], p
     return {"weight": out}
 
 
-def decode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+def decode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice) -> dict[str, Tensor]:
     """The blocks in native form, scales float16 (MXFP4: E8M0).
 
     Raises:

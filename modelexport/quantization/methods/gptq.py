@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from modelexport.errors import CheckpointError, PlanError, shown
 from modelexport.quantization.methods import _gptq
 from modelexport.quantization.methods.base import (
-    Announced,
-    Announcement,
-    Part,
-    Promise,
+    ModelQuantization,
     QuantizationConfig,
+    QuantizationFiles,
     Scheme,
+    StoredTensorSpec,
+    WeightSlice,
     is_size,
     mapping,
     optional,
@@ -50,7 +50,7 @@ _FUSED |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 
 
 def read(value: Mapping[str, Any]) -> QuantizationConfig:
-    """What ``quantization_config`` says, of AutoGPTQ, GPTQModel, transformers or ourselves.
+    """Reads the ``quantization_config`` of AutoGPTQ, GPTQModel, transformers or ourselves.
 
     ``dynamic``'s rules are read in their order: those with "-:" keep modules, the others give modules other bits,
     groups or symmetry. Rules about anything that only decides how a weight was quantised change nothing here.
@@ -96,12 +96,12 @@ def read(value: Mapping[str, Any]) -> QuantizationConfig:
 
 
 def _is_ours(scheme: Scheme) -> bool:
-    """Whether its tensors are just as we would write them."""
+    """Returns whether its tensors are just as we would write them."""
     return "actorder" not in scheme.weights and scheme.symmetric is (scheme.format == "gptq")
 
 
 def _only(value: Mapping[str, Any]) -> str:
-    """What must be ahead in a name for its module to be quantised, as a regular expression; empty: nothing."""
+    """A regular expression that must match ahead in a name for its module to be quantised; empty: any name."""
     listed = value.get("modules_in_block_to_quantize") or []
     if not isinstance(listed, list):
         raise CheckpointError(
@@ -116,7 +116,7 @@ def _only(value: Mapping[str, Any]) -> str:
 
 
 def _scheme(value: Mapping[str, Any], name: str, layout: str, target: str) -> Scheme:
-    """What ``value`` says of the modules that ``target`` means."""
+    """The scheme of the modules that ``target`` means, from ``value``."""
     bits, group, symmetric = value.get("bits"), value.get("group_size", 128), value.get("sym", True)
     if bits not in _BITS or not is_size(bits):
         raise CheckpointError(
@@ -138,17 +138,17 @@ def _scheme(value: Mapping[str, Any], name: str, layout: str, target: str) -> Sc
     return Scheme(shown(name), (target,), layout, weights, None, None, METHOD)
 
 
-def promised(scheme: Scheme, shape: tuple[int, int]) -> dict[str, Promise]:
+def tensor_specs(scheme: Scheme, shape: tuple[int, int]) -> dict[str, StoredTensorSpec]:
     """``qweight``, ``qzeros``, ``scales`` and ``g_idx`` of a linear ``[out, in]``.
 
     Raises:
         CheckpointError: its channels do not fill the words, or its groups do not divide its inputs.
     """
-    return _gptq.promised(scheme, shape)
+    return _gptq.tensor_specs(scheme, shape)
 
 
 def refusal(number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str | None:
-    """Why a linear cannot be gptq, and what to type instead; None where it can."""
+    """Returns why a linear cannot be gptq, and what to type instead; None where it can."""
     if not number_format.quantised:
         return None
     weights = number_format.weight_arguments()
@@ -172,7 +172,7 @@ def refusal(number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str 
     return None
 
 
-def announce(announced: Announced) -> Announcement:
+def quantization_files(announced: ModelQuantization) -> QuantizationFiles:
     """The number format of most modules; the others', and the modules that are kept, as ``dynamic`` rules.
 
     Raises:
@@ -204,7 +204,7 @@ def announce(announced: Announced) -> Announcement:
         "dynamic": dynamic,
         "meta": {"quantizer": [f"modelexport:{announced.version}"]},
     }
-    return Announcement(config)
+    return QuantizationFiles(config)
 
 
 def _settings(number_format: NumberFormatProtocol) -> dict[str, Any]:
@@ -225,12 +225,12 @@ def _pattern(name: str, settings: Mapping[str, Any]) -> str:
     return re.escape(name) if fused is None else f"{re.escape(parent)}\\.(?:{last}|{fused})"
 
 
-def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice) -> dict[str, Tensor]:
     """``weight_packed``, ``weight_scale``, ``weight_zero_point`` -> ``qweight``, ``qzeros``, ``scales``, ``g_idx``."""
     return _gptq.encode(number_format, tensors, part)
 
 
-def decode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+def decode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice) -> dict[str, Tensor]:
     """The inverse of :func:`encode`, and as well of what others write.
 
     Raises:
@@ -240,7 +240,7 @@ def decode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], p
     return _gptq.decode(number_format, tensors, part, minus_one=False)
 
 
-def dequantise(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> Tensor:
+def dequantise(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice) -> Tensor:
     """The weight, float32 ``[out, in]``, whatever ``g_idx`` says of its columns; they are in its own order.
 
     :func:`decode` refuses columns that were grouped by activation order, since no number format has a group of its own

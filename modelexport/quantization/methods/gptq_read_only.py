@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from modelexport.errors import CheckpointError
 from modelexport.quantization.methods import _gptq
-from modelexport.quantization.methods.base import Announced, Announcement, Part, Promise, QuantizationConfig, Scheme
+from modelexport.quantization.methods.base import (
+    ModelQuantization,
+    QuantizationConfig,
+    QuantizationFiles,
+    Scheme,
+    StoredTensorSpec,
+    WeightSlice,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,26 +57,26 @@ class ReadOnly:
         """
         raise CheckpointError(f"config.json: quantization_config: quant_method '{self.METHOD}' is written 'gptq'")
 
-    def promised(self, scheme: Scheme, shape: tuple[int, int]) -> dict[str, Promise]:
+    def tensor_specs(self, scheme: Scheme, shape: tuple[int, int]) -> dict[str, StoredTensorSpec]:
         """As for "gptq"."""
-        return _gptq.promised(scheme, shape)
+        return _gptq.tensor_specs(scheme, shape)
 
     def refusal(self, number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str | None:
         """It is not written."""
-        return "this spelling of gptq is read, not written: --format gptq"
+        return "this encoding of gptq is read, not written: --format gptq"
 
-    def announce(self, announced: Announced) -> Announcement:
+    def quantization_files(self, announced: ModelQuantization) -> QuantizationFiles:
         """It is not written."""
         self._not_written()
 
     def encode(
-        self, number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part
+        self, number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice
     ) -> dict[str, Tensor]:
         """It is not written."""
         self._not_written()
 
     def decode(
-        self, number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part
+        self, number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice
     ) -> dict[str, Tensor]:
         """GPTQ's tensors in native form.
 
@@ -79,7 +86,9 @@ class ReadOnly:
         """
         return _gptq.decode(number_format, tensors, part, minus_one=self.minus_one)
 
-    def dequantise(self, number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> Tensor:
+    def dequantise(
+        self, number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice
+    ) -> Tensor:
         """The weight, float32 ``[out, in]``, also of columns that were grouped by activation order."""
         return _gptq.dequantise(number_format, tensors, part, minus_one=self.minus_one)
 

@@ -27,13 +27,13 @@ from modelexport.quantization.methods._arguments import (
 from modelexport.quantization.methods.base import (
     AS_WEIGHT,
     FLOATS,
-    Announced,
-    Announcement,
     Axes,
-    Part,
-    Promise,
+    ModelQuantization,
     QuantizationConfig,
+    QuantizationFiles,
     Scheme,
+    StoredTensorSpec,
+    WeightSlice,
     is_size,
     mapping,
     strings,
@@ -59,7 +59,7 @@ _KV_NUMBERS = {"FP8": ("float", 8), "INT8": ("int", 8), "NVFP4": ("float", 4)}
 
 
 @dataclass(frozen=True)
-class _Algo:
+class _ModelOptAlgorithm:
     """A ``quant_algo``.
 
     Attributes:
@@ -80,21 +80,21 @@ _INT8_ROW = numbers("int", 8, "channel")
 _INT4 = numbers("int", 4, "group", group_size=128)
 _NVFP4_INPUTS = {**NVFP4, "dynamic": "local"}  # the tensor's scale is stored, the groups' are not
 _ALGOS = {
-    "FP8": _Algo(FP8_TENSOR, FP8_TENSOR),
-    "FP8_PER_CHANNEL_PER_TOKEN": _Algo(FP8_ROW, FP8_TOKEN),
-    "fp8_pb_wo": _Algo(fp8_block(128, 128), fp8_groups(128)),
-    "W8A8_SQ_PER_CHANNEL": _Algo(_INT8_ROW, numbers("int", 8, "tensor")),
-    "W8A16": _Algo(_INT8_ROW),
-    "W4A16_AWQ": _Algo(_INT4, None, -1, awq=True),
-    "W4A8_AWQ": _Algo(_INT4, FP8_TENSOR, -1, awq=True, second=True),
-    "NVFP4": _Algo(NVFP4, _NVFP4_INPUTS, 16, second=True),
-    "NVFP4_AWQ": _Algo(NVFP4, _NVFP4_INPUTS, 16, awq=True, second=True),
-    "W4A16_NVFP4": _Algo(NVFP4, None, 16, second=True),
-    "W4A8_NVFP4_FP8": _Algo({**NVFP4, "group_size": 32}, FP8_TENSOR, -1, second=True),
-    "MXFP8": _Algo(MXFP8, {**MXFP8, "dynamic": True}, 32),
-    "mxfp4": _Algo(MXFP4, {**MXFP4, "dynamic": True}),
-    "W4A8_MXFP4_FP8": _Algo(MXFP4, {**FP8_TENSOR, "dynamic": True}, 32),
-    "W4A16_MXFP4": _Algo(MXFP4, None, 32),  # TensorRT-LLM's word; modelopt itself says mxfp4 of these, too
+    "FP8": _ModelOptAlgorithm(FP8_TENSOR, FP8_TENSOR),
+    "FP8_PER_CHANNEL_PER_TOKEN": _ModelOptAlgorithm(FP8_ROW, FP8_TOKEN),
+    "fp8_pb_wo": _ModelOptAlgorithm(fp8_block(128, 128), fp8_groups(128)),
+    "W8A8_SQ_PER_CHANNEL": _ModelOptAlgorithm(_INT8_ROW, numbers("int", 8, "tensor")),
+    "W8A16": _ModelOptAlgorithm(_INT8_ROW),
+    "W4A16_AWQ": _ModelOptAlgorithm(_INT4, None, -1, awq=True),
+    "W4A8_AWQ": _ModelOptAlgorithm(_INT4, FP8_TENSOR, -1, awq=True, second=True),
+    "NVFP4": _ModelOptAlgorithm(NVFP4, _NVFP4_INPUTS, 16, second=True),
+    "NVFP4_AWQ": _ModelOptAlgorithm(NVFP4, _NVFP4_INPUTS, 16, awq=True, second=True),
+    "W4A16_NVFP4": _ModelOptAlgorithm(NVFP4, None, 16, second=True),
+    "W4A8_NVFP4_FP8": _ModelOptAlgorithm({**NVFP4, "group_size": 32}, FP8_TENSOR, -1, second=True),
+    "MXFP8": _ModelOptAlgorithm(MXFP8, {**MXFP8, "dynamic": True}, 32),
+    "mxfp4": _ModelOptAlgorithm(MXFP4, {**MXFP4, "dynamic": True}),
+    "W4A8_MXFP4_FP8": _ModelOptAlgorithm(MXFP4, {**FP8_TENSOR, "dynamic": True}, 32),
+    "W4A16_MXFP4": _ModelOptAlgorithm(MXFP4, None, 32),  # TensorRT-LLM's word; modelopt itself says mxfp4 of these, too
 }
 _SAME = {"FP8_BLOCK_SCALES": "fp8_pb_wo", "FP8_PB_REAL": "fp8_pb_wo", "NVFP4_STATIC": "NVFP4"}
 _BY_UPPER = {name.upper(): name for name in _ALGOS} | _SAME
@@ -103,7 +103,7 @@ _KNOWN = "fp8, fp8-static, fp8-block, int8-static, int8-wo (a whole row: -1), in
 
 
 def read(value: Mapping[str, Any]) -> QuantizationConfig:
-    """What config.json's ``quantization_config`` says, or hf_quant_config.json, whose content is ``quantization``.
+    """Reads config.json's ``quantization_config``, or hf_quant_config.json, whose content is ``quantization``.
 
     Raises:
         CheckpointError: a part of it has the wrong type, or the algorithm is not known.
@@ -188,7 +188,7 @@ def _kv_scheme(value: Any) -> Mapping[str, Any] | None:
     return {"dynamic": False, "num_bits": kind[1], "type": kind[0]}
 
 
-def promised(scheme: Scheme, shape: tuple[int, int]) -> dict[str, Promise]:
+def tensor_specs(scheme: Scheme, shape: tuple[int, int]) -> dict[str, StoredTensorSpec]:
     """The tensors, by suffix, that a linear of that shape (``[out, in]``) has under a scheme; see :func:`extras`.
 
     Raises:
@@ -203,40 +203,40 @@ def promised(scheme: Scheme, shape: tuple[int, int]) -> dict[str, Promise]:
             raise CheckpointError(
                 f"{scheme.name}: a weight of {rows} rows of {cols} is not in pairs of rows and groups of {size}"
             )
-        weight = Promise(("U8",), ((rows // 2, cols),), ((0, 2), (1, 1)))
+        weight = StoredTensorSpec(("U8",), ((rows // 2, cols),), ((0, 2), (1, 1)))
     elif bits == 4:
-        weight = Promise(("U8",), ((rows, cols // 2),), ((0, 1), (1, 2)))
+        weight = StoredTensorSpec(("U8",), ((rows, cols // 2),), ((0, 1), (1, 2)))
     else:
-        weight = Promise(("I8" if kind == "int" else "F8_E4M3",), (shape,), AS_WEIGHT)
+        weight = StoredTensorSpec(("I8" if kind == "int" else "F8_E4M3",), (shape,), AS_WEIGHT)
     tensors = {"weight": weight, "weight_scale": _scale_promise(scheme.weights, shape)}
     if algo.second:
-        tensors["weight_scale_2"] = Promise(("F32",), ((), (1,)))
+        tensors["weight_scale_2"] = StoredTensorSpec(("F32",), ((), (1,)))
     if scheme.has_static_inputs:
-        tensors["input_scale"] = Promise(("F32",), ((), (1,)))
+        tensors["input_scale"] = StoredTensorSpec(("F32",), ((), (1,)))
     return tensors
 
 
-def _scale_promise(weights: Mapping[str, Any], shape: tuple[int, int]) -> Promise:
+def _scale_promise(weights: Mapping[str, Any], shape: tuple[int, int]) -> StoredTensorSpec:
     rows, cols = shape
     strategy, size = weights["strategy"], weights.get("group_size") or 1
     along: Axes = ((0, 1), (1, size))
     if strategy == "tensor":
-        return Promise(("F32",), ((), (1,)))
+        return StoredTensorSpec(("F32",), ((), (1,)))
     if strategy == "channel":
-        return Promise(("F32",), ((rows,),), ((0, 1),))
+        return StoredTensorSpec(("F32",), ((rows,),), ((0, 1),))
     if strategy == "block":
         height, width = weights["block_structure"]
         blocks = (-(-rows // height), 1, -(-cols // width), 1)
-        return Promise(("F32",), (blocks,), ((0, height), None, (1, width), None))
+        return StoredTensorSpec(("F32",), (blocks,), ((0, height), None, (1, width), None))
     dtype = "F8_E4M3" if strategy == "tensor_group" else "U8" if weights["type"] == "float" else "F32"
-    return Promise((dtype,), ((rows, -(-cols // size)),), along)
+    return StoredTensorSpec((dtype,), ((rows, -(-cols // size)),), along)
 
 
-def extras(scheme: Scheme, shape: tuple[int, int]) -> dict[str, Promise]:
+def extras(scheme: Scheme, shape: tuple[int, int]) -> dict[str, StoredTensorSpec]:
     """Tensors that a linear may have besides: inputs are multiplied by ``pre_quant_scale`` ``[in]`` first (AWQ)."""
     algo = _algo_name(scheme.format)
     if _ALGOS[algo].awq or algo == "W8A8_SQ_PER_CHANNEL":
-        return {"pre_quant_scale": Promise(FLOATS, ((shape[1],),), ((1, 1),))}
+        return {"pre_quant_scale": StoredTensorSpec(FLOATS, ((shape[1],),), ((1, 1),))}
     return {}
 
 
@@ -254,7 +254,7 @@ def layout(number_format: NumberFormatProtocol) -> str | None:
 
 
 def refusal(number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str | None:
-    """Why modelopt's checkpoints cannot hold such a linear, and what can; None where they can."""
+    """Returns why modelopt's checkpoints cannot hold such a linear, and what can; None where they can."""
     algo = layout(number_format)
     if algo is None:
         why = {
@@ -280,11 +280,11 @@ def _known_layout(number_format: NumberFormatProtocol) -> str:
     return algo
 
 
-def announce(announced: Announced) -> Announcement:
+def quantization_files(announced: ModelQuantization) -> QuantizationFiles:
     """``quantization_config`` as modelopt's, with the group size that its readers take; and hf_quant_config.json.
 
     Raises:
-        PlanError: a number format has no spelling.
+        PlanError: a number format has no encoding.
     """
     layers: dict[str, dict[str, Any]] = {}
     for number_format, modules in announced.groups():
@@ -312,7 +312,7 @@ def announce(announced: Announced) -> Announcement:
     producer = {"name": "modelexport", "version": announced.version}
     config |= {"producer": producer, "quant_method": METHOD}
     side = {"producer": producer, "quantization": inner}
-    return Announcement(config, {SIDE_FILES[0]: (json.dumps(side, indent=4) + "\n").encode()})
+    return QuantizationFiles(config, {SIDE_FILES[0]: (json.dumps(side, indent=4) + "\n").encode()})
 
 
 def _entry(algo: str, group_size: int | None) -> dict[str, Any]:
@@ -345,11 +345,11 @@ def _words(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {"dynamic": False, "num_bits": arguments["num_bits"], "type": arguments["type"]}
 
 
-def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice) -> dict[str, Tensor]:
     """Native tensors as modelopt has them; scales become float32, NVFP4's global ones multipliers.
 
     Raises:
-        PlanError: modelopt has no spelling of the number format.
+        PlanError: modelopt has no encoding of the number format.
         CheckpointError: a global scale is negative or NaN.
     """
     from modelexport.quantization.methods import _modelopt_tensors
@@ -358,14 +358,14 @@ def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], p
     return _modelopt_tensors.encode(number_format, tensors, part)
 
 
-def decode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+def decode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice) -> dict[str, Tensor]:
     """modelopt's tensors in native form.
 
     A number format that rounds weights alone (int4, nvfp4-wo) may be asked of linears whose inputs are rounded, too
     (W4A8_AWQ, W4A8_NVFP4_FP8): what it has no place for is left out.
 
     Raises:
-        PlanError: modelopt has no spelling of the number format.
+        PlanError: modelopt has no encoding of the number format.
         CheckpointError: there is a ``pre_quant_scale`` (see :func:`weight_multiplier`) or a low-rank part, which the
             native form cannot say; or a global scale that cannot be inverted.
     """
@@ -376,7 +376,7 @@ def decode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], p
 
 
 def weight_multiplier(tensors: Mapping[str, Tensor]) -> Tensor | None:
-    """What the columns of the dequantised weight are multiplied by, ``[in]`` (or a part's), in any float dtype.
+    """Returns the factors of the dequantised weight's columns, ``[in]`` (or a part's), in any float dtype.
 
     Engines multiply a linear's inputs by ``pre_quant_scale`` before the product: W x (s * x) is (W * s) x. To
     dequantise such a linear, take ``pre_quant_scale`` out of the tensors before :func:`decode`. None where there is

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from modelexport.errors import CheckpointError, PlanError
 from modelexport.quantization.methods._arguments import MXFP4, with_modules_below
 from modelexport.quantization.methods.base import (
-    Announced,
-    Announcement,
-    Part,
-    Promise,
+    ModelQuantization,
     QuantizationConfig,
+    QuantizationFiles,
     Scheme,
+    StoredTensorSpec,
+    WeightSlice,
     strings,
 )
 
@@ -50,7 +50,7 @@ _FUSED = (
 
 
 def read(value: Mapping[str, Any]) -> QuantizationConfig:
-    """What ``quantization_config`` says: the experts are MXFP4, the rest as it is.
+    """Reads a ``quantization_config``: the experts are MXFP4, the rest as it is.
 
     Raises:
         CheckpointError: the list of kept modules has the wrong type.
@@ -60,7 +60,7 @@ def read(value: Mapping[str, Any]) -> QuantizationConfig:
     return QuantizationConfig(METHOD, "mxfp4", None, (scheme,), with_modules_below(kept), None)
 
 
-def promised(scheme: Scheme, shape: tuple[int, int]) -> dict[str, Promise]:
+def tensor_specs(scheme: Scheme, shape: tuple[int, int]) -> dict[str, StoredTensorSpec]:
     """Nothing: experts are fused.
 
     Raises:
@@ -99,11 +99,11 @@ def decode_blocks(blocks: Tensor, scales: Tensor) -> list[dict[str, Tensor]]:
 
 
 def refusal(number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str | None:
-    """Why: it is only read."""
+    """Returns why it writes nothing: it is only read."""
     return _READ_ONLY
 
 
-def announce(announced: Announced) -> Announcement:
+def quantization_files(announced: ModelQuantization) -> QuantizationFiles:
     """It is only read.
 
     Raises:
@@ -112,7 +112,7 @@ def announce(announced: Announced) -> Announcement:
     raise PlanError(_READ_ONLY)
 
 
-def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice) -> dict[str, Tensor]:
     """It is only read.
 
     Raises:
@@ -121,7 +121,7 @@ def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], p
     raise PlanError(_READ_ONLY)
 
 
-def decode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+def decode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice) -> dict[str, Tensor]:
     """Not of single linears; see :func:`decode_blocks`.
 
     Raises:

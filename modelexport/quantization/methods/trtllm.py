@@ -1,4 +1,4 @@
-"""TensorRT-LLM's own checkpoints: how the files of ``trtllm-build --checkpoint_dir`` spell quantised linears.
+"""TensorRT-LLM's own checkpoints: how the files of ``trtllm-build --checkpoint_dir`` encode quantised linears.
 
 What is said here of names, dtypes and shapes is what TensorRT-LLM's loader takes
 (https://github.com/NVIDIA/TensorRT-LLM: ``preprocess_perlayer_weights`` in ``models/modeling_utils.py``, the parameters
@@ -36,12 +36,12 @@ from modelexport.errors import CheckpointError, PlanError, nearest, quoted, show
 from modelexport.quantization.methods._arguments import FP8_ROW, FP8_TENSOR, FP8_TOKEN, NVFP4, meaning, numbers
 from modelexport.quantization.methods.base import (
     AS_WEIGHT,
-    Announced,
-    Announcement,
-    Part,
-    Promise,
+    ModelQuantization,
     QuantizationConfig,
+    QuantizationFiles,
     Scheme,
+    StoredTensorSpec,
+    WeightSlice,
     strings,
 )
 
@@ -68,7 +68,7 @@ _PER_TOKEN = ("FP8_PER_CHANNEL_PER_TOKEN", "W8A8_SQ_PER_CHANNEL_PER_TOKEN_PLUGIN
 
 
 @dataclass(frozen=True)
-class _Algo:
+class _TrtllmAlgorithm:
     """compressed-tensors' arguments of a ``quant_algo``; integer groups have the size that config.json gives."""
 
     weights: Mapping[str, Any]
@@ -77,12 +77,12 @@ class _Algo:
 
 _INT8_ROW = numbers("int", 8, "channel")
 _ALGOS = {
-    "FP8": _Algo(FP8_TENSOR, FP8_TENSOR),
-    "FP8_PER_CHANNEL_PER_TOKEN": _Algo(FP8_ROW, FP8_TOKEN),
-    "W8A8_SQ_PER_CHANNEL": _Algo(_INT8_ROW, numbers("int", 8, "tensor")),
-    "W8A8_SQ_PER_CHANNEL_PER_TOKEN_PLUGIN": _Algo(_INT8_ROW, numbers("int", 8, "token", dynamic=True)),
-    "W4A16_AWQ": _Algo(numbers("int", 4, "group", group_size=128)),
-    "NVFP4": _Algo(NVFP4, {**NVFP4, "dynamic": "local"}),
+    "FP8": _TrtllmAlgorithm(FP8_TENSOR, FP8_TENSOR),
+    "FP8_PER_CHANNEL_PER_TOKEN": _TrtllmAlgorithm(FP8_ROW, FP8_TOKEN),
+    "W8A8_SQ_PER_CHANNEL": _TrtllmAlgorithm(_INT8_ROW, numbers("int", 8, "tensor")),
+    "W8A8_SQ_PER_CHANNEL_PER_TOKEN_PLUGIN": _TrtllmAlgorithm(_INT8_ROW, numbers("int", 8, "token", dynamic=True)),
+    "W4A16_AWQ": _TrtllmAlgorithm(numbers("int", 4, "group", group_size=128)),
+    "NVFP4": _TrtllmAlgorithm(NVFP4, {**NVFP4, "dynamic": "local"}),
 }
 _KNOWN = "fp8, fp8-static, int8, int8-static, int4 (groups of 64 or 128), nvfp4"
 _WHY_NOT = {
@@ -94,7 +94,7 @@ _WHY_NOT = {
 
 
 def read(value: Mapping[str, Any]) -> QuantizationConfig:
-    """What :func:`announce` says, or the ``quantization`` of TensorRT-LLM's config.json with ``ignore`` added to it.
+    """Reads the config that :func:`quantization_files` makes, or TensorRT-LLM's ``quantization`` with ``ignore`` added.
 
     Raises:
         CheckpointError: a part of it has the wrong type, the algorithm is not known, or inputs are smoothed.
@@ -132,45 +132,50 @@ def _scheme(algo: str, size: Any) -> Scheme:
     return Scheme(algo, ("Linear",), algo, weights, own.inputs, None, METHOD)
 
 
-def promised(scheme: Scheme, shape: tuple[int, int]) -> dict[str, Promise]:
+def tensor_specs(scheme: Scheme, shape: tuple[int, int]) -> dict[str, StoredTensorSpec]:
     """The tensors, by suffix, that a linear of that shape (``[out, in]``) has under a scheme.
 
     Raises:
         CheckpointError: the scheme is not known, or the shape does not go with it.
     """
-    algo = _spelling(scheme.weights, scheme.inputs)
+    algo = _algorithm_of(scheme.weights, scheme.inputs)
     if algo is None:
         raise CheckpointError(f"{scheme.name}: TensorRT-LLM has no word for {scheme.describe()}")
     rows, cols = shape
-    scalar, single = Promise(("F32",), ((1,),)), Promise(("F32",), ((),))
-    e4m3 = Promise(("F8_E4M3", "I8"), (shape,), AS_WEIGHT)  # I8: the bytes as modelopt's before safetensors had FP8
-    int8 = Promise(("I8",), (shape,), AS_WEIGHT)
+    scalar, single = StoredTensorSpec(("F32",), ((1,),)), StoredTensorSpec(("F32",), ((),))
+    e4m3 = StoredTensorSpec(
+        ("F8_E4M3", "I8"), (shape,), AS_WEIGHT
+    )  # I8: the bytes as modelopt's before safetensors had FP8
+    int8 = StoredTensorSpec(("I8",), (shape,), AS_WEIGHT)
     if algo == "FP8":
         return {"weight": e4m3, "weights_scaling_factor": scalar, "activation_scaling_factor": scalar}
     if algo == "FP8_PER_CHANNEL_PER_TOKEN":
-        return {"weight": e4m3, "per_channel_scale": Promise(("F32",), ((rows,),), ((0, 1),))}
+        return {"weight": e4m3, "per_channel_scale": StoredTensorSpec(("F32",), ((rows,),), ((0, 1),))}
     if algo == "W8A8_SQ_PER_CHANNEL":
-        scales = Promise(("F32",), ((rows,),), ((0, 1),))
+        scales = StoredTensorSpec(("F32",), ((rows,),), ((0, 1),))
         return {"weight": int8, "weights_scaling_factor": scales, "activation_scaling_factor": scalar}
     if algo == "W8A8_SQ_PER_CHANNEL_PER_TOKEN_PLUGIN":
-        return {"weight": int8, "per_channel_scale": Promise(("F32",), ((1, rows),), (None, (0, 1)))}
+        return {"weight": int8, "per_channel_scale": StoredTensorSpec(("F32",), ((1, rows),), (None, (0, 1)))}
     if algo == "W4A16_AWQ":
         size = int(scheme.weights["group_size"])
         if rows % 2 or cols % size:
             raise CheckpointError(
                 f"{scheme.name}: a weight of {rows} rows of {cols} is not in pairs of rows and groups of {size}"
             )
-        scales = Promise(("F32",), ((rows, cols // size),), ((0, 1), (1, size)))
-        return {"weight": Promise(("I8",), ((rows // 2, cols),), ((0, 2), (1, 1))), "weights_scaling_factor": scales}
+        scales = StoredTensorSpec(("F32",), ((rows, cols // size),), ((0, 1), (1, size)))
+        return {
+            "weight": StoredTensorSpec(("I8",), ((rows // 2, cols),), ((0, 2), (1, 1))),
+            "weights_scaling_factor": scales,
+        }
     return {
-        "weight": Promise(("U8",), ((rows, cols // 2),), ((0, 1), (1, 2))),
-        "weights_scaling_factor": Promise(("F8_E4M3",), ((rows, -(-cols // 16)),), ((0, 1), (1, 16))),
+        "weight": StoredTensorSpec(("U8",), ((rows, cols // 2),), ((0, 1), (1, 2))),
+        "weights_scaling_factor": StoredTensorSpec(("F8_E4M3",), ((rows, -(-cols // 16)),), ((0, 1), (1, 16))),
         "weights_scaling_factor_2": single,
         "activation_scaling_factor": single,
     }
 
 
-def _spelling(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> str | None:
+def _algorithm_of(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> str | None:
     """The algorithm that says the same as compressed-tensors' arguments, whatever its group size."""
     size = weights.get("group_size")
     for name, algo in _ALGOS.items():
@@ -183,8 +188,8 @@ def _spelling(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> s
 
 
 def refusal(number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str | None:
-    """Why TensorRT-LLM's checkpoints cannot hold such a linear, and what can; None where they can."""
-    algo = _spelling(number_format.weight_arguments(), number_format.input_arguments())
+    """Returns why TensorRT-LLM's checkpoints cannot hold such a linear, and what can; None where they can."""
+    algo = _algorithm_of(number_format.weight_arguments(), number_format.input_arguments())
     group, (rows, cols) = number_format.group_size, shape
     if algo is None or (algo == "W4A16_AWQ" and group not in GROUP_SIZES):
         why = _WHY_NOT.get(number_format.name, "choose ")
@@ -202,19 +207,19 @@ def refusal(number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str 
 
 
 def _known_spelling(number_format: NumberFormatProtocol) -> str:
-    algo = _spelling(number_format.weight_arguments(), number_format.input_arguments())
+    algo = _algorithm_of(number_format.weight_arguments(), number_format.input_arguments())
     if algo is None:
         raise PlanError(str(refusal(number_format, (0, 0))))
     return algo
 
 
-def announce(announced: Announced) -> Announcement:
+def quantization_files(announced: ModelQuantization) -> QuantizationFiles:
     """TensorRT-LLM's ``quantization``, and in ``ignore`` what is kept, by Hugging Face's names.
 
     The container puts the former into TensorRT-LLM's config.json, and the whole into the model's own.
 
     Raises:
-        PlanError: a number format has no spelling, or there are several.
+        PlanError: a number format has no encoding, or there are several.
     """
     groups = announced.groups()
     algos = [(_known_spelling(number_format), number_format.group_size) for number_format, _ in groups]
@@ -230,14 +235,14 @@ def announce(announced: Announced) -> Announcement:
         config |= {"group_size": algos[0][1], "has_zero_point": False, "pre_quant_scale": False}
     elif algos and algos[0][0] == "NVFP4":
         config["group_size"] = 16
-    return Announcement({**config, "ignore": announced.ignored()})
+    return QuantizationFiles({**config, "ignore": announced.ignored()})
 
 
-def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice) -> dict[str, Tensor]:
     """Native tensors as TensorRT-LLM has them; scales become float32, NVFP4's global ones multipliers.
 
     Raises:
-        PlanError: TensorRT-LLM has no spelling of the number format.
+        PlanError: TensorRT-LLM has no encoding of the number format.
         CheckpointError: a global scale is negative or NaN.
     """
     import torch
@@ -259,11 +264,11 @@ def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], p
     return encoded
 
 
-def decode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+def decode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice) -> dict[str, Tensor]:
     """TensorRT-LLM's tensors in native form.
 
     Raises:
-        PlanError: TensorRT-LLM has no spelling of the number format.
+        PlanError: TensorRT-LLM has no encoding of the number format.
         CheckpointError: a global scale cannot be inverted.
     """
     import torch

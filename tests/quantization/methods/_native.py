@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from modelexport.quantization.formats.base import DTYPE_NAMES
-from modelexport.quantization.methods.base import Axes, Part, Promise, Scheme
-from modelexport.quantization.methods.compressed_tensors import promised
+from modelexport.quantization.methods.base import Axes, Scheme, StoredTensorSpec, WeightSlice
+from modelexport.quantization.methods.compressed_tensors import tensor_specs
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
@@ -106,7 +106,7 @@ def native_tensors(
     """Every byte there is in the weights; scales of random magnitudes, global ones of a random bfloat16 amax."""
     generator = torch.Generator().manual_seed(seed)
     made: dict[str, Tensor] = {}
-    for suffix, promise in promised(number_format.scheme(), shape).items():
+    for suffix, promise in tensor_specs(number_format.scheme(), shape).items():
         dtype, extent = DTYPES[scales if scales in promise.dtypes else promise.dtypes[0]], promise.shapes[0]
         if suffix == "weight_shape":
             made[suffix] = torch.tensor(shape, dtype=torch.int64)
@@ -136,12 +136,14 @@ def _octets(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def cut(tensors: Mapping[str, Tensor], promises: Mapping[str, Promise], part: Part) -> dict[str, Tensor]:
+def cut(
+    tensors: Mapping[str, Tensor], promises: Mapping[str, StoredTensorSpec], part: WeightSlice
+) -> dict[str, Tensor]:
     """The part of stored tensors that belongs to a part of the weight."""
     return {suffix: _cut(tensor, promises[suffix].axes, part) for suffix, tensor in tensors.items()}
 
 
-def _cut(tensor: Tensor, axes: Axes, part: Part) -> Tensor:
+def _cut(tensor: Tensor, axes: Axes, part: WeightSlice) -> Tensor:
     for dim, axis in enumerate(axes):
         if axis is not None:
             along, unit = axis

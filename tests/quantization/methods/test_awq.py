@@ -11,7 +11,7 @@ from torch import Tensor
 from modelexport.errors import CheckpointError, PlanError
 from modelexport.quantization import formats, methods
 from modelexport.quantization.methods import awq
-from modelexport.quantization.methods.base import Announced, Part, Scheme
+from modelexport.quantization.methods.base import ModelQuantization, Scheme, WeightSlice
 from tests.quantization.methods._integers import Integers, number, number_format, same
 
 PLACE_OF_CHANNEL = {0: 0, 2: 1, 4: 2, 6: 3, 1: 4, 3: 5, 5: 6, 7: 7}  # within a word
@@ -37,16 +37,16 @@ def test_encoded_tensors_mean_the_same_weight_and_decode_to_the_same_bytes(
     rows: int, cols: int, symmetric: bool, group: int
 ) -> None:
     weight = Integers.random(rows, cols, symmetric=symmetric, group=group)
-    part, native = Part.whole((rows, cols)), weight.native()
+    part, native = WeightSlice.whole((rows, cols)), weight.native()
     encoded = awq.encode(weight.format, native, part)
     assert torch.equal(read_back(encoded, group), weight.values())
     assert same(awq.decode(weight.format, encoded, part), native)
-    promises = awq.promised(_scheme(weight), (rows, cols))
+    promises = awq.tensor_specs(_scheme(weight), (rows, cols))
     assert {k: (tuple(v.shape),) for k, v in encoded.items()} == {k: p.shapes for k, p in promises.items()}
 
 
 def _scheme(weight: Integers) -> Scheme:
-    config = awq.announce(Announced({"m": weight.format}, [])).config
+    config = awq.quantization_files(ModelQuantization({"m": weight.format}, [])).config
     (scheme,) = awq.read(config).schemes
     return scheme
 
@@ -58,7 +58,7 @@ def test_a_word_by_hand() -> None:
         "weight_scale": torch.full((8, 1), 0.5, dtype=torch.float16),
         "weight_shape": torch.tensor([8, 1]),
     }
-    encoded = awq.encode(number_format(4, True, -1), native, Part.whole((8, 1)))
+    encoded = awq.encode(number_format(4, True, -1), native, WeightSlice.whole((8, 1)))
     assert encoded["qweight"].tolist() == [[0x75316420]]
     assert encoded["qzeros"].tolist() == [[0x88888888 - 2**32]]
     assert encoded["scales"].tolist() == [[0.5] * 8]
@@ -69,8 +69,8 @@ def test_a_word_by_hand() -> None:
 def test_parts_give_the_parts_of_the_whole(cuts: tuple[int, ...], dim: int, symmetric: bool) -> None:
     shape = (32, 96)
     weight = Integers.random(*shape, symmetric=symmetric, group=32)
-    whole = awq.encode(weight.format, weight.native(), Part.whole(shape))
-    promises = awq.promised(_scheme(weight), shape)
+    whole = awq.encode(weight.format, weight.native(), WeightSlice.whole(shape))
+    promises = awq.tensor_specs(_scheme(weight), shape)
     pieces: dict[str, list[Tensor]] = {suffix: [] for suffix in whole}
     for start, stop in pairwise(cuts):
         rows, cols = (slice(start, stop), slice(None)) if dim == 0 else (slice(None), slice(start, stop))
@@ -85,7 +85,7 @@ def test_parts_give_the_parts_of_the_whole(cuts: tuple[int, ...], dim: int, symm
             weight.g_idx,
         )
         extent = own.codes.shape
-        part = Part(shape, (start, 0) if dim == 0 else (0, start), (extent[0], extent[1]))
+        part = WeightSlice(shape, (start, 0) if dim == 0 else (0, start), (extent[0], extent[1]))
         native = {**own.native(), "weight_shape": torch.tensor(shape)}
         encoded = awq.encode(weight.format, native, part)
         assert same(awq.decode(weight.format, encoded, part), native)
@@ -100,8 +100,8 @@ def test_parts_give_the_parts_of_the_whole(cuts: tuple[int, ...], dim: int, symm
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_what_is_announced_is_read(group: int, symmetric: bool) -> None:
     used = number_format(4, symmetric, group)
-    announced = Announced({"model.layers.0.mlp.up_proj": used}, ["lm_head", "model.layers.0.mlp.down_proj"])
-    config = awq.announce(announced).config
+    announced = ModelQuantization({"model.layers.0.mlp.up_proj": used}, ["lm_head", "model.layers.0.mlp.down_proj"])
+    config = awq.quantization_files(announced).config
     assert config["zero_point"] is True
     read = methods.read_quantization_config({"quantization_config": config})
     assert read is not None
@@ -141,9 +141,9 @@ def test_other_layouts_are_refused(changes: dict, words: str) -> None:
 
 def test_symmetric_tensors_with_other_zero_points_are_refused() -> None:
     weight = Integers.random(8, 32)
-    encoded = awq.encode(weight.format, weight.native(), Part.whole((8, 32)))
+    encoded = awq.encode(weight.format, weight.native(), WeightSlice.whole((8, 32)))
     with pytest.raises(CheckpointError, match="set zero_point to true"):
-        awq.decode(number_format(4, True, 32), encoded, Part.whole((8, 32)))
+        awq.decode(number_format(4, True, 32), encoded, WeightSlice.whole((8, 32)))
 
 
 def test_what_it_cannot_hold_is_refused_with_what_to_type() -> None:
@@ -154,12 +154,12 @@ def test_what_it_cannot_hold_is_refused_with_what_to_type() -> None:
         assert "--format hf" in (awq.refusal(formats.get(name), (64, 64)) or "")
     assert "out_features 1003" in (awq.refusal(number_format(4, True, 32), (1003, 64)) or "")
     with pytest.raises(CheckpointError, match="1003 outputs"):
-        awq.promised(_scheme(Integers.random(8, 32)), (1003, 64))
+        awq.tensor_specs(_scheme(Integers.random(8, 32)), (1003, 64))
 
 
 def test_models_that_it_cannot_announce_are_refused() -> None:
     small, large = number_format(4, True, 32), number_format(4, True, 128)
     with pytest.raises(PlanError, match="one group size for a whole model, but 32, 128"):
-        awq.announce(Announced({"a": small, "b": large}, []))
+        awq.quantization_files(ModelQuantization({"a": small, "b": large}, []))
     with pytest.raises(PlanError, match=r"'mlp.gate' is a part of 'mlp.gate_proj'"):
-        awq.announce(Announced({"mlp.gate_proj": small}, ["mlp.gate"]))
+        awq.quantization_files(ModelQuantization({"mlp.gate_proj": small}, ["mlp.gate"]))

@@ -12,7 +12,7 @@ from modelexport.exporting import export
 from modelexport.inspection.evaluate.models import load_dequantised
 from modelexport.quantization import decoding, formats
 from modelexport.quantization.methods import compressed_tensors, fp8
-from modelexport.quantization.methods.base import Announced, Part, Scheme
+from modelexport.quantization.methods.base import ModelQuantization, Scheme, WeightSlice
 from tests.helpers.models import make_llama
 from tests.quantization.methods._native import ALL, DTYPES, cut, native_tensors, same
 
@@ -34,7 +34,7 @@ def test_deepseeks_own_configuration() -> None:
     read = fp8.read(DEEPSEEK)
     assert read.scheme_of("lm_head") is None
     assert read.scheme_of("model.layers.0.mlp.up_proj") is not None
-    promises = fp8.promised(scheme(DEEPSEEK), (576, 7168))  # its kv_a_proj_with_mqa: half a block of rows
+    promises = fp8.tensor_specs(scheme(DEEPSEEK), (576, 7168))  # its kv_a_proj_with_mqa: half a block of rows
     assert promises["weight_scale_inv"].shapes == ((5, 56),)
     assert promises["weight_scale_inv"].axes == ((0, 128), (1, 128))
     assert promises["weight"].dtypes == ("F8_E4M3",)
@@ -47,17 +47,19 @@ def test_deepseeks_own_configuration() -> None:
 def test_there_and_back_is_the_identity_of_wholes_and_parts(name: str, scales: str) -> None:
     number_format, shape = ALL[name], (320, 384)
     native = native_tensors(number_format, shape, scales=scales)
-    announcement = fp8.announce(Announced({"model.layers.0.mlp.up_proj": number_format}, ("lm_head",)))
-    promises = fp8.promised(scheme(announcement.config), shape)
-    whole = fp8.encode(number_format, native, Part.whole(shape))
+    announcement = fp8.quantization_files(
+        ModelQuantization({"model.layers.0.mlp.up_proj": number_format}, ("lm_head",))
+    )
+    promises = fp8.tensor_specs(scheme(announcement.config), shape)
+    whole = fp8.encode(number_format, native, WeightSlice.whole(shape))
     assert list(whole) == list(promises)
     for suffix, promise in promises.items():
         assert whole[suffix].shape == promise.shapes[0]
         assert whole[suffix].dtype == (DTYPES["F8_E4M3"] if suffix == "weight" else DTYPES[scales])
-    assert same(fp8.decode(number_format, whole, Part.whole(shape)), native)
-    own = compressed_tensors.promised(number_format.scheme(), shape)
+    assert same(fp8.decode(number_format, whole, WeightSlice.whole(shape)), native)
+    own = compressed_tensors.tensor_specs(number_format.scheme(), shape)
     for origin, extent in (((256, 0), (64, 384)), ((0, 128), (320, 256)), ((128, 256), (192, 128))):
-        part = Part(shape, origin, extent)
+        part = WeightSlice(shape, origin, extent)
         encoded = fp8.encode(number_format, cut(native, own, part), part)
         assert same(encoded, cut(whole, promises, part))
         assert same(fp8.decode(number_format, encoded, part), cut(native, own, part))
@@ -65,10 +67,10 @@ def test_there_and_back_is_the_identity_of_wholes_and_parts(name: str, scales: s
 
 def test_what_is_announced() -> None:
     kept = ("lm_head", "model.layers.3.mlp.gate")
-    block = fp8.announce(Announced({"a": ALL["fp8-block"]}, kept))
+    block = fp8.quantization_files(ModelQuantization({"a": ALL["fp8-block"]}, kept))
     assert block.config == {**DEEPSEEK, "modules_to_not_convert": list(kept)}
     assert not block.files
-    static = fp8.announce(Announced({"a": ALL["fp8-static"]}, kept))
+    static = fp8.quantization_files(ModelQuantization({"a": ALL["fp8-static"]}, kept))
     assert static.config == {
         "quant_method": "fp8",
         "activation_scheme": "static",
@@ -84,11 +86,11 @@ def test_what_is_announced() -> None:
 
 def test_both_spellings_of_one_scale_are_read() -> None:
     """vLLM's, and transformers', whose config.json says that there are no blocks."""
-    number_format, part = ALL["fp8-static"], Part.whole((4, 8))
+    number_format, part = ALL["fp8-static"], WeightSlice.whole((4, 8))
     stored = fp8.encode(number_format, native_tensors(number_format, (4, 8)), part)
     theirs = scheme({"activation_scheme": "static", "weight_block_size": None})
-    assert list(fp8.promised(theirs, (4, 8))) == ["weight", "weight_scale_inv", "activation_scale"]
-    assert list(fp8.promised(scheme({"activation_scheme": "static"}), (4, 8))) == list(stored)
+    assert list(fp8.tensor_specs(theirs, (4, 8))) == ["weight", "weight_scale_inv", "activation_scale"]
+    assert list(fp8.tensor_specs(scheme({"activation_scheme": "static"}), (4, 8))) == list(stored)
     renamed = {
         "weight": stored["weight"],
         "weight_scale_inv": stored["weight_scale"],
@@ -101,22 +103,22 @@ def test_both_spellings_of_one_scale_are_read() -> None:
             decoding.dequantise("fp8", formats.get("fp8-static"), spelt, (4, 8)).nan_to_num(), values.nan_to_num()
         )
     dynamic = scheme({"activation_scheme": "dynamic"})
-    assert list(fp8.promised(dynamic, (4, 8))) == ["weight", "weight_scale"]
+    assert list(fp8.tensor_specs(dynamic, (4, 8))) == ["weight", "weight_scale"]
     assert "per token (dynamic)" in dynamic.describe()
 
 
 def test_other_blocks_and_exponents_are_read() -> None:
     """As data, whether or not a number format of ours holds them."""
     other = scheme({"weight_block_size": [64, 32], "ignored_layers": ["model.layers.1"]})
-    assert fp8.promised(other, (100, 100))["weight_scale_inv"].shapes == ((2, 4),)
+    assert fp8.tensor_specs(other, (100, 100))["weight_scale_inv"].shapes == ((2, 4),)
     assert other.describe() == "fp8 weights per block of 64x32, fp8 activations per group of 32 (dynamic)"
     exponents = scheme({"weight_block_size": [1, 32], "scale_fmt": "ue8m0"})
-    assert fp8.promised(exponents, (4, 64))["weight_scale_inv"].shapes == ((4, 2),)
+    assert fp8.tensor_specs(exponents, (4, 64))["weight_scale_inv"].shapes == ((4, 2),)
     stored = {
         "weight": torch.zeros(4, 64).to(torch.float8_e4m3fn),
         "weight_scale_inv": torch.arange(8, dtype=torch.uint8).reshape(4, 2),
     }
-    decoded = fp8.decode(ALL["mxfp8"], stored, Part.whole((4, 64)))
+    decoded = fp8.decode(ALL["mxfp8"], stored, WeightSlice.whole((4, 64)))
     assert torch.equal(decoded["weight_scale"], stored["weight_scale_inv"])
 
 
@@ -126,7 +128,7 @@ def test_block_scales_that_are_exponents_become_float32() -> None:
         "weight": torch.ones(128, 256).to(torch.float8_e4m3fn),
         "weight_scale_inv": torch.tensor([[126, 130]], dtype=torch.uint8).view(torch.float8_e8m0fnu),
     }
-    decoded = fp8.decode(ALL["fp8-block"], stored, Part.whole((128, 256)))
+    decoded = fp8.decode(ALL["fp8-block"], stored, WeightSlice.whole((128, 256)))
     assert decoded["weight_scale"].dtype == torch.float32
     assert decoded["weight_scale"].tolist() == [[0.5, 8.0]]
 
@@ -150,23 +152,23 @@ def test_what_it_cannot_hold_is_refused_with_what_to_type() -> None:
     for name in ("fp8", "int8", "nvfp4", "mxfp8", "int4"):
         assert "--quant fp8-block, or --format hf" in str(fp8.refusal(ALL[name], (128, 128)))
         with pytest.raises(PlanError, match=f"not {name};"):
-            fp8.announce(Announced({"a": ALL[name]}, ()))
+            fp8.quantization_files(ModelQuantization({"a": ALL[name]}, ()))
         with pytest.raises(PlanError, match=f"not {name};"):
-            fp8.encode(ALL[name], {}, Part.whole((128, 128)))
+            fp8.encode(ALL[name], {}, WeightSlice.whole((128, 128)))
     assert fp8.refusal(ALL["fp8-block"], (100, 100)) is None
     with pytest.raises(PlanError, match="one number format, but fp8-block and fp8-static"):
-        fp8.announce(Announced({"a": ALL["fp8-block"], "b": ALL["fp8-static"]}, ()))
+        fp8.quantization_files(ModelQuantization({"a": ALL["fp8-block"], "b": ALL["fp8-static"]}, ()))
     with pytest.raises(PlanError, match="KV cache"):
-        fp8.announce(Announced({"a": ALL["fp8-block"]}, (), kv_cache=True))
+        fp8.quantization_files(ModelQuantization({"a": ALL["fp8-block"]}, (), kv_cache=True))
     with pytest.raises(CheckpointError, match="a scale is missing: weight are there"):
-        fp8.decode(ALL["fp8-block"], {"weight": torch.zeros(1, 1)}, Part.whole((1, 1)))
+        fp8.decode(ALL["fp8-block"], {"weight": torch.zeros(1, 1)}, WeightSlice.whole((1, 1)))
 
 
 def test_transformers_reads_what_is_announced() -> None:
     from transformers import FineGrainedFP8Config
     from transformers.quantizers.auto import AutoHfQuantizer
 
-    config = fp8.announce(Announced({"a": ALL["fp8-block"]}, ("lm_head",))).config
+    config = fp8.quantization_files(ModelQuantization({"a": ALL["fp8-block"]}, ("lm_head",))).config
     read = AutoHfQuantizer.from_config(dict(config), pre_quantized=True).quantization_config
     assert isinstance(read, FineGrainedFP8Config)
     assert list(read.weight_block_size) == [128, 128]

@@ -12,7 +12,7 @@ from modelexport.errors import CheckpointError
 from modelexport.quantization import formats
 from modelexport.quantization.formats.base import NumberFormat
 from modelexport.quantization.methods import gguf, read_quantization_config
-from modelexport.quantization.methods.base import Announced, Part
+from modelexport.quantization.methods.base import ModelQuantization, WeightSlice
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 QUANTS = {"Q8_0": "int8-wo", "Q4_0": "int4", "Q4_1": "int4-asym", "MXFP4": "mxfp4-wo"}
@@ -64,7 +64,7 @@ def values(kind: str, block: bytes) -> list[float]:
 def test_a_block_says_what_the_number_format_does(kind: str) -> None:
     rows, cols = 5, 96
     form, tensors = number_format(kind), native(kind, 5, 96)
-    weight = gguf.encode(form, tensors, Part.whole((rows, cols)))["weight"]
+    weight = gguf.encode(form, tensors, WeightSlice.whole((rows, cols)))["weight"]
     assert weight.dtype == torch.uint8
     assert weight.shape == (rows, cols // 32, gguf.BLOCK_BYTES[kind])
     blocks = [values(kind, bytes(block.tolist())) for block in weight.view(-1, weight.shape[-1])]
@@ -75,7 +75,7 @@ def test_a_block_says_what_the_number_format_does(kind: str) -> None:
 @pytest.mark.parametrize("kind", QUANTS)
 @pytest.mark.parametrize(("rows", "cols"), [(1, 32), (16, 160), (11, 64)])
 def test_there_and_back(kind: str, rows: int, cols: int) -> None:
-    form, tensors, part = number_format(kind), native(kind, rows, cols, seed=1), Part.whole((rows, cols))
+    form, tensors, part = number_format(kind), native(kind, rows, cols, seed=1), WeightSlice.whole((rows, cols))
     back = gguf.decode(form, gguf.encode(form, tensors, part), part)
     assert back.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -87,8 +87,8 @@ def test_there_and_back(kind: str, rows: int, cols: int) -> None:
 def test_parts_make_up_the_whole(kind: str) -> None:
     """A rank that has columns 64 to 127 of rows 3 to 9 writes just these blocks."""
     form, tensors = number_format(kind), native(kind, 12, 192, seed=2)
-    whole = gguf.encode(form, tensors, Part.whole((12, 192)))["weight"]
-    part = Part((12, 192), (3, 64), (7, 64))
+    whole = gguf.encode(form, tensors, WeightSlice.whole((12, 192)))["weight"]
+    part = WeightSlice((12, 192), (3, 64), (7, 64))
     packed, scales = tensors["weight_packed"], tensors["weight_scale"]
     each = packed.shape[1] // 3
     own = {**tensors, "weight_packed": packed[3:10, each : 2 * each], "weight_scale": scales[3:10, 2:4]}
@@ -107,11 +107,11 @@ def test_a_weight_quantised_for_it_goes_in(quant: str) -> None:
     weight[1, :32] = 1e-8
     weight[2, 40] = 3000
     form = formats.get(quant, group_size=None if quant == "mxfp4-wo" else 32, scale_dtype=torch.float16)
-    tensors, part = form.quantise(weight), Part.whole((8, 128))
+    tensors, part = form.quantise(weight), WeightSlice.whole((8, 128))
     stored = gguf.encode(form, tensors, part)
     assert {name: (str(t.dtype), tuple(t.shape)) for name, t in stored.items()} == {
         name: ("torch.uint8", promise.shapes[0])
-        for name, promise in gguf.promised(form.scheme("gguf"), (8, 128)).items()
+        for name, promise in gguf.tensor_specs(form.scheme("gguf"), (8, 128)).items()
     }
     assert torch.equal(form.dequantise(gguf.decode(form, stored, part)), form.dequantise(tensors))
 
@@ -120,12 +120,14 @@ def test_negative_scales_are_read() -> None:
     """llama.cpp lays the largest magnitude on -8: its scales have either sign."""
     block = bytes(struct.pack("<e", -0.25)) + bytes(range(16, 32))
     form = number_format("Q4_0")
-    tensors = gguf.decode(form, {"weight": torch.tensor([[list(block)]], dtype=torch.uint8)}, Part.whole((1, 32)))
+    tensors = gguf.decode(
+        form, {"weight": torch.tensor([[list(block)]], dtype=torch.uint8)}, WeightSlice.whole((1, 32))
+    )
     assert form.dequantise(tensors)[0].tolist() == values("Q4_0", block)
 
 
 def test_what_float16_does_not_hold_is_refused() -> None:
-    part = Part.whole((1, 64))
+    part = WeightSlice.whole((1, 64))
     tensors = native("Q4_0", 1, 64)
     tensors["weight_scale"] = torch.tensor([[1.0, 2.0**-30]], dtype=torch.bfloat16)
     with pytest.raises(CheckpointError, match=r"1 of 2 blocks have a scale that is no float16 number.*9\.3"):
@@ -144,7 +146,9 @@ def test_what_float16_does_not_hold_is_refused() -> None:
 def test_a_q4_1_that_no_zero_point_says_is_refused() -> None:
     block = list(struct.pack("<ee", 0.5, -0.75)) + [0] * 16
     with pytest.raises(CheckpointError, match="1 of 1 blocks of Q4_1"):
-        gguf.decode(number_format("Q4_1"), {"weight": torch.tensor([[block]], dtype=torch.uint8)}, Part.whole((1, 32)))
+        gguf.decode(
+            number_format("Q4_1"), {"weight": torch.tensor([[block]], dtype=torch.uint8)}, WeightSlice.whole((1, 32))
+        )
 
 
 @pytest.mark.parametrize(
@@ -169,13 +173,13 @@ def test_what_has_no_blocks_is_refused_before(quant: str, group: int | None, why
 def test_what_has_blocks_is_not_refused(kind: str) -> None:
     assert gguf.refusal(number_format(kind), (64, 128)) is None
     assert "72 input features" in str(gguf.refusal(number_format(kind), (64, 72)))
-    (promise,) = gguf.promised(number_format(kind).scheme("gguf"), (64, 128)).values()
+    (promise,) = gguf.tensor_specs(number_format(kind).scheme("gguf"), (64, 128)).values()
     assert (promise.shapes, promise.axes) == (((64, 4, gguf.BLOCK_BYTES[kind]),), ((0, 1), (1, 32), None))
 
 
 def announced(quants: dict[str, str]) -> dict[str, Any]:
     forms = {module: number_format(kind) for module, kind in quants.items()}
-    return gguf.announce(Announced(forms, ["lm_head"])).config
+    return gguf.quantization_files(ModelQuantization(forms, ["lm_head"])).config
 
 
 def test_config_json_says_the_types() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from modelexport.errors import CheckpointError, ModelExportError
 from modelexport.quantization.formats import of_scheme
-from modelexport.quantization.methods import _patterns, extras, promised, read_quantization_config
+from modelexport.quantization.methods import _patterns, extras, read_quantization_config, tensor_specs
 from modelexport.quantization.methods._patterns import Pattern
 from modelexport.quantization.methods.base import MOST_PATTERNS, Scheme
 
@@ -158,7 +158,7 @@ def look_at(value: dict[str, Any]) -> None:
 def keeps_its_word(scheme: Scheme) -> None:
     for shape in ((256, 256), (7, 5), (0, 0)):
         try:
-            promises = {**promised(scheme, shape), **extras(scheme, shape)}
+            promises = {**tensor_specs(scheme, shape), **extras(scheme, shape)}
         except CheckpointError:
             continue
         for promise in promises.values():

@@ -14,7 +14,7 @@ from modelexport.quantization import formats
 from modelexport.quantization.methods import compressed_tensors, modelopt, read_quantization_config
 from modelexport.quantization.methods._arguments import with_modules_below
 from modelexport.quantization.methods._reciprocal import divisor_of, multiplier_of
-from modelexport.quantization.methods.base import Announced, Part, QuantizationConfig, Scheme
+from modelexport.quantization.methods.base import ModelQuantization, QuantizationConfig, Scheme, WeightSlice
 from tests.quantization.methods._native import ALL, DTYPES, Numbers, arguments, cut, native_tensors, same
 
 ALGOS = {
@@ -33,14 +33,16 @@ ALGOS = {
 }
 
 
-def announced(*names: str, kept: tuple[str, ...] = ("lm_head",), kv_cache: bool = False) -> Announced:
+def announced(*names: str, kept: tuple[str, ...] = ("lm_head",), kv_cache: bool = False) -> ModelQuantization:
     """Four linears, of the number formats in turn."""
     modules = [f"model.layers.{n}.mlp.down_proj" for n in range(4)]
-    return Announced({m: ALL[names[n % len(names)]] for n, m in enumerate(modules)}, kept, kv_cache, "1.2.3")
+    return ModelQuantization({m: ALL[names[n % len(names)]] for n, m in enumerate(modules)}, kept, kv_cache, "1.2.3")
 
 
 def scheme_of(name: str) -> Scheme:
-    scheme = modelopt.read(modelopt.announce(announced(name)).config).scheme_of("model.layers.0.mlp.down_proj")
+    scheme = modelopt.read(modelopt.quantization_files(announced(name)).config).scheme_of(
+        "model.layers.0.mlp.down_proj"
+    )
     assert scheme is not None
     return scheme
 
@@ -52,16 +54,16 @@ def test_nibbles_by_hand() -> None:
     words = [[sum((value + 8) << (4 * n) for n, value in enumerate(row[:8]))] * 4 for row in rows]
     packed = torch.tensor(words).to(torch.int32)
     native = {"weight_packed": packed, "weight_scale": torch.ones(2, 1), "weight_shape": torch.tensor([2, 32])}
-    encoded = modelopt.encode(number_format, native, Part.whole((2, 32)))
+    encoded = modelopt.encode(number_format, native, WeightSlice.whole((2, 32)))
     pairs = [(upper & 15) << 4 | (lower & 15) for lower, upper in zip(*rows, strict=True)]
     assert encoded["weight"].tolist() == [pairs]
     assert pairs[:3] == [0x78, 0x69, 0x5A]
-    assert same(modelopt.decode(number_format, encoded, Part.whole((2, 32))), native)
+    assert same(modelopt.decode(number_format, encoded, WeightSlice.whole((2, 32))), native)
 
 
 def test_int8_by_hand() -> None:
     """A row of five: compressed-tensors has 128 more in each byte and fills the second word up with 0."""
-    number_format, part = ALL["int8-wo"], Part.whole((1, 5))
+    number_format, part = ALL["int8-wo"], WeightSlice.whole((1, 5))
     packed = torch.tensor([[0, 127, 128, 129, 255, 0, 0, 0]], dtype=torch.uint8).view(torch.int32)
     native = {"weight_packed": packed, "weight_scale": torch.tensor([[0.5]]), "weight_shape": torch.tensor([1, 5])}
     encoded = modelopt.encode(number_format, native, part)
@@ -72,7 +74,7 @@ def test_int8_by_hand() -> None:
 
 def test_global_scales_by_hand() -> None:
     """amax 2: a divisor of 1344 and a multiplier of 1 / 1344; the other way round through amax alone."""
-    number_format, part = ALL["nvfp4"], Part.whole((1, 16))
+    number_format, part = ALL["nvfp4"], WeightSlice.whole((1, 16))
     native = native_tensors(number_format, (1, 16)) | {
         "weight_global_scale": torch.tensor([1344.0]),
         "input_global_scale": torch.tensor([2688.0 / 3]),
@@ -115,7 +117,7 @@ def test_global_scales_at_the_edges() -> None:
     assert multiplier_of(float("inf")) == 0.0
     assert divisor_of(0.0) == float("inf")
     assert multiplier_of(1.0) == 1.0  # of a weight of zeros
-    number_format, part = ALL["nvfp4-wo"], Part.whole((1, 16))
+    number_format, part = ALL["nvfp4-wo"], WeightSlice.whole((1, 16))
     for value in (-1.0, float("nan"), 0.0):
         native = native_tensors(number_format, (1, 16)) | {"weight_global_scale": torch.tensor([value])}
         with pytest.raises(CheckpointError, match=r"weight_global_scale is .*reciprocal"):
@@ -128,11 +130,11 @@ def test_global_scales_at_the_edges() -> None:
 @pytest.mark.parametrize("shape", [(384, 256), (2, 128), (130, 384)])
 @pytest.mark.parametrize("name", ALGOS)
 def test_there_and_back_is_the_identity(name: str, shape: tuple[int, int]) -> None:
-    number_format, part = ALL[name], Part.whole(shape)
+    number_format, part = ALL[name], WeightSlice.whole(shape)
     native = native_tensors(number_format, shape)
     assert modelopt.refusal(number_format, shape) is None
     encoded = modelopt.encode(number_format, native, part)
-    promises = modelopt.promised(scheme_of(name), shape)
+    promises = modelopt.tensor_specs(scheme_of(name), shape)
     assert list(encoded) == list(promises)
     for suffix, promise in promises.items():
         assert encoded[suffix].shape == promise.shapes[0], suffix
@@ -146,7 +148,9 @@ def test_there_and_back_is_the_identity(name: str, shape: tuple[int, int]) -> No
 def test_half_precision_scales_are_widened_without_loss(name: str) -> None:
     shape = (256, 128)
     native = native_tensors(ALL[name], shape, scales="BF16")
-    decoded = modelopt.decode(ALL[name], modelopt.encode(ALL[name], native, Part.whole(shape)), Part.whole(shape))
+    decoded = modelopt.decode(
+        ALL[name], modelopt.encode(ALL[name], native, WeightSlice.whole(shape)), WeightSlice.whole(shape)
+    )
     for suffix, tensor in native.items():
         assert same({suffix: decoded[suffix].to(tensor.dtype)}, {suffix: tensor})
 
@@ -157,10 +161,10 @@ def test_parts_give_the_parts_of_the_whole(name: str) -> None:
     number_format, shape = ALL[name], (1280, 768)
     native = native_tensors(number_format, shape)
     own, theirs = (
-        compressed_tensors.promised(number_format.scheme(), shape),
-        modelopt.promised(scheme_of(name), shape),
+        compressed_tensors.tensor_specs(number_format.scheme(), shape),
+        modelopt.tensor_specs(scheme_of(name), shape),
     )
-    whole = modelopt.encode(number_format, native, Part.whole(shape))
+    whole = modelopt.encode(number_format, native, WeightSlice.whole(shape))
     for origin, extent in (
         ((0, 0), (128, 768)),
         ((128, 0), (1152, 768)),
@@ -169,7 +173,7 @@ def test_parts_give_the_parts_of_the_whole(name: str) -> None:
     ):
         if name == "fp8-block" and extent[0] == 2:
             continue
-        part = Part(shape, origin, extent)
+        part = WeightSlice(shape, origin, extent)
         encoded = modelopt.encode(number_format, cut(native, own, part), part)
         assert same(encoded, cut(whole, theirs, part))
         decoded = modelopt.decode(number_format, encoded, part)
@@ -181,7 +185,7 @@ def test_the_number_format_is_found_again(name: str) -> None:
     """In config.json as in hf_quant_config.json, alone as in a mixture, by our own names of formats."""
     module = "model.layers.0.mlp.down_proj"
     for names in ((name,), (name, "fp8" if name != "fp8" else "nvfp4")):
-        announcement = modelopt.announce(announced(*names))
+        announcement = modelopt.quantization_files(announced(*names))
         side = json.loads(announcement.files["hf_quant_config.json"])
         for value in (announcement.config, side, json.loads(json.dumps(announcement.config))):
             scheme = modelopt.read(value).scheme_of(module)
@@ -196,7 +200,7 @@ def test_the_number_format_is_found_again(name: str) -> None:
 
 
 def test_what_is_announced_for_one_format() -> None:
-    announcement = modelopt.announce(announced("nvfp4", kv_cache=True))
+    announcement = modelopt.quantization_files(announced("nvfp4", kv_cache=True))
     producer = {"name": "modelexport", "version": "1.2.3"}
     four = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
     assert announcement.config == {
@@ -219,7 +223,9 @@ def test_what_is_announced_for_one_format() -> None:
 
 
 def test_what_is_announced_for_several_formats() -> None:
-    announcement = modelopt.announce(announced("int4-64", "fp8-static", kept=("lm_head", "model.layers.9.mlp.gate")))
+    announcement = modelopt.quantization_files(
+        announced("int4-64", "fp8-static", kept=("lm_head", "model.layers.9.mlp.gate"))
+    )
     layers = announcement.config["quantized_layers"]
     assert announcement.config["quant_algo"] == "MIXED_PRECISION"
     assert list(layers) == [f"model.layers.{n}.mlp.down_proj" for n in range(4)]
@@ -237,7 +243,7 @@ def test_what_is_announced_for_several_formats() -> None:
 
 def test_formats_that_differ_in_how_they_were_found_are_one() -> None:
     number_formats = formats.get("fp8"), formats.get("fp8", observer="amax", scale_dtype=torch.float32)
-    announcement = modelopt.announce(Announced({"a": number_formats[0], "b": number_formats[1]}, ()))
+    announcement = modelopt.quantization_files(ModelQuantization({"a": number_formats[0], "b": number_formats[1]}, ()))
     assert announcement.config["quant_algo"] == "FP8_PER_CHANNEL_PER_TOKEN"
 
 
@@ -297,21 +303,21 @@ def test_algorithms_that_are_only_read() -> None:
         ("W8A8_SQ_PER_CHANNEL", ["weight", "weight_scale", "input_scale"], ["pre_quant_scale"]),
     ):
         (scheme,) = modelopt.read({"quant_algo": algo}).schemes
-        assert list(modelopt.promised(scheme, shape)) == suffixes
+        assert list(modelopt.tensor_specs(scheme, shape)) == suffixes
         assert list(modelopt.extras(scheme, shape)) == extra
     (scheme,) = modelopt.read({"quant_algo": "W4A8_AWQ", "group_size": 64}).schemes
-    promises = modelopt.promised(scheme, shape)
+    promises = modelopt.tensor_specs(scheme, shape)
     assert (promises["weight"].shapes[0], promises["weight_scale"].shapes[0]) == ((128, 384), (256, 6))
     assert modelopt.extras(scheme, shape)["pre_quant_scale"].shapes == ((384,),)
     (of_32,) = modelopt.read({"quant_algo": "W4A8_NVFP4_FP8"}).schemes  # its config.json does not say so
-    assert modelopt.promised(of_32, shape)["weight_scale"].shapes == ((256, 12),)
+    assert modelopt.tensor_specs(of_32, shape)["weight_scale"].shapes == ((256, 12),)
     with pytest.raises(CheckpointError, match="3 rows of 384"):
-        modelopt.promised(scheme, (3, 384))
+        modelopt.tensor_specs(scheme, (3, 384))
 
 
 def test_inputs_that_are_multiplied_first_are_only_dequantised() -> None:
     """int4 with a pre_quant_scale: refused natively; without it, the columns are to be multiplied."""
-    number_format, part = ALL["int4"], Part.whole((4, 128))
+    number_format, part = ALL["int4"], WeightSlice.whole((4, 128))
     stored = modelopt.encode(number_format, native_tensors(number_format, (4, 128)), part)
     assert modelopt.weight_multiplier(stored) is None
     scale = torch.rand(128).to(torch.bfloat16)
@@ -353,9 +359,9 @@ def test_what_it_cannot_hold_is_refused_with_what_to_type(
     assert "--format hf" in refusal
     if shape[0] == 64 and shape[1] != 192:
         with pytest.raises(PlanError, match="no word"):
-            modelopt.announce(Announced({"a": number_format}, ()))
+            modelopt.quantization_files(ModelQuantization({"a": number_format}, ()))
         with pytest.raises(PlanError, match="no word"):
-            modelopt.encode(number_format, {}, Part.whole(shape))
+            modelopt.encode(number_format, {}, WeightSlice.whole(shape))
 
 
 def test_lists_of_kept_modules_are_one_pattern() -> None:

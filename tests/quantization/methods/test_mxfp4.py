@@ -8,7 +8,7 @@ import torch
 from modelexport.errors import CheckpointError, PlanError
 from modelexport.quantization import formats
 from modelexport.quantization.methods import mxfp4
-from modelexport.quantization.methods.base import Announced, Part
+from modelexport.quantization.methods.base import ModelQuantization, WeightSlice
 from tests.quantization.methods._native import ALL
 
 GPT_OSS = {
@@ -93,15 +93,15 @@ def test_tensors_that_do_not_go_together_are_refused(blocks: tuple[int, ...], sc
 
 
 def test_it_is_only_read() -> None:
-    number_format, part = ALL["mxfp4-wo"], Part.whole((2, 32))
+    number_format, part = ALL["mxfp4-wo"], WeightSlice.whole((2, 32))
     assert mxfp4.FORMAT is None
     assert "only read" in str(mxfp4.refusal(number_format, (2, 32)))
     with pytest.raises(PlanError, match="--format hf"):
-        mxfp4.announce(Announced({"a": number_format}, ()))
+        mxfp4.quantization_files(ModelQuantization({"a": number_format}, ()))
     with pytest.raises(PlanError, match="--format hf"):
         mxfp4.encode(number_format, {}, part)
     with pytest.raises(CheckpointError, match="gate_up_proj_blocks"):
         mxfp4.decode(number_format, {}, part)
     (scheme,) = mxfp4.read(GPT_OSS).schemes
     with pytest.raises(CheckpointError, match="all experts of a layer in one tensor"):
-        mxfp4.promised(scheme, (2, 32))
+        mxfp4.tensor_specs(scheme, (2, 32))

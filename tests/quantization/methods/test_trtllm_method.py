@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from modelexport.errors import CheckpointError, PlanError
 from modelexport.quantization import formats
 from modelexport.quantization.methods import of_format, read_quantization_config, trtllm
-from modelexport.quantization.methods.base import Announced, Part, Scheme
+from modelexport.quantization.methods.base import ModelQuantization, Scheme, WeightSlice
 from tests.quantization.methods._native import ALL, DTYPES, Numbers, arguments, cut, native_tensors, same
 
 ALGOS = {
@@ -46,13 +46,13 @@ STORED = {  # of a weight of 6 rows of 256, as TensorRT-LLM's classes and modelo
 }
 
 
-def announced(name: str, *, kv_cache: bool = False) -> Announced:
+def announced(name: str, *, kv_cache: bool = False) -> ModelQuantization:
     modules = [f"model.layers.{n}.mlp.down_proj" for n in range(2)]
-    return Announced(dict.fromkeys(modules, ALL[name]), ("lm_head",), kv_cache, "1.2.3")
+    return ModelQuantization(dict.fromkeys(modules, ALL[name]), ("lm_head",), kv_cache, "1.2.3")
 
 
 def scheme_of(name: str) -> Scheme:
-    read = read_quantization_config({"quantization_config": trtllm.announce(announced(name)).config})
+    read = read_quantization_config({"quantization_config": trtllm.quantization_files(announced(name)).config})
     assert read is not None
     assert read.scheme_of("lm_head") is None
     scheme = read.scheme_of("model.layers.0.mlp.down_proj")
@@ -65,10 +65,10 @@ def test_what_is_stored(name: str) -> None:
     """Dtypes and shapes, of what is promised and of what is made; the promise outlives config.json."""
     number_format, shape = ALL[name], (6, 256)
     assert trtllm.refusal(number_format, shape) is None
-    promises = trtllm.promised(scheme_of(name), shape)
-    assert promises == trtllm.promised(number_format.scheme(), shape)
+    promises = trtllm.tensor_specs(scheme_of(name), shape)
+    assert promises == trtllm.tensor_specs(number_format.scheme(), shape)
     assert {key: (p.dtypes[0], p.shapes[0]) for key, p in promises.items()} == STORED[name]
-    encoded = trtllm.encode(number_format, native_tensors(number_format, shape), Part.whole(shape))
+    encoded = trtllm.encode(number_format, native_tensors(number_format, shape), WeightSlice.whole(shape))
     assert {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in encoded.items()} == {
         key: (DTYPES[dtype], extent) for key, (dtype, extent) in STORED[name].items()
     }
@@ -84,11 +84,11 @@ def test_nibbles_by_hand() -> None:
         "weight_scale": torch.tensor([[0.5], [0.25]]),
         "weight_shape": torch.tensor([2, 64]),
     }
-    encoded = trtllm.encode(number_format, native, Part.whole((2, 64)))
+    encoded = trtllm.encode(number_format, native, WeightSlice.whole((2, 64)))
     pairs = [(upper & 15) << 4 | (lower & 15) for lower, upper in zip(*rows, strict=True)]
     assert encoded["weight"].tolist() == [[byte - 256 if byte > 127 else byte for byte in pairs]]
     assert encoded["weights_scaling_factor"].tolist() == [[0.5], [0.25]]
-    assert same(trtllm.decode(number_format, encoded, Part.whole((2, 64))), native)
+    assert same(trtllm.decode(number_format, encoded, WeightSlice.whole((2, 64))), native)
 
 
 @settings(max_examples=40, deadline=None)
@@ -97,18 +97,18 @@ def test_there_and_back_and_in_parts(name: str, pairs: int, groups: int, seed: i
     """decode(encode) is the identity; a part encoded by itself is that part of the whole."""
     number_format, shape = ALL[name], (2 * pairs, 128 * groups)
     native = native_tensors(number_format, shape, seed=seed)
-    whole = trtllm.encode(number_format, native, Part.whole(shape))
-    assert same(trtllm.decode(number_format, whole, Part.whole(shape)), native)
+    whole = trtllm.encode(number_format, native, WeightSlice.whole(shape))
+    assert same(trtllm.decode(number_format, whole, WeightSlice.whole(shape)), native)
     along = data.draw(st.integers(0, 1))
     unit = (2, 128)[along]
     first = data.draw(st.integers(0, shape[along] // unit - 1)) * unit
     origin, extent = [0, 0], list(shape)
     origin[along], extent[along] = first, data.draw(st.integers(1, (shape[along] - first) // unit)) * unit
-    part = Part(shape, (origin[0], origin[1]), (extent[0], extent[1]))
+    part = WeightSlice(shape, (origin[0], origin[1]), (extent[0], extent[1]))
     from modelexport.quantization.methods import compressed_tensors
 
-    own = cut(native, compressed_tensors.promised(number_format.scheme(), shape), part)
-    promises = trtllm.promised(number_format.scheme(), shape)
+    own = cut(native, compressed_tensors.tensor_specs(number_format.scheme(), shape), part)
+    promises = trtllm.tensor_specs(number_format.scheme(), shape)
     assert same(trtllm.encode(number_format, own, part), cut(whole, promises, part))
 
 
@@ -118,7 +118,7 @@ def test_real_weights_dequantise_to_the_same() -> None:
         number_format = formats.get(quant, group_size=group, scale_dtype=torch.float32)
         inputs = 3.0 if number_format.has_static_inputs else None
         native = number_format.quantise(weight, inputs=inputs)
-        part = Part.whole((64, 256))
+        part = WeightSlice.whole((64, 256))
         encoded = trtllm.encode(number_format, native, part)
         assert same(trtllm.decode(number_format, encoded, part), native), quant
         if quant == "fp8-static":  # amax / 448, in float32
@@ -132,7 +132,7 @@ def test_real_weights_dequantise_to_the_same() -> None:
 
 def test_what_config_json_says() -> None:
     assert of_format("trtllm") is trtllm
-    config = trtllm.announce(announced("int4-64", kv_cache=True)).config
+    config = trtllm.quantization_files(announced("int4-64", kv_cache=True)).config
     assert config == {
         "quant_method": "trtllm",
         "quant_algo": "W4A16_AWQ",
@@ -145,10 +145,10 @@ def test_what_config_json_says() -> None:
     read = trtllm.read(config)
     assert read.kv_cache_scheme == {"dynamic": False, "num_bits": 8, "type": "float"}
     assert read.schemes[0].weights["group_size"] == 64
-    cache = trtllm.announce(Announced({}, ("lm_head",), True)).config
+    cache = trtllm.quantization_files(ModelQuantization({}, ("lm_head",), True)).config
     assert trtllm.read(cache).schemes == ()
     for name, algo in ALGOS.items():
-        assert trtllm.announce(announced(name)).config["quant_algo"] == algo
+        assert trtllm.quantization_files(announced(name)).config["quant_algo"] == algo
         found = formats.of_scheme(scheme_of(name))
         assert found.name == name.removesuffix("-64")
 
@@ -162,10 +162,10 @@ def test_what_it_has_no_word_for() -> None:
     assert "int4 in groups of 32; choose --format hf" in str(trtllm.refusal(small, (256, 256)))
     assert "5 rows of 128 are not in pairs" in str(trtllm.refusal(formats.get("int4"), (5, 128)))
     with pytest.raises(PlanError, match="no word for mxfp8"):
-        trtllm.encode(ALL["mxfp8"], {}, Part.whole((2, 64)))
-    several = Announced({"a": ALL["fp8"], "b": ALL["int8"]}, ())
+        trtllm.encode(ALL["mxfp8"], {}, WeightSlice.whole((2, 64)))
+    several = ModelQuantization({"a": ALL["fp8"], "b": ALL["int8"]}, ())
     with pytest.raises(PlanError, match=r"several number formats \(fp8: a, ...; int8: b, ...\).*MIXED_PRECISION"):
-        trtllm.announce(several)
+        trtllm.quantization_files(several)
 
 
 @pytest.mark.parametrize(
@@ -185,14 +185,14 @@ def test_a_config_that_is_not_read(change: dict[str, object], message: str) -> N
 
 
 def test_a_scale_without_reciprocal_is_refused() -> None:
-    number_format, part = ALL["nvfp4"], Part.whole((2, 16))
+    number_format, part = ALL["nvfp4"], WeightSlice.whole((2, 16))
     encoded = trtllm.encode(number_format, native_tensors(number_format, (2, 16)), part)
     with pytest.raises(CheckpointError, match=r"weight_scale_2 is -1: it has no reciprocal"):
         trtllm.decode(number_format, {**encoded, "weights_scaling_factor_2": torch.tensor(-1.0)}, part)
 
 
 def test_older_files_have_the_bytes_of_fp8_as_int8() -> None:
-    number_format, part = ALL["fp8"], Part.whole((2, 16))
+    number_format, part = ALL["fp8"], WeightSlice.whole((2, 16))
     native = native_tensors(number_format, (2, 16))
     encoded = trtllm.encode(number_format, native, part)
     encoded["weight"] = encoded["weight"].view(torch.int8)
