@@ -21,11 +21,11 @@ from modelexport.inspection.evaluate import evaluate
 from modelexport.inspection.evaluate.models import load_dequantised
 from modelexport.inspection.evaluate.text import evaluate_on_text
 from modelexport.inspection.verify import verify_checkpoint
+from tests.exporting.test_export import digests
 from tests.helpers import faults
 from tests.helpers.hard_model import make_hard
 from tests.helpers.marks import few
 from tests.helpers.models import copy_checkpoint, make_llama
-from tests.test_export import digests
 
 pytestmark = pytest.mark.timeout(300)
 

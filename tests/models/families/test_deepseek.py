@@ -23,10 +23,10 @@ from modelexport.quantization.assignment import Assignment
 from modelexport.resharding import reshard
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.shard_plan import ShardPlan, build_shard_plan
+from tests.exporting.test_export import digests
 from tests.helpers.marks import few
 from tests.helpers.models import LlamaShape, config_json, copy_checkpoint, headers_only, make_llama, quantised_headers
 from tests.helpers.shard_plans import layers_of
-from tests.test_export import digests
 
 pytestmark = pytest.mark.timeout(120)
 

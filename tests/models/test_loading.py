@@ -36,8 +36,8 @@ from tests.conformance import (
     test_vllm_parameters,
     test_vllm_sharded_state,
 )
-from tests.families import test_exported_families
 from tests.helpers.tiny_models import causal_types, wrapper_types
+from tests.models.families import test_exported_families
 
 ROOT = Path(__file__).parents[2]
 

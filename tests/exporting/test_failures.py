@@ -26,10 +26,10 @@ from modelexport.exporting import rank as export_rank
 from modelexport.exporting.plan import ExportStep
 from modelexport.exporting.rank import Quantised, Shards
 from tests.distributed._failure_helpers import leaving_nothing
+from tests.exporting.test_export import digests
 from tests.helpers import faults
 from tests.helpers.marks import few
 from tests.helpers.models import make_llama
-from tests.test_export import digests
 
 pytestmark = pytest.mark.timeout(120)
 
