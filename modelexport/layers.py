@@ -1,13 +1,12 @@
-"""LayerConfig: what a rank emits for one layer, and how the ranks' parts become one again.
+"""LayerConfig: the layer that a rank emits, and the merge of the ranks' parts into one.
 
 A tree of dataclasses whose leaves are numbers, strings and tensors. :func:`split` separates it into JSON and
-named tensors and :func:`restore` is its inverse; :func:`cut` takes one rank's part of a whole layer and
-:func:`merge` joins the parts, its inverse.
+named tensors and :func:`restore` is its inverse; :func:`merge` joins the ranks' parts along each partition.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -21,9 +20,6 @@ __all__ = [
     "LayerConfig",
     "ModuleConfig",
     "TensorShard",
-    "cut",
-    "describe",
-    "from_json",
     "merge",
     "restore",
     "split",
@@ -144,41 +140,6 @@ def merge(parts: Sequence[LayerConfig]) -> LayerConfig:
     return merged
 
 
-def cut(layer: LayerConfig, boxes: Mapping[str, Mapping[str, Box | None]]) -> LayerConfig:
-    """One rank's part of a whole layer: the inverse of :func:`merge`.
-
-    Args:
-        layer: a layer whose tensors are whole.
-        boxes: module name -> tensor name -> the rectangle the rank emits, or None where it emits nothing.
-    """
-    part = LayerConfig(layer.name, layer.index)
-    for name, module in layer.modules.items():
-        tensors = {}
-        for tensor, shard in module.tensors.items():
-            box = boxes[name][tensor]
-            if box is None:
-                continue
-            index = tuple(slice(start, stop) for start, stop in box)
-            tensors[tensor] = TensorShard(
-                shard.dtype,
-                shard.global_shape,
-                tuple(start for start, _ in box),
-                tuple(stop - start for start, stop in box),
-                None if shard.data is None else shard.data[index],
-            )
-        part.modules[name] = replace(module, tensors=tensors)
-    return part
-
-
-def describe(layer: LayerConfig) -> LayerConfig:
-    """The same layer without its data."""
-    modules = {
-        name: replace(module, tensors={t: replace(s, data=None) for t, s in module.tensors.items()})
-        for name, module in layer.modules.items()
-    }
-    return replace(layer, modules=modules)
-
-
 def to_json(layer: LayerConfig) -> dict[str, Any]:
     """The description of a whole layer as plain JSON, as modelexport.json keeps it.
 
@@ -190,28 +151,6 @@ def to_json(layer: LayerConfig) -> dict[str, Any]:
         tensors = {t: {"dtype": s.dtype, "shape": list(s.global_shape)} for t, s in module.tensors.items()}
         modules[name] = {**fields, "shape": list(module.global_shape), "tensors": tensors}
     return {"name": layer.name, "index": layer.index, "modules": modules}
-
-
-def from_json(value: Mapping[str, Any]) -> LayerConfig:
-    """Inverse of :func:`to_json`."""
-    layer = LayerConfig(value["name"], value["index"])
-    for name, fields in value["modules"].items():
-        shape = tuple(fields["shape"])
-        tensors = {}
-        for tensor, entry in fields["tensors"].items():
-            size = tuple(entry["shape"])
-            tensors[tensor] = TensorShard(entry["dtype"], size, (0,) * len(size), size)
-        layer.modules[name] = ModuleConfig(
-            kind=fields["kind"],
-            role=fields["role"],
-            partition=fields["partition"],
-            global_shape=shape,
-            local_shape=shape,
-            number_format=fields["number_format"],
-            group_size=fields["group_size"],
-            tensors=tensors,
-        )
-    return layer
 
 
 def _nature(module: ModuleConfig) -> tuple[object, ...]:

@@ -445,3 +445,22 @@ def test_nothing_happens_at_import(path: Path) -> None:
 
 def is_main_guard(node: ast.stmt) -> bool:
     return isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
+
+
+def test_a_class_name_stands_for_one_thing() -> None:
+    homes: dict[str, list[str]] = {}
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(module_name(path))
+    assert not {name: found for name, found in homes.items() if len(found) > 1}
+
+
+@pytest.mark.parametrize("path", sources())
+def test_docstrings_say_what_a_thing_is(path: Path) -> None:
+    """None is a riddle that begins with What or Whether."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            text = ast.get_docstring(node) or ""
+            begins = re.match(r"(What|Whatever|Whether|Who|Whoever|How|Why|Where|When|Which)\b", text)
+            assert not begins, f"{getattr(node, 'name', 'the module')}: {text.partition(chr(10))[0]}"

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelexport.layers import Box, LayerConfig, ModuleConfig, TensorShard, cut, describe, merge, restore, split
+from modelexport.layers import Box, LayerConfig, ModuleConfig, TensorShard, merge, restore, split
 from modelexport.sharding.plan import cut_along, even_cut, replicated
 
 DTYPES = {
@@ -26,6 +26,41 @@ DTYPES = {
     "I64": torch.int64,
     "BOOL": torch.bool,
 }
+
+
+def cut(layer: LayerConfig, boxes: Mapping[str, Mapping[str, Box | None]]) -> LayerConfig:
+    """One rank's part of a whole layer: the inverse of :func:`merge`.
+
+    Args:
+        layer: a layer whose tensors are whole.
+        boxes: module name -> tensor name -> the rectangle the rank emits, or None where it emits nothing.
+    """
+    part = LayerConfig(layer.name, layer.index)
+    for name, module in layer.modules.items():
+        tensors = {}
+        for tensor, shard in module.tensors.items():
+            box = boxes[name][tensor]
+            if box is None:
+                continue
+            index = tuple(slice(start, stop) for start, stop in box)
+            tensors[tensor] = TensorShard(
+                shard.dtype,
+                shard.global_shape,
+                tuple(start for start, _ in box),
+                tuple(stop - start for start, stop in box),
+                None if shard.data is None else shard.data[index],
+            )
+        part.modules[name] = replace(module, tensors=tensors)
+    return part
+
+
+def describe(layer: LayerConfig) -> LayerConfig:
+    """The same layer without its data."""
+    modules = {
+        name: replace(module, tensors={t: replace(s, data=None) for t, s in module.tensors.items()})
+        for name, module in layer.modules.items()
+    }
+    return replace(layer, modules=modules)
 
 
 def random_tensor(dtype: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -164,12 +199,6 @@ def test_parts_that_are_not_all_of_it_cover_their_bounding_box() -> None:
 def test_tensor_names() -> None:
     assert LayerConfig("model.layers.3", 3).tensor_name("mlp.up_proj", "weight") == "model.layers.3.mlp.up_proj.weight"
     assert LayerConfig("lm_head", None).tensor_name("", "weight") == "lm_head.weight"
-
-
-def test_describe_drops_the_data_and_leaves_the_layer() -> None:
-    layer = LayerConfig("l", None, {"": module(weight=shard("U8", (4, 2)))})
-    assert describe(layer).modules[""].tensors["weight"].data is None
-    assert layer.modules[""].tensors["weight"].data is not None
 
 
 # ------------------------------------------------------------- what merge refuses

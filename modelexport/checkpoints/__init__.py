@@ -1,0 +1,1 @@
+"""Files: checkpoint formats, the containers below them, staging."""

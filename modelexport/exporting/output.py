@@ -26,7 +26,7 @@ from modelexport.checkpoints.safetensors.file import Layout, Writer
 from modelexport.checkpoints.staging import Staging
 from modelexport.distributed import collectives, gather, ranks
 from modelexport.distributed.launch import phase, report
-from modelexport.exporting.plan import Step, TensorTask
+from modelexport.exporting.plan import ExportStep, TensorTask
 from modelexport.inspection.verify.items import WrittenPiece
 from modelexport.layers import LayerConfig, TensorShard
 
@@ -70,7 +70,7 @@ class ShardWriter:
         order = self._ranks[first:] + self._ranks[:first]
         return gather.get_configs_parallel(payload, order, None, self._workspace)
 
-    def step(self, step: Step, layer: LayerConfig, note: dict[str, Any] | None = None) -> None:
+    def step(self, step: ExportStep, layer: LayerConfig, note: dict[str, Any] | None = None) -> None:
         """Bring one step's layer, as this rank emits it, into the checkpoint.
 
         Args:
@@ -95,7 +95,7 @@ class ShardWriter:
             if parts:
                 self._record(step, [WrittenPiece.from_json(piece) for part in parts for piece in part], note)
 
-    def _record(self, step: Step, pieces: Sequence[WrittenPiece], note: dict[str, Any] | None) -> None:
+    def _record(self, step: ExportStep, pieces: Sequence[WrittenPiece], note: dict[str, Any] | None) -> None:
         """First rank: the step is in the files."""
         entry: dict[str, Any] = {"pieces": [piece.as_json() for piece in pieces]}
         if note is not None:

@@ -25,7 +25,7 @@ from modelexport.distributed.transport import memory
 from modelexport.errors import CheckpointError
 from modelexport.exporting.audit import audit
 from modelexport.exporting.output import ShardWriter
-from modelexport.exporting.plan import ExportPlan, Step, TensorTask, full_name
+from modelexport.exporting.plan import ExportPlan, ExportStep, TensorTask, full_name
 from modelexport.exporting.plan.steps import StoredLinear
 from modelexport.exporting.scales import ScaleAgreement, check_finite
 from modelexport.layers import LayerConfig, ModuleConfig, TensorShard
@@ -198,7 +198,7 @@ class RankExport:
 
     # ------------------------------------------------------------------ read
 
-    def read(self, step: Step) -> Shards:
+    def read(self, step: ExportStep) -> Shards:
         """Read the shards of ``step`` that this rank owns, and nothing else."""
         slot = self.sources.get()
         boxes: dict[int, tuple[tuple[int, int], ...]] = {}
@@ -238,7 +238,7 @@ class RankExport:
 
     # -------------------------------------------------------------- quantise
 
-    def quantise(self, step: Step, shards: Shards) -> Quantised:
+    def quantise(self, step: ExportStep, shards: Shards) -> Quantised:
         """Quantise what this rank holds of ``step`` into the layer config that it emits."""
         amax = self.scales.agree(step, shards.tensors)
         slot = self.results.get()
@@ -294,7 +294,7 @@ class RankExport:
         return {name: in_shared_memory(t) for name, t in encoded.items()} if self.writer.wants_shared(task) else encoded
 
     def _quantise_linear(
-        self, step: Step, task: TensorTask, weight: Tensor, amax: Tensor | None, slot: ReusableBuffer
+        self, step: ExportStep, task: TensorTask, weight: Tensor, amax: Tensor | None, slot: ReusableBuffer
     ) -> dict[str, Tensor]:
         number_format = task.number_format
         assert number_format is not None
@@ -329,7 +329,7 @@ class RankExport:
             raise type(error)(f"{task.info.name.removesuffix('.weight')}: {error}") from error
         return {name: in_shared_memory(t) for name, t in found.items()} if self.writer.wants_shared(task) else found
 
-    def cache_scale(self, step: Step, task: TensorTask) -> dict[str, Tensor]:
+    def cache_scale(self, step: ExportStep, task: TensorTask) -> dict[str, Tensor]:
         """The scale of a layer's cached keys or values: what they reach, over the largest number of FP8."""
         assert step.index is not None
         reached = (self.ranges.keys if task.cached == "k" else self.ranges.values)[step.index]
@@ -375,7 +375,7 @@ class RankExport:
 
     # --------------------------------------------------- hand over and finish
 
-    def hand_over(self, step: Step, quantised: Quantised) -> None:
+    def hand_over(self, step: ExportStep, quantised: Quantised) -> None:
         """Get the step into the checkpoint, and its slots back into use."""
         try:
             self.writer.step(step, quantised.layer, quantised.note)

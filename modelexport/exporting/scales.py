@@ -13,7 +13,7 @@ from torch import Tensor
 
 from modelexport.distributed import collectives
 from modelexport.distributed.launch import phase
-from modelexport.exporting.plan.steps import Step, TensorTask
+from modelexport.exporting.plan.steps import ExportStep, TensorTask
 from modelexport.quantization import kernels
 from modelexport.quantization.formats.base import NumberFormat
 
@@ -24,7 +24,7 @@ class ScaleAgreement:
     def __init__(self, rank: int, world: int, plain: NumberFormat) -> None:
         self.rank, self.world, self.plain = rank, world, plain
 
-    def agree(self, step: Step, shards: Mapping[int, Tensor], *, search: bool = True) -> dict[int, Tensor]:
+    def agree(self, step: ExportStep, shards: Mapping[int, Tensor], *, search: bool = True) -> dict[int, Tensor]:
         """The ``amax`` to quantise each task with (task number -> float32), where its own shard does not tell.
 
         All ranks take part, also those that hold nothing of the step. One reduction over the ranks for the whole step.
@@ -64,7 +64,7 @@ class ScaleAgreement:
             check_finite(self.plain, weight, task.info.name)
         return part
 
-    def _searched(self, step: Step, members: Sequence[int], shards: Mapping[int, Tensor], amax: Tensor) -> Tensor:
+    def _searched(self, step: ExportStep, members: Sequence[int], shards: Mapping[int, Tensor], amax: Tensor) -> Tensor:
         """The magnitude whose scale has the least squared error over all these weights, where that is searched."""
         number_format = step.tasks[members[0]].number_format
         assert number_format is not None
@@ -86,7 +86,7 @@ class ScaleAgreement:
         self._reduce(whole, collectives.reduce_op.SUM, f"adding the errors of {step.id}", step)
         return number_format.search(amax, whole)
 
-    def _reduce(self, tensor: Tensor, op: collectives.reduce_op, what: str, step: Step) -> None:
+    def _reduce(self, tensor: Tensor, op: collectives.reduce_op, what: str, step: ExportStep) -> None:
         if self.world > 1:
             phase(what, waiting=True)
             collectives.all_reduce(tensor, op=op)

@@ -1,0 +1,1 @@
+"""Reading back: the contents of a checkpoint, its errors, its report and its card."""

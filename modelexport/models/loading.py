@@ -12,7 +12,7 @@ from typing import Literal
 
 from modelexport.models.engines import TRANSFORMERS, VLLM
 
-__all__ = ["LOADINGS", "STAND_IN", "Loading", "Stored", "candidates"]
+__all__ = ["LOADINGS", "STAND_IN", "CheckpointKind", "Loading", "candidates"]
 
 LLAMA_CPP = "llama.cpp (llama-cpp-python 0.3.36)"
 TORCH = "torch 2.13"
@@ -79,7 +79,7 @@ _FILLED = "its model class found a tensor for every parameter that it has (built
 
 
 @dataclass(frozen=True)
-class Stored:
+class CheckpointKind:
     """A checkpoint, as far as it decides what loads it.
 
     Attributes:
@@ -105,7 +105,7 @@ class Loading:
     Attributes:
         engine: with its version.
         format: of the checkpoint, as ``--format`` spells it.
-        ran: model type -> number formats as in :class:`Stored`.
+        ran: model type -> number formats as in :class:`CheckpointKind`.
         command: Python; ``CKPT`` is the checkpoint, ``{tp}`` the tensor-parallel size that it is written for.
         seen: what the engine did, as the end of "in our tests, ...".
         test: the conformance test that ran it.
@@ -126,19 +126,19 @@ class Loading:
     kv_cache: bool = False
     any_group: bool = False
 
-    def is_about(self, stored: Stored) -> bool:
+    def is_about(self, stored: CheckpointKind) -> bool:
         """Returns whether it has run such a checkpoint of some model."""
         one = len(stored.number_formats) == 1 or self.mixed
         shape = self.format == stored.format and self.sharded in (None, stored.sharded)
         known = {name for names in self.ran.values() for name in names}
         return one and shape and self.kv_cache == stored.kv_cache and self._formats(stored) <= known
 
-    def has_run(self, stored: Stored) -> bool:
+    def has_run(self, stored: CheckpointKind) -> bool:
         """Returns whether it has run such a checkpoint of that model type."""
         own = self.ran.get(stored.model_type or "", ())
         return self.is_about(stored) and self._formats(stored) <= set(own)
 
-    def _formats(self, stored: Stored) -> set[str]:
+    def _formats(self, stored: CheckpointKind) -> set[str]:
         """The number formats of a checkpoint as ``ran`` names them."""
         return {name.partition(":")[0] if self.any_group else name for name in stored.number_formats}
 
@@ -273,7 +273,7 @@ LOADINGS: tuple[Loading, ...] = (
 Verdict = Literal["run", "other model"]
 
 
-def candidates(stored: Stored) -> list[tuple[Loading, Verdict]]:
+def candidates(stored: CheckpointKind) -> list[tuple[Loading, Verdict]]:
     """For each engine the best row about such a checkpoint, and whether a model of its type was run, or another."""
     found: dict[str, tuple[Loading, Verdict]] = {}
     for row in _about(stored):
@@ -283,5 +283,5 @@ def candidates(stored: Stored) -> list[tuple[Loading, Verdict]]:
     return list(found.values())
 
 
-def _about(stored: Stored) -> Iterable[Loading]:
+def _about(stored: CheckpointKind) -> Iterable[Loading]:
     return (row for row in LOADINGS if row.is_about(stored))

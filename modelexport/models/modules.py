@@ -22,7 +22,7 @@ _BITSANDBYTES = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", "qu
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredWeight:
     """The storage of a module's weight.
 
     Attributes:
@@ -56,7 +56,7 @@ class StoredModule:
     index: int | None
     path: str
     kind: str
-    stored: Stored
+    stored: StoredWeight
     tensors: Mapping[str, TensorInfo]
 
     @property
@@ -138,7 +138,7 @@ def layer_path(module: str) -> tuple[str, int | None, str]:
     return ".".join(parts[:first]), int(parts[first]), ".".join(rest)
 
 
-def recognise(tensors: Mapping[str, TensorInfo], scheme: Scheme | None, method: str) -> Stored:
+def recognise(tensors: Mapping[str, TensorInfo], scheme: Scheme | None, method: str) -> StoredWeight:
     """Tell a module's number format from its tensors; ``scheme`` settles how many bits are packed in a word."""
     if "weight_packed" in tensors:
         return _packed(tensors, scheme)
@@ -146,16 +146,16 @@ def recognise(tensors: Mapping[str, TensorInfo], scheme: Scheme | None, method: 
         return _transposed_words(tensors, method, scheme)
     if "blocks" in tensors and "scales" in tensors:  # gpt-oss: [experts, rows, groups, 16 bytes of two]
         *outer, groups, _ = tensors["blocks"].shape
-        return Stored("mxfp4", (*outer, groups * 32), "scales", (1, 32), True)
+        return StoredWeight("mxfp4", (*outer, groups * 32), "scales", (1, 32), True)
     info = tensors.get("weight")
     if info is None:
-        return Stored("-")
+        return StoredWeight("-")
     if method == "gguf" and info.dtype == "U8" and len(info.shape) == 3:  # blocks of 32 with their scale
-        return Stored("gguf", (info.shape[0], info.shape[1] * 32), "", (1, 32), True)
+        return StoredWeight("gguf", (info.shape[0], info.shape[1] * 32), "", (1, 32), True)
     plain = PLAIN.get(info.dtype, info.dtype.lower())
     scale = next((name for name in _SCALES if name in tensors), "")
     if not scale:
-        return Stored("int8" if info.dtype == "I8" else plain, info.shape, quantised=_needs_scale(info))
+        return StoredWeight("int8" if info.dtype == "I8" else plain, info.shape, quantised=_needs_scale(info))
     if info.dtype == "U8":
         return _bytes(tensors, info, scale)
     shape, scales = info.shape, tensors[scale]
@@ -167,12 +167,12 @@ def recognise(tensors: Mapping[str, TensorInfo], scheme: Scheme | None, method: 
         name += "-block"
     elif info.dtype == "I8" and unit[1] > 1:
         name += "-wo"
-    return Stored(name, shape, scale, unit, True)
+    return StoredWeight(name, shape, scale, unit, True)
 
 
 def _as_announced(
-    stored: Stored, scheme: Scheme, tensors: Mapping[str, TensorInfo], wanted: tuple[int, ...] | None
-) -> Stored:
+    stored: StoredWeight, scheme: Scheme, tensors: Mapping[str, TensorInfo], wanted: tuple[int, ...] | None
+) -> StoredWeight:
     """The same with the name and the units of the scheme that config.json says, if its method is known.
 
     Args:
@@ -204,21 +204,21 @@ def _are(promises: Mapping[str, StoredTensorSpec], tensors: Mapping[str, TensorI
     return all(info is not None and info.dtype in p.dtypes and info.shape in p.shapes for info, p in found)
 
 
-def _packed(tensors: Mapping[str, TensorInfo], scheme: Scheme | None) -> Stored:
+def _packed(tensors: Mapping[str, TensorInfo], scheme: Scheme | None) -> StoredWeight:
     info, scales = tensors["weight_packed"], tensors.get("weight_scale")
     scale = "weight_scale" if scales is not None else ""
     if info.dtype == "U8":
         shape = _widened(info.shape, 2)
         name = "nvfp4" if scales is not None and scales.dtype == "F8_E4M3" else "mxfp4"
-        return Stored(name, shape, scale, _joined(_unit(shape, scales), 2), True)
+        return StoredWeight(name, shape, scale, _joined(_unit(shape, scales), 2), True)
     bits = scheme.weights.get("num_bits") if scheme is not None else None
     bits = bits if isinstance(bits, int) and 1 <= bits <= 16 else 4
     shape = (*info.shape[:-1], info.shape[-1] * 32 // bits) if info.shape else info.shape
     name = f"int{bits}" + ("-asym" if "weight_zero_point" in tensors else "") + ("-wo" if bits == 8 else "")
-    return Stored(name, shape, scale, _joined(_unit(shape, scales), 32 // bits), True)
+    return StoredWeight(name, shape, scale, _joined(_unit(shape, scales), 32 // bits), True)
 
 
-def _transposed_words(tensors: Mapping[str, TensorInfo], method: str, scheme: Scheme | None) -> Stored:
+def _transposed_words(tensors: Mapping[str, TensorInfo], method: str, scheme: Scheme | None) -> StoredWeight:
     """AutoAWQ's and GPTQ's int32 words; both store ``[in, out]``, packed along out and in respectively."""
     rows, cols = (*tensors["qweight"].shape, 1, 1)[:2]
     scales = tensors.get("scales")
@@ -229,22 +229,24 @@ def _transposed_words(tensors: Mapping[str, TensorInfo], method: str, scheme: Sc
         bits = bits if isinstance(bits, int) and 1 <= bits <= 16 else 4
         shape, name = (cols, rows * 32 // bits), f"int{bits}-gptq"
     groups = scales.shape[0] if scales is not None and scales.shape else 1
-    return Stored(name, shape, "scales" if scales is not None else "", (8, max(1, shape[1] // max(1, groups))), True)
+    return StoredWeight(
+        name, shape, "scales" if scales is not None else "", (8, max(1, shape[1] // max(1, groups))), True
+    )
 
 
-def _bytes(tensors: Mapping[str, TensorInfo], info: TensorInfo, scale: str) -> Stored:
+def _bytes(tensors: Mapping[str, TensorInfo], info: TensorInfo, scale: str) -> StoredWeight:
     """Two 4-bit numbers to a byte, as modelopt and bitsandbytes store them."""
     scales = tensors[scale]
     if scale == "absmax":
-        return Stored("nf4", (2 * math.prod(info.shape),), scale, (1, 1), True)
+        return StoredWeight("nf4", (2 * math.prod(info.shape),), scale, (1, 1), True)
     if scales.dtype == "F8_E4M3" or scales.dtype in ("U8", "F8_E8M0"):
         shape = _widened(info.shape, 2)
         name = "nvfp4" if scales.dtype == "F8_E4M3" else "mxfp4"
-        return Stored(name, shape, scale, _joined(_unit(shape, scales), 2), True)
+        return StoredWeight(name, shape, scale, _joined(_unit(shape, scales), 2), True)
     # modelopt's int4 packs two output rows into a byte
     shape = (2 * info.shape[0], *info.shape[1:])
     rows, cols = _unit(shape, scales)
-    return Stored("int4", shape, scale, (math.lcm(rows, 2), cols), True)
+    return StoredWeight("int4", shape, scale, (math.lcm(rows, 2), cols), True)
 
 
 def _unit(shape: tuple[int, ...], scales: TensorInfo | None, scheme: Scheme | None = None) -> tuple[int, int]:
@@ -290,7 +292,7 @@ def _split(name: str, names: Collection[str]) -> tuple[str, str]:
     return module, suffix
 
 
-def _guess_kind(name: str, stored: Stored) -> str:
+def _guess_kind(name: str, stored: StoredWeight) -> str:
     """For architectures that no family file knows."""
     last = name.rpartition(".")[2]
     if stored.shape is None:

@@ -64,11 +64,6 @@ def places(family: Family, dims: Dimensions) -> Iterator[Place]:
             yield Place(module.path, module, stages=("last",))
 
 
-def layers_of(rules: Sequence[TensorRule]) -> int:
-    """Decoder layers of a model of these tensors."""
-    return max((rule.layer + 1 for rule in rules if rule.layer is not None), default=0)
-
-
 def tensor_rules(checkpoint: Checkpoint) -> list[TensorRule]:
     """The rules by which every tensor of a checkpoint may be cut, from its headers and its config.json.
 

@@ -24,7 +24,7 @@ from modelexport.distributed.launch import phase, report
 from modelexport.errors import CheckpointError
 from modelexport.models.opening import open_model
 from modelexport.models.target_plan import places
-from modelexport.resharding.plan import UNIT_BYTES, Step, Unit
+from modelexport.resharding.plan import UNIT_BYTES, ReshardStep, Unit
 from modelexport.sharding.boxes import extent, intersect, offset, relative, slices
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class ReshardJob:
     """
 
     source: Checkpoint
-    steps: list[Step]
+    steps: list[ReshardStep]
     layout: Layout
     out: Path
     exchange: str
@@ -95,7 +95,7 @@ class Resharding:
 
     def run(self) -> None:
         """Move every step that is not done yet; while one is on its way, the next is begun."""
-        behind: tuple[Step, list[Future[Any]]] | None = None
+        behind: tuple[ReshardStep, list[Future[Any]]] | None = None
         for step in [step for step in self.job.steps if step.id not in self.job.done]:
             phase(f"moving {step.id}")
             moving = self.begin(step)
@@ -128,11 +128,11 @@ class Resharding:
         """Of some units, those that this process reads."""
         return list(units)
 
-    def begin(self, step: Step) -> list[Future[Any]]:
+    def begin(self, step: ReshardStep) -> list[Future[Any]]:
         """Begin to move this process's share of a step."""
         return [self.pool.submit(self.move, unit) for unit in self.share(step.units)]
 
-    def settle(self, step: Step, moving: Iterable[Future[Any]]) -> None:
+    def settle(self, step: ReshardStep, moving: Iterable[Future[Any]]) -> None:
         """Wait until a step is in the files, and note it."""
         all_of(moving)
         self.note(step)
@@ -146,7 +146,7 @@ class Resharding:
 
     # ------------------------------------------------------------------ parts
 
-    def note(self, step: Step) -> None:
+    def note(self, step: ReshardStep) -> None:
         """A step is in the files."""
         self.staging.record(step.id, {"bytes": step.nbytes})
         report({"kind": "step", "step": step.id, "bytes": step.nbytes})
@@ -188,7 +188,7 @@ class Resharding:
                 )
 
 
-def _same_tensors(steps: Iterable[Step], written: Checkpoint) -> None:
+def _same_tensors(steps: Iterable[ReshardStep], written: Checkpoint) -> None:
     for info in (unit.info for step in steps for unit in step.units):
         name, found = info.name, written.infos.get(info.name)
         if found is None or (found.dtype, found.shape) != (info.dtype, info.shape):

@@ -24,7 +24,7 @@ class Unit:
 
 
 @dataclass
-class Step:
+class ReshardStep:
     """Units that are journaled together: a layer, a module outside of them, or a part of one that is large."""
 
     id: str
@@ -36,16 +36,16 @@ class Step:
         return sum(unit.nbytes for unit in self.units)
 
 
-def plan_steps(rules: Iterable[TensorRule], infos: dict[str, TensorInfo]) -> list[Step]:
+def plan_steps(rules: Iterable[TensorRule], infos: dict[str, TensorInfo]) -> list[ReshardStep]:
     """Every byte of every tensor, in the order of the rules, in steps of at most ``STEP_BYTES`` and a unit."""
-    steps: dict[str, list[Step]] = {}
+    steps: dict[str, list[ReshardStep]] = {}
     for rule in rules:
         group = rule.module if rule.layer is None else f"layer {rule.layer}"
-        parts = steps.setdefault(group, [Step(group)])
+        parts = steps.setdefault(group, [ReshardStep(group)])
         filled = parts[-1].nbytes
         for unit in units_of(infos[rule.name]):
             if filled + unit.nbytes > STEP_BYTES and filled:
-                parts.append(Step(f"{group} ({len(parts) + 1})"))
+                parts.append(ReshardStep(f"{group} ({len(parts) + 1})"))
                 filled = 0
             parts[-1].units.append(unit)
             filled += unit.nbytes

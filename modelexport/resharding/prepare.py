@@ -21,7 +21,7 @@ from modelexport.models.target_plan import TargetPlan, check_source, plan_target
 from modelexport.models.ties import check_ties
 from modelexport.quantization.methods import read_quantization_config
 from modelexport.recipe import ReshardRecipe
-from modelexport.resharding.plan import Step, plan_steps
+from modelexport.resharding.plan import ReshardStep, plan_steps
 from modelexport.sharding.plan import Parallelism
 from modelexport.system.startup import without_collector
 
@@ -39,7 +39,7 @@ class PreparedReshard:
     recipe: ReshardRecipe
     checkpoint: Checkpoint
     target: TargetPlan
-    steps: list[Step]
+    steps: list[ReshardStep]
     record: dict[str, Any] | None
     warnings: tuple[str, ...] = ()
     drafts: Mapping[str, str] = field(default_factory=dict)

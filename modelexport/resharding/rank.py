@@ -22,7 +22,7 @@ from modelexport.distributed.launch import phase, report
 from modelexport.distributed.transport import memory
 from modelexport.models.target_plan import places
 from modelexport.resharding.moves import Resharding, ReshardJob, all_of
-from modelexport.resharding.plan import Step, Unit, deal
+from modelexport.resharding.plan import ReshardStep, Unit, deal
 from modelexport.sharding.boxes import Box, extent, intersect, offset
 from modelexport.sharding.exchange import ExchangeReport
 from modelexport.sharding.reshard import reshard
@@ -69,7 +69,7 @@ class RankResharding(Resharding):
         owners = deal([unit.nbytes for unit in units], self.world)
         return [unit for unit, owner in zip(units, owners, strict=True) if owner == self.rank]
 
-    def begin(self, step: Step) -> list[Future[Any]]:
+    def begin(self, step: ReshardStep) -> list[Future[Any]]:
         """Begin to move this process's share; or exchange it, and begin to write what its files need."""
         if self.job.exchange == "direct":
             return super().begin(step)
@@ -88,7 +88,7 @@ class RankResharding(Resharding):
         phase(f"writing {step.id}")
         return [self.pool.submit(self.writer.write_box, s.key, s.box, received[s.id]) for s in wanted]
 
-    def settle(self, step: Step, moving: Iterable[Future[Any]]) -> None:
+    def settle(self, step: ReshardStep, moving: Iterable[Future[Any]]) -> None:
         """Wait until this process's share of a step is in the files; the first one notes when all are."""
         all_of(moving)
         if self.job.spread:

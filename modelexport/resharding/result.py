@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from modelexport.models.rules import left_out
-from modelexport.resharding.plan import Step, deal
+from modelexport.resharding.plan import ReshardStep, deal
 from modelexport.resharding.prepare import PreparedReshard
 
 
@@ -77,7 +77,7 @@ def result_of(
     )
 
 
-def _reads(steps: Iterable[Step], world: int) -> list[int]:
+def _reads(steps: Iterable[ReshardStep], world: int) -> list[int]:
     shares = [0] * world
     for step in steps:
         sizes = [unit.nbytes for unit in step.units]

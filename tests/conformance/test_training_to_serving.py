@@ -12,9 +12,9 @@ from modelexport.errors import CheckpointError
 from modelexport.exporting import export
 from modelexport.inspection.diff import diff_checkpoints
 from tests.conformance._training_rank import save_as_training_would
+from tests.exporting.test_export import digests
 from tests.helpers.marks import few
 from tests.helpers.models import make_llama
-from tests.test_export import digests
 
 
 @pytest.fixture(scope="module")

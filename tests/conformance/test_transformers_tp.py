@@ -19,11 +19,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from modelexport.checkpoints.safetensors.file import open_checkpoint
-from modelexport.models.rules import layers_of, tensor_rules
+from modelexport.models.rules import tensor_rules
 from modelexport.sharding.boxes import slices
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.shard_plan import ShardPlan, build_shard_plan
 from tests.helpers.models import copy_checkpoint, make_llama
+from tests.helpers.shard_plans import layers_of
 from tests.helpers.tiny_models import tiny_checkpoint
 
 pytestmark = pytest.mark.timeout(240)

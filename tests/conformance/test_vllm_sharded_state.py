@@ -18,10 +18,11 @@ import torch
 
 from modelexport.checkpoints.formats import vllm_sharded
 from modelexport.checkpoints.safetensors.file import Reader, Writer, open_checkpoint
-from modelexport.models.rules import layers_of, tensor_rules
+from modelexport.models.rules import tensor_rules
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.shard_plan import build_shard_plan
 from tests.helpers.models import make_llama
+from tests.helpers.shard_plans import layers_of
 
 VLLM = os.environ.get("MODELEXPORT_VLLM_PYTHON")
 MODELS: dict[str, dict[str, Any]] = {

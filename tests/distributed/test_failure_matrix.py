@@ -5,7 +5,7 @@ a death and at the time-out for a hang, and that nothing is left: no process, no
 the launcher, no file in the workspace, no temporary file. ``pytest -s`` shows the seconds.
 
 Each fault runs always, once; half of the other cells are ``extended``, the rest ``slow``.
-Through the exporter: ``tests/test_failures.py``.
+Through the exporter: ``tests/exporting/test_failures.py``.
 """
 
 from __future__ import annotations

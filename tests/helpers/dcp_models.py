@@ -11,11 +11,12 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 
 from modelexport.checkpoints.safetensors.file import Checkpoint, Reader, Writer, dtype_name
-from modelexport.models.rules import expected_rules, layers_of
+from modelexport.models.rules import expected_rules
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.rules import TensorRule
 from modelexport.sharding.shard_plan import ShardPlan, build_shard_plan
 from tests.helpers.models import LlamaShape, config_json, tensor_shapes
+from tests.helpers.shard_plans import layers_of
 
 Values = dict[str, torch.Tensor]
 ALONE = {"no_dist": True} if "no_dist" in inspect.signature(torch_dcp.save).parameters else {}

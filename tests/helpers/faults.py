@@ -6,7 +6,7 @@ import os
 import signal
 import time
 
-from modelexport.exporting.plan import Step
+from modelexport.exporting.plan import ExportStep
 from modelexport.exporting.rank import Quantised, RankExport, RankJob, Shards, run_rank
 
 
@@ -15,7 +15,7 @@ def misbehave(job: RankJob, patched: type[RankExport]) -> None:
     kind, rank, number = os.environ["FAULT"].split()
     original = patched.quantise
 
-    def quantise(self: RankExport, step: Step, shards: Shards) -> Quantised:
+    def quantise(self: RankExport, step: ExportStep, shards: Shards) -> Quantised:
         if self.rank == int(rank) and self.steps[int(number)] is step:
             _fail(kind)
         return original(self, step, shards)  # type: ignore[arg-type]

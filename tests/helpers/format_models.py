@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from modelexport.checkpoints.safetensors.file import Checkpoint, Layout, Reader, Writer, torch_dtype
-from modelexport.models.rules import expected_rules, layers_of, tensor_rules
+from modelexport.models.rules import expected_rules, tensor_rules
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.rules import TensorRule
 from modelexport.sharding.shard_plan import ShardPlan, build_shard_plan
 from tests.helpers.models import headers_only, quantised_headers
+from tests.helpers.shard_plans import layers_of
 
 
 @dataclass(frozen=True)

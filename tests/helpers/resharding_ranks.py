@@ -9,13 +9,13 @@ import torch.distributed as dist
 
 from modelexport.checkpoints.safetensors.file import Reader
 from modelexport.models.opening import open_model
-from modelexport.models.rules import layers_of, tensor_rules
-from modelexport.models.shards import planned_shards
+from modelexport.models.rules import tensor_rules
 from modelexport.sharding.boxes import slices
 from modelexport.sharding.exchange import ExchangeReport
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.reshard import reshard
 from modelexport.sharding.shard_plan import build_shard_plan
+from tests.helpers.shard_plans import layers_of, planned_shards
 
 
 def through_parallelisms(directory: str, route: list[tuple[int, int, int]]) -> None:

@@ -1,0 +1,1 @@
+"""Checkpoint formats, one module each, registered by being there."""

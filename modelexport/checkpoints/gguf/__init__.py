@@ -1,0 +1,1 @@
+"""GGUF files: container, metadata and tokenizer."""

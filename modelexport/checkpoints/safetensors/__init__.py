@@ -1,0 +1,1 @@
+"""safetensors files, read and written by hand: in pieces, from several ranks, at their offsets."""

@@ -1,0 +1,1 @@
+"""torch's archives and DCP files, read and written as data: nothing is unpickled."""

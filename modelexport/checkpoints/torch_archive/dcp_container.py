@@ -18,7 +18,7 @@ from modelexport.checkpoints.safetensors.arrays import Array, Share, placements
 from modelexport.checkpoints.safetensors.file import Layout, LayoutFile, TensorInfo, tensor_nbytes
 from modelexport.checkpoints.safetensors.placement import Placement
 from modelexport.checkpoints.torch_archive.dcp_metadata import Chunk, Metadata, StoredTensor
-from modelexport.checkpoints.torch_archive.zip import ALIGNMENT, Stored, envelope, find_tensor
+from modelexport.checkpoints.torch_archive.zip import ALIGNMENT, ArchivedTensor, envelope, find_tensor
 from modelexport.errors import CheckpointError, listed, quoted
 from modelexport.sharding.boxes import Box, extent, placed
 from modelexport.sharding.rules import TensorRule
@@ -185,13 +185,13 @@ def bind(
     return infos, {name: tuple(found) for name, found in places.items()}
 
 
-def _find_all(directory: Path, tensors: Sequence[StoredTensor], problems: list[str]) -> dict[Chunk, Stored]:
+def _find_all(directory: Path, tensors: Sequence[StoredTensor], problems: list[str]) -> dict[Chunk, ArchivedTensor]:
     """Read the envelopes of all chunks, file by file in the order of their bytes."""
     by_file: dict[str, list[tuple[Chunk, StoredTensor]]] = defaultdict(list)
     for tensor in tensors:
         for chunk in tensor.chunks:
             by_file[chunk.file].append((chunk, tensor))
-    found: dict[Chunk, Stored] = {}
+    found: dict[Chunk, ArchivedTensor] = {}
     for file, chunks in sorted(by_file.items()):
         path = directory / file
         try:
@@ -210,7 +210,7 @@ def _find_all(directory: Path, tensors: Sequence[StoredTensor], problems: list[s
     return found
 
 
-def _find(fd: int, size: int, chunk: Chunk, tensor: StoredTensor) -> Stored:
+def _find(fd: int, size: int, chunk: Chunk, tensor: StoredTensor) -> ArchivedTensor:
     if chunk.start + chunk.length > size:
         raise CheckpointError(f"cut short: it ends at byte {chunk.start + chunk.length:,}, the file at {size:,}")
     stored = find_tensor(fd, chunk.start, chunk.length)
@@ -256,7 +256,7 @@ def clip(share: Share, chunk: Box) -> Share | None:
     return Share(share.tensor, tuple(box), tuple(origin), share.steps)
 
 
-def _placement(path: Path, stored: Stored, share: Share) -> Placement:
+def _placement(path: Path, stored: ArchivedTensor, share: Share) -> Placement:
     begin = stored.offset + sum(i * stride for i, stride in zip(share.origin, stored.strides, strict=True))
     inner = stored.strides[len(stored.strides) - len(share.box) :]
     steps = share.steps or (1,) * len(share.box)

@@ -78,7 +78,7 @@ def dtype_to_torch(dtype: str) -> str:
 
 
 @dataclass(frozen=True)
-class Stored:
+class ArchivedTensor:
     """A tensor in an archive.
 
     Attributes:
@@ -97,7 +97,7 @@ class Stored:
 # ------------------------------------------------------------------ reading
 
 
-def find_tensor(fd: int, start: int, length: int) -> Stored:
+def find_tensor(fd: int, start: int, length: int) -> ArchivedTensor:
     """Finds the one tensor that was saved to bytes ``[start, start + length)`` of an open file.
 
     Raises:
@@ -113,7 +113,7 @@ def find_tensor(fd: int, start: int, length: int) -> Stored:
     at, size = _span(view, members.get(f"data/{key}"), f"data/{key}")
     if held > size:
         raise CheckpointError(f"its storage takes {held:,} bytes, data/{key} has {size:,}")
-    return Stored(dtype, shape, strides, start + at + first)
+    return ArchivedTensor(dtype, shape, strides, start + at + first)
 
 
 class _View:

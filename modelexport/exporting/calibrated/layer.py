@@ -16,7 +16,7 @@ from modelexport.distributed.launch import phase
 from modelexport.errors import ValuesError
 from modelexport.exporting.calibrated.folds import apply_fold, folds_of_layer
 from modelexport.exporting.calibrated.recut import from_rows, to_rows
-from modelexport.exporting.plan import Step, full_name
+from modelexport.exporting.plan import ExportStep, full_name
 from modelexport.exporting.scales import ScaleAgreement
 from modelexport.quantization.algorithms.base import CalibratedLinear, Folding, Rounding
 from modelexport.quantization.calibration import static_ranges
@@ -86,7 +86,13 @@ class CalibratedLayer:
     :meth:`round`."""
 
     def __init__(
-        self, job: RankJob, step: Step, runner: LayerRunner, filled: FilledLayer, scales: ScaleAgreement, rank: int
+        self,
+        job: RankJob,
+        step: ExportStep,
+        runner: LayerRunner,
+        filled: FilledLayer,
+        scales: ScaleAgreement,
+        rank: int,
     ) -> None:
         self.job, self.step, self.runner, self.filled, self.scales = job, step, runner, filled, scales
         self.report = LayerReport()

@@ -23,7 +23,7 @@ from modelexport.exporting.calibrated.forward import forward_cut
 from modelexport.exporting.calibrated.layer import CalibratedLayer, QuantisedLayer
 from modelexport.exporting.calibrated.rotation import RotatedReader
 from modelexport.exporting.calibrated.samples import forward_reader, shared_tokens
-from modelexport.exporting.plan import Step
+from modelexport.exporting.plan import ExportStep
 from modelexport.exporting.rank import Quantised, RankExport, RankJob, Shards, in_shared_memory
 from modelexport.layers import LayerConfig
 from modelexport.quantization import algorithms
@@ -117,11 +117,11 @@ class CalibratedExport(RankExport):
 
     # ------------------------------------------------------------ layers
 
-    def read(self, step: Step) -> Shards:
+    def read(self, step: ExportStep) -> Shards:
         """Of a decoder layer nothing: the runner reads what its forward pass needs."""
         return super().read(step) if step.index is None else Shards({}, {}, self.sources.get())
 
-    def quantise(self, step: Step, shards: Shards) -> Quantised:
+    def quantise(self, step: ExportStep, shards: Shards) -> Quantised:
         """See the base; a decoder layer is quantised with samples running through it."""
         if step.index is None:
             return super().quantise(step, shards)
@@ -144,7 +144,7 @@ class CalibratedExport(RankExport):
                 self.emit(module, task, {task.outputs[0].name: plain})
         return Quantised(layer, [(self.sources, shards.slot)], made.report.as_json())
 
-    def _calibrated(self, step: Step) -> QuantisedLayer:
+    def _calibrated(self, step: ExportStep) -> QuantisedLayer:
         """All of the layer's tensors that this rank emits; the samples are moved on to the next layer."""
         index = step.index
         assert index is not None
@@ -171,7 +171,7 @@ class CalibratedExport(RankExport):
         self.runner.save(self._kept(index), index)
         self._kept(index - 3).unlink(missing_ok=True)
 
-    def hand_over(self, step: Step, quantised: Quantised) -> None:
+    def hand_over(self, step: ExportStep, quantised: Quantised) -> None:
         """See the base; what an earlier run has written stays."""
         if step.id not in self.job.done:
             super().hand_over(step, quantised)

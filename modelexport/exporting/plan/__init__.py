@@ -16,7 +16,7 @@ from modelexport.checkpoints.safetensors.file import Checkpoint, TensorInfo, ten
 from modelexport.errors import CheckpointError, PlanError, did_you_mean
 from modelexport.exporting.plan.cuts import Cuts
 from modelexport.exporting.plan.linears import UNCUT, SourceLinears, cache_tasks, linear_outputs
-from modelexport.exporting.plan.steps import ExportPlan, OutputTensor, Step, StoredLinear, TensorTask, full_name
+from modelexport.exporting.plan.steps import ExportPlan, ExportStep, OutputTensor, StoredLinear, TensorTask, full_name
 from modelexport.models.architecture import Dimensions, Family, Module, family_of, read_dimensions
 from modelexport.models.ties import check_tied, untie
 from modelexport.quantization.methods import Method, of_method
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from modelexport.quantization.assignment import Assignment
     from modelexport.quantization.formats.base import NumberFormat
 
-__all__ = ["ExportPlan", "OutputTensor", "Step", "TensorTask", "build_plan", "full_name"]
+__all__ = ["ExportPlan", "ExportStep", "OutputTensor", "TensorTask", "build_plan", "full_name"]
 
 SLAB_BYTES = 64 << 20  # an embedding larger than this is exported in slabs of rows, to bound memory
 _TOLD = 8  # problems of a source that its error tells; the others are counted
@@ -117,7 +117,7 @@ class _Planner:
             )
         self._drop_buffers()
         tied = self._drop_tied_head()
-        steps: list[Step] = []
+        steps: list[ExportStep] = []
         steps += self._outside(self.family.before)
         for i in range(self.dims.layers):
             layer = self.family.layer_prefix.format(i=i)
@@ -125,7 +125,7 @@ class _Planner:
             tasks = [task for path, _, module in modules for task in self._module_tasks(layer, path, module)]
             tasks += self._cache(layer, kv_cache)
             self._check_fused(layer, tasks)
-            steps.append(Step(layer, layer, i, tuple(self.cuts.layer(tasks))))
+            steps.append(ExportStep(layer, layer, i, tuple(self.cuts.layer(tasks))))
         steps += self._outside(self.family.after)
         hints = [did_you_mean(name, self.infos) for name in self.missing[:_TOLD]]  # each looks at all names
         missing = zip_longest(self.missing, hints, fillvalue="")
@@ -191,21 +191,21 @@ class _Planner:
         self.left_out[head] = f"tied to {embedding}, written once"
         return self.infos.pop(head), self.infos[embedding]
 
-    def _outside(self, modules: Sequence[Module]) -> list[Step]:
+    def _outside(self, modules: Sequence[Module]) -> list[ExportStep]:
         """Steps of the modules outside the decoder layers, one for all that have the same name."""
         groups: dict[str, list[Module]] = {}
         for module in modules:
             groups.setdefault(module.path, []).append(module)
         return [step for path, own in groups.items() for step in self._single(path, own)]
 
-    def _single(self, path: str, modules: Sequence[Module]) -> list[Step]:
+    def _single(self, path: str, modules: Sequence[Module]) -> list[ExportStep]:
         """Steps of a module outside the decoder layers, in slabs of rows if it is large."""
         tasks = self.cuts.layer([task for module in modules for task in self._module_tasks(path, "", module)])
         if not tasks:
             return []
         weight = tasks[0].info
         if len(tasks) > 1 or weight.nbytes <= SLAB_BYTES:
-            return [Step(path, path, None, tuple(tasks))]
+            return [ExportStep(path, path, None, tuple(tasks))]
         row_bytes = max(1, weight.nbytes // max(1, weight.shape[0]))
         rows_per_slab = max(1, SLAB_BYTES // row_bytes)
         steps = []
@@ -223,7 +223,7 @@ class _Planner:
                 tasks[0].number_format,
                 tasks[0].outputs,
             )
-            steps.append(Step(f"{path}[{rows[0]}:{rows[1]}]", path, None, (task,)))
+            steps.append(ExportStep(f"{path}[{rows[0]}:{rows[1]}]", path, None, (task,)))
         return steps
 
     def _module_tasks(self, layer: str, path: str, module: Module) -> list[TensorTask]:

@@ -126,7 +126,7 @@ class TensorTask:
 
 
 @dataclass(frozen=True)
-class Step:
+class ExportStep:
     """A unit that is read, quantised, gathered and written together: a layer, or a slab of an embedding."""
 
     id: str
@@ -164,7 +164,7 @@ class ExportPlan:
     dimensions: Dimensions
     parallelism: Parallelism
     method: str
-    steps: tuple[Step, ...]
+    steps: tuple[ExportStep, ...]
     left_out: dict[str, str] = field(default_factory=dict)
     unquantised: dict[str, str] = field(default_factory=dict)
     kv_cache: bool = False
@@ -243,7 +243,7 @@ class ExportPlan:
         quantised = list(self.formats())
         return [each for each in subtrees if not any(map(re.compile(each.pattern).match, quantised))]
 
-    def _roots(self, step: Step, task: TensorTask) -> Iterator[tuple[str, str]]:
+    def _roots(self, step: ExportStep, task: TensorTask) -> Iterator[tuple[str, str]]:
         """(full name, path) of the parts of the model that nothing is quantised in because of a kept module."""
         above = self.family.layer_prefix.split(".")[:-1]  # "model", "language_model", "layers"
         if step.index is None:
@@ -270,7 +270,7 @@ class ExportPlan:
                 if saved.replace("{i}", str(layer)) not in quantised:
                     yield name.replace("{i}", str(layer))
 
-    def general_path(self, step: Step, task: TensorTask) -> str:
+    def general_path(self, step: ExportStep, task: TensorTask) -> str:
         """The name under which a task's module is taken together with its like: of all layers, and all experts."""
         return task.module.general_path if task.path else _NUMBER.sub("*", step.layer)
 
@@ -286,7 +286,7 @@ class ExportPlan:
         writes = [max(self._rank_bytes(step, rank, False) for rank in range(tp)) for step in self.steps]
         return 2 * max(reads, default=0) + 2 * max(writes, default=0)
 
-    def _rank_bytes(self, step: Step, rank: int, source: bool) -> int:
+    def _rank_bytes(self, step: ExportStep, rank: int, source: bool) -> int:
         total = 0
         for task in step.tasks:
             box = task.owned_box(rank)

@@ -8,7 +8,7 @@ from modelexport.inspection.card.markdown import code, plain
 from modelexport.inspection.record.reading import ExportRecord
 from modelexport.inspection.record.rows import linears_of, stored_of
 from modelexport.models.engines import warnings
-from modelexport.models.loading import Loading, Stored, Verdict, candidates
+from modelexport.models.loading import CheckpointKind, Loading, Verdict, candidates
 
 __all__ = ["loading_lines"]
 
@@ -50,7 +50,7 @@ def loading_lines(record: ExportRecord) -> Iterator[str]:
         )
 
 
-def _test_result(row: Loading, stored: Stored, verdict: Verdict) -> str:
+def _test_result(row: Loading, stored: CheckpointKind, verdict: Verdict) -> str:
     numbers = " and ".join(code(name) for name in stored.number_formats)
     types = " and ".join(code(name) for name, known in row.ran.items() if set(stored.number_formats) <= set(known))
     mixed = len(stored.number_formats) > 1
@@ -62,7 +62,7 @@ def _test_result(row: Loading, stored: Stored, verdict: Verdict) -> str:
     return f"In modelexport's tests, with small {of} models and {what}: {plain(row.seen)}. With {own} it was not run."
 
 
-def _modelopt_comparison(stored: Stored) -> str:
+def _modelopt_comparison(stored: CheckpointKind) -> str:
     if len(stored.number_formats) == 1 and stored.number_formats[0] in _TRTLLM:
         return (
             "TensorRT-LLM itself was not run. NVIDIA ModelOpt 0.47 writes the same files, to the bit, for small llama "

@@ -1,0 +1,1 @@
+"""The listings of number formats, checkpoint formats, algorithms and model types."""

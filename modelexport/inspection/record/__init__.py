@@ -1,0 +1,1 @@
+"""modelexport.json: its typed reader, and its rows."""

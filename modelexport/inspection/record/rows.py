@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from modelexport.inspection.record.reading import ExportRecord
 from modelexport.models.engines import Linear
-from modelexport.models.loading import Stored
+from modelexport.models.loading import CheckpointKind
 
 __all__ = ["RecordRow", "linears_of", "rows_of", "stored_of"]
 
@@ -59,10 +59,10 @@ def rows_of(record: ExportRecord) -> list[RecordRow]:
     return list(found.values())
 
 
-def stored_of(record: ExportRecord) -> Stored:
+def stored_of(record: ExportRecord) -> CheckpointKind:
     """Returns what of an exported checkpoint decides which engine loads it."""
     labels = {module.label for module in record.modules if module.label is not None}
-    return Stored(
+    return CheckpointKind(
         format=str(record.recipe.get("format", "hf")),
         number_formats=tuple(sorted(labels)) or ("none",),
         model_type=record.model.model_type,

@@ -61,7 +61,7 @@ class Backend(NamedTuple):
 
 
 def backend(nbytes: int | None = None) -> Backend:
-    """Returns which kernels CPU tensors take, and why; those of a job of so many bytes of weights, where given.
+    """Returns the kernels that CPU tensors take, with the reason; those of a job of so many bytes of weights, if given.
 
     Raises:
         UsageError: ``MODELEXPORT_KERNELS`` is neither "reference" nor "fused", or asks for what cannot run.
@@ -125,9 +125,9 @@ _FURTHER = {
 
 
 def modules(number_format: str, observer: str = "amax", nbytes: int | None = None) -> tuple[str, ...]:
-    """Returns what a process that will fork imports beforehand, to have the compiled kernels of a number format.
+    """Returns the modules that a process imports before it forks, to have the compiled kernels of a number format.
 
-    Nothing, where they are to go through no more than ``nbytes`` of weights and that is little.
+    None, where they are to go through no more than ``nbytes`` of weights and that is little.
     """
     if _is_little(nbytes):
         return ()

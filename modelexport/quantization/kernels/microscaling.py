@@ -5,7 +5,7 @@ float8_e4m3fn ``[rows, cols]``. ``scale`` is ``[rows, cols / group]``: float8_e4
 is given, the float32 ``[1]`` that scales are divided by; else uint8, E8M0 (MX, group 32).
 
 ``MODELEXPORT_KERNELS`` and the number of threads are the package's. Nothing is compiled until a kernel is first called;
-a launcher that forks its ranks imports what :func:`.modules` names beforehand, so that they inherit compiled kernels.
+a launcher that forks its ranks imports :func:`.modules` beforehand, so that they inherit compiled kernels.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ import pytest
 
 from tests.distributed._failure_helpers import surroundings
 from tests.distributed._launch_helpers import wait_until
+from tests.exporting.test_export import digests
 from tests.helpers.marks import extended
 from tests.helpers.models import make_llama
-from tests.test_export import digests
 
 psutil = pytest.importorskip("psutil")
 SIZE = {"hidden": 512, "intermediate": 1536, "layers": 24, "vocab": 4000, "kv_heads": 4}

@@ -16,16 +16,16 @@ from modelexport.errors import PlanError, RankFailedError, UsageError
 from modelexport.exporting import export
 from modelexport.exporting import rank as export_rank
 from modelexport.exporting.calibrated.rank import CalibratedExport
-from modelexport.exporting.plan import Step
+from modelexport.exporting.plan import ExportStep
 from modelexport.inspection.evaluate import evaluate
 from modelexport.inspection.evaluate.models import load_dequantised
 from modelexport.inspection.evaluate.text import evaluate_on_text
 from modelexport.inspection.verify import verify_checkpoint
+from tests.exporting.test_export import digests
 from tests.helpers import faults
 from tests.helpers.hard_model import make_hard
 from tests.helpers.marks import few
 from tests.helpers.models import copy_checkpoint, make_llama
-from tests.test_export import digests
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -119,7 +119,7 @@ def test_what_runs_is_what_is_written(
     seen: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = {}
     original = CalibratedExport._calibrated
 
-    def noting(self: CalibratedExport, step: Step) -> Any:
+    def noting(self: CalibratedExport, step: ExportStep) -> Any:
         seen[step.index] = self.runner.batches[0], self.runner.hidden[0].clone()
         return original(self, step)
 
@@ -155,7 +155,7 @@ def test_a_run_that_is_cut_off_is_taken_up_at_its_layer(
     done: list[int | None] = []
     original = CalibratedExport._calibrated
 
-    def noting(self: CalibratedExport, step: Step) -> Any:
+    def noting(self: CalibratedExport, step: ExportStep) -> Any:
         done.append(step.index)
         return original(self, step)
 

@@ -18,14 +18,15 @@ from modelexport.inspection.diff import diff_checkpoints
 from modelexport.inspection.inspect import inspect_checkpoint
 from modelexport.inspection.verify import verify_checkpoint
 from modelexport.models.architecture import family_of, read_dimensions
-from modelexport.models.rules import expected_rules, layers_of, left_out, tensor_rules
+from modelexport.models.rules import expected_rules, left_out, tensor_rules
 from modelexport.quantization.assignment import Assignment
 from modelexport.resharding import reshard
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.shard_plan import ShardPlan, build_shard_plan
+from tests.exporting.test_export import digests
 from tests.helpers.marks import few
 from tests.helpers.models import LlamaShape, config_json, copy_checkpoint, headers_only, make_llama, quantised_headers
-from tests.test_export import digests
+from tests.helpers.shard_plans import layers_of
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -149,7 +149,7 @@ def test_a_failed_push_prints_the_summary_of_what_stands(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from modelexport import exporting as exporter
-    from tests.test_summary import RESULT
+    from tests.cli.test_summary import RESULT
 
     def export(recipe: ExportRecipe) -> None:
         error = HubError("ckpt is complete, but was not pushed")

@@ -18,9 +18,9 @@ from modelexport.inspection.verify import verify_checkpoint
 from modelexport.models import checkpoint_formats
 from modelexport.quantization import formats
 from modelexport.resharding import reshard
+from tests.exporting.test_export import digests
 from tests.helpers.marks import extended, few
 from tests.helpers.models import make_llama
-from tests.test_export import digests
 
 pytestmark = pytest.mark.timeout(240)
 

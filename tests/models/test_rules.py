@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 
 from modelexport.checkpoints.safetensors.file import Checkpoint, TensorInfo, open_checkpoint
 from modelexport.errors import CheckpointError, PlanError
-from modelexport.models.rules import expected_rules, layers_of, left_out, tensor_rules
+from modelexport.models.rules import expected_rules, left_out, tensor_rules
 from modelexport.sharding.boxes import Box, slices, volume
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.rules import TensorRule
 from modelexport.sharding.shard_plan import ShardPlan, build_shard_plan
 from tests.helpers.models import SCHEMES, LlamaShape, headers_only, make_llama, quantised_headers, tensor_shapes
+from tests.helpers.shard_plans import layers_of
 
 FAMILIES = ("llama", "mistral", "qwen2", "phi3", "mixtral", "deepseek_v3", "deepseek_v2")
 ROOMY = LlamaShape(hidden=512, heads=8, kv_heads=4, head_dim=128, intermediate=1024, vocab=211)

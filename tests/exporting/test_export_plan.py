@@ -18,7 +18,7 @@ from torch import Tensor
 from modelexport.checkpoints.safetensors.file import Checkpoint, Reader, TensorInfo, open_checkpoint, torch_dtype
 from modelexport.errors import CheckpointError, ModelExportError, PlanError, UsageError
 from modelexport.exporting import plan as export_plan
-from modelexport.exporting.plan import ExportPlan, Step, TensorTask, build_plan, full_name
+from modelexport.exporting.plan import ExportPlan, ExportStep, TensorTask, build_plan, full_name
 from modelexport.layers import Box, LayerConfig, ModuleConfig, TensorShard, merge
 from modelexport.models.rules import tensor_rules
 from modelexport.quantization import formats
@@ -83,7 +83,7 @@ def cases(draw: st.DrawFn) -> tuple[LlamaShape, str, int | None, int, int]:
     return shape, quant, group, draw(st.integers(1, 9)), draw(st.sampled_from([64 << 20, 4096]))
 
 
-def every_task(plan: ExportPlan) -> Iterator[tuple[Step, TensorTask]]:
+def every_task(plan: ExportPlan) -> Iterator[tuple[ExportStep, TensorTask]]:
     for step in plan.steps:
         for task in step.tasks:
             yield step, task
@@ -214,7 +214,9 @@ def test_the_files_do_not_depend_on_the_ranks(case: tuple[LlamaShape, str, int |
 INPUTS = 3.0  # the largest magnitude of every linear's inputs
 
 
-def largest(step: Step, task: TensorTask, weights: dict[str, torch.Tensor], rows: tuple[int, int]) -> Tensor | None:
+def largest(
+    step: ExportStep, task: TensorTask, weights: dict[str, torch.Tensor], rows: tuple[int, int]
+) -> Tensor | None:
     """What a task's scales depend on beyond its own shard, from the whole weights."""
     number_format = task.number_format
     assert number_format is not None
@@ -226,7 +228,7 @@ def largest(step: Step, task: TensorTask, weights: dict[str, torch.Tensor], rows
     return torch.stack([number_format.amax(weight) for weight in sharing]).amax(dim=0)
 
 
-def quantise_by_parts(plan: ExportPlan, step: Step, weights: dict[str, torch.Tensor]) -> LayerConfig:
+def quantise_by_parts(plan: ExportPlan, step: ExportStep, weights: dict[str, torch.Tensor]) -> LayerConfig:
     """What the ranks of a step emit, merged: a plain loop over ranks, without processes or files."""
     parts, method = [], of_method(plan.method)
     for rank in range(plan.parallelism.tp):

@@ -21,9 +21,9 @@ from modelexport.inspection.diff import diff_checkpoints
 from modelexport.inspection.verify import verify_checkpoint
 from modelexport.resharding import moves as reshard_moves
 from modelexport.resharding import reshard
+from tests.exporting.test_export import digests
 from tests.helpers.marks import few
 from tests.helpers.models import make_llama
-from tests.test_export import digests
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -1,6 +1,6 @@
 """Any model, any number format, any route through formats and parallelisms: every stop holds the same model.
 
-More examples: ``pytest tests/test_reshard_matrix.py --hypothesis-profile=search``.
+More examples: ``pytest tests/resharding/test_reshard_matrix.py --hypothesis-profile=search``.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from modelexport.inspection.verify import verify_checkpoint
 from modelexport.models import checkpoint_formats as formats
 from modelexport.models.opening import open_model
 from modelexport.resharding import reshard
+from tests.exporting.test_export import digests
 from tests.helpers.models import LlamaShape, make_llama
-from tests.test_export import digests
 
 pytestmark = pytest.mark.timeout(3600)
 

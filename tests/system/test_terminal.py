@@ -14,8 +14,8 @@ import pytest
 from modelexport.errors import OutputError
 from modelexport.exporting import export
 from modelexport.system import terminal
+from tests.exporting.test_export import digests
 from tests.helpers.marks import few
-from tests.test_export import digests
 
 
 class Full(io.StringIO):

@@ -12,7 +12,16 @@ from _pytest.mark import ParameterSet
 
 from modelexport.models.architecture import known_model_types
 from modelexport.models.checkpoint_formats import names as checkpoint_formats
-from modelexport.models.loading import FILLED_TEST, LOADINGS, MEGATRON, STAND_IN, TORCH, Loading, Stored, candidates
+from modelexport.models.loading import (
+    FILLED_TEST,
+    LOADINGS,
+    MEGATRON,
+    STAND_IN,
+    TORCH,
+    CheckpointKind,
+    Loading,
+    candidates,
+)
 from modelexport.quantization import formats
 from tests.conformance import (
     _dcp_ranks,
@@ -27,8 +36,8 @@ from tests.conformance import (
     test_vllm_parameters,
     test_vllm_sharded_state,
 )
-from tests.families import test_exported_families
 from tests.helpers.tiny_models import causal_types, wrapper_types
+from tests.models.families import test_exported_families
 
 ROOT = Path(__file__).parents[2]
 
@@ -131,38 +140,38 @@ def test_versions_are_those_that_the_tests_name() -> None:
 @pytest.mark.parametrize(
     ("stored", "expected"),
     [
-        (Stored("hf", ("int4",), "llama"), {"vLLM": "run", "transformers": "run"}),
-        (Stored("hf", ("int4",), "qwen3"), {"vLLM": "run", "transformers": "run"}),
-        (Stored("hf", ("int4",), "bloom"), {"vLLM": "other model", "transformers": "other model"}),
-        (Stored("hf", ("int4",), "granitemoehybrid"), {"vLLM": "run", "transformers": "other model"}),
-        (Stored("hf", ("int4:32",), "gemma2"), {"vLLM": "run", "transformers": "other model"}),
-        (Stored("hf", ("none",), "mixtral"), {"vLLM": "run", "transformers": "other model"}),
-        (Stored("hf", ("int4",), None), {"vLLM": "other model", "transformers": "other model"}),
-        (Stored("hf", ("int4:64",), "llama"), {"vLLM": "run"}),
-        (Stored("gptq", ("int4:64",), "llama"), {}),
-        (Stored("hf", ("fp8", "int4"), "llama"), {"vLLM": "run", "transformers": "run"}),
-        (Stored("hf", ("int4",), "llama", kv_cache=True), {"vLLM": "run", "transformers": "run"}),
-        (Stored("hf", ("fp8",), "llama", kv_cache=True), {}),
-        (Stored("hf", ("int4",), "llama", sharded=True), {"torch": "run"}),
-        (Stored("awq", ("int4",), "llama", sharded=True), {}),
-        (Stored("awq", ("int4", "int4-asym"), "llama"), {}),
-        (Stored("gguf", ("int4:32",), "mixtral"), {"llama.cpp": "run"}),
-        (Stored("gguf", ("mxfp4-wo",), "mixtral"), {"llama.cpp": "other model"}),
-        (Stored("trtllm", ("fp8",), "llama"), {}),
-        (Stored("megatron", ("none",), "llama", sharded=True), {"Megatron-core": "run"}),
-        (Stored("vllm-sharded", ("none",), "phi3"), {"vLLM": "run"}),
+        (CheckpointKind("hf", ("int4",), "llama"), {"vLLM": "run", "transformers": "run"}),
+        (CheckpointKind("hf", ("int4",), "qwen3"), {"vLLM": "run", "transformers": "run"}),
+        (CheckpointKind("hf", ("int4",), "bloom"), {"vLLM": "other model", "transformers": "other model"}),
+        (CheckpointKind("hf", ("int4",), "granitemoehybrid"), {"vLLM": "run", "transformers": "other model"}),
+        (CheckpointKind("hf", ("int4:32",), "gemma2"), {"vLLM": "run", "transformers": "other model"}),
+        (CheckpointKind("hf", ("none",), "mixtral"), {"vLLM": "run", "transformers": "other model"}),
+        (CheckpointKind("hf", ("int4",), None), {"vLLM": "other model", "transformers": "other model"}),
+        (CheckpointKind("hf", ("int4:64",), "llama"), {"vLLM": "run"}),
+        (CheckpointKind("gptq", ("int4:64",), "llama"), {}),
+        (CheckpointKind("hf", ("fp8", "int4"), "llama"), {"vLLM": "run", "transformers": "run"}),
+        (CheckpointKind("hf", ("int4",), "llama", kv_cache=True), {"vLLM": "run", "transformers": "run"}),
+        (CheckpointKind("hf", ("fp8",), "llama", kv_cache=True), {}),
+        (CheckpointKind("hf", ("int4",), "llama", sharded=True), {"torch": "run"}),
+        (CheckpointKind("awq", ("int4",), "llama", sharded=True), {}),
+        (CheckpointKind("awq", ("int4", "int4-asym"), "llama"), {}),
+        (CheckpointKind("gguf", ("int4:32",), "mixtral"), {"llama.cpp": "run"}),
+        (CheckpointKind("gguf", ("mxfp4-wo",), "mixtral"), {"llama.cpp": "other model"}),
+        (CheckpointKind("trtllm", ("fp8",), "llama"), {}),
+        (CheckpointKind("megatron", ("none",), "llama", sharded=True), {"Megatron-core": "run"}),
+        (CheckpointKind("vllm-sharded", ("none",), "phi3"), {"vLLM": "run"}),
     ],
 )
-def test_candidates_are_what_was_run(stored: Stored, expected: dict[str, str]) -> None:
+def test_candidates_are_what_was_run(stored: CheckpointKind, expected: dict[str, str]) -> None:
     found = candidates(stored)
     assert {row.engine.split()[0]: verdict for row, verdict in found} == expected
     assert len({row.engine for row, _ in found}) == len(found)
 
 
 def test_its_own_kernels_come_before_those_that_stand_in() -> None:
-    (row,) = [row for row, _ in candidates(Stored("hf", ("int8",), "llama")) if row.engine.startswith("vLLM")]
+    (row,) = [row for row, _ in candidates(CheckpointKind("hf", ("int8",), "llama")) if row.engine.startswith("vLLM")]
     assert row.seen != STAND_IN
-    (row,) = [row for row, _ in candidates(Stored("hf", ("nvfp4",), "llama")) if row.engine.startswith("vLLM")]
+    (row,) = [row for row, _ in candidates(CheckpointKind("hf", ("nvfp4",), "llama")) if row.engine.startswith("vLLM")]
     assert row.seen == STAND_IN
 
 

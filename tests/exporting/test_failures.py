@@ -23,13 +23,13 @@ from modelexport.cli import main
 from modelexport.errors import CheckpointError, PlanError, RankFailedError
 from modelexport.exporting import export
 from modelexport.exporting import rank as export_rank
-from modelexport.exporting.plan import Step
+from modelexport.exporting.plan import ExportStep
 from modelexport.exporting.rank import Quantised, Shards
 from tests.distributed._failure_helpers import leaving_nothing
+from tests.exporting.test_export import digests
 from tests.helpers import faults
 from tests.helpers.marks import few
 from tests.helpers.models import make_llama
-from tests.test_export import digests
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -274,7 +274,7 @@ def test_a_resumed_export_does_only_what_is_left(tmp_path: Path, monkeypatch: py
     quantised = []
     original = export_rank.RankExport.quantise
 
-    def noting(self: export_rank.RankExport, step: Step, shards: Shards) -> Quantised:
+    def noting(self: export_rank.RankExport, step: ExportStep, shards: Shards) -> Quantised:
         quantised.append(step.id)
         return original(self, step, shards)
 

@@ -15,8 +15,8 @@ from modelexport.models.opening import open_model
 from modelexport.quantization.calibration.attention import attention_of_heads
 from modelexport.quantization.calibration.cut import WHOLE
 from modelexport.quantization.calibration.model import build, decoder_layers, in_memory, narrow
-from tests.families.test_declared_types import DECLARED, config_of
 from tests.helpers.tiny_models import tiny_checkpoint
+from tests.models.families.test_declared_types import DECLARED, config_of
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -22,13 +22,13 @@ from modelexport.exporting.run import launcher_config
 from modelexport.jobs import hosts as export_hosts
 from modelexport.recipe import ExportRecipe
 from modelexport.resharding import reshard
+from tests.exporting.test_export import AWKWARD, digests
 from tests.helpers.hosts import Host, finish, torchrun, two_hosts, why_not
 from tests.helpers.marks import extended, few
 from tests.helpers.models import make_llama
-from tests.test_export import AWKWARD, digests
 
 pytestmark = pytest.mark.timeout(240)
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,13 @@ import pytest
 from modelexport.distributed.launch import MultiprocessConfig, launch_subprocesses
 from modelexport.exporting import export
 from modelexport.models.opening import open_model
-from modelexport.models.rules import layers_of, tensor_rules
-from modelexport.models.shards import planned_shards
+from modelexport.models.rules import tensor_rules
 from modelexport.sharding.boxes import volume, whole
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.shard_plan import build_shard_plan
 from tests.helpers.models import make_llama
 from tests.helpers.resharding_ranks import through_parallelisms
+from tests.helpers.shard_plans import layers_of, planned_shards
 
 
 @pytest.fixture(scope="module")

@@ -1,18 +1,19 @@
-"""A rank's shards under a plan, for resharding without a checkpoint on disk.
-
-::
-
-    held = planned_shards(before, rank)            # each given its ``data``
-    wanted = planned_shards(after, rank)
-    tensors = modelexport.sharding.reshard.reshard(held, wanted)
-"""
+"""Shard plans in tests: their layers, and the shards that a rank holds."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from modelexport.checkpoints.safetensors.file import torch_dtype
 from modelexport.sharding.boxes import extent, offset
+from modelexport.sharding.rules import TensorRule
 from modelexport.sharding.shard_plan import ShardPlan
 from modelexport.sharding.tensor import ShardedTensor
+
+
+def layers_of(rules: Sequence[TensorRule]) -> int:
+    """Decoder layers of a model of these tensors."""
+    return max((rule.layer + 1 for rule in rules if rule.layer is not None), default=0)
 
 
 def planned_shards(plan: ShardPlan, rank: int) -> list[ShardedTensor]:
