@@ -243,23 +243,25 @@ def _judge_bytes(result: Verification, items: Sequence[AuditItem], checks: Seque
     result.requantised = sum(not check.unlike for check in checks if check.unlike is not None)
 
 
-def _compensated(record: Mapping[str, Any] | None) -> bool:
-    """Returns whether weights were rounded for the least error of outputs rather than of their own."""
-    return any(found.compensates for found in algorithms.used((record or {}).get("recipe", {}).get("algorithm")))
+def _compensated(record: Mapping[str, Any] | None) -> str:
+    """Returns the algorithm that rounded weights for the least error of outputs rather than of their own, or ""."""
+    used = algorithms.used((record or {}).get("recipe", {}).get("algorithm"))
+    return next((found.name for found in used if found.compensates), "")
 
 
-def _judge_errors(result: Verification, *, compensated: bool = False) -> None:
+def _judge_errors(result: Verification, *, compensated: str = "") -> None:
     """Turn the linears' errors into problems: far from the source, or not what was recorded.
 
     Args:
-        compensated: they may be further from the source than rounding to nearest, if the record says as far.
+        compensated: the algorithm by which they may be further from the source than rounding to nearest, if the
+            record says as far; "" for none.
     """
     if compensated:
         further = [m for m in result.modules if m.recorded_db is not None and _deficit(m) > NOTICEABLE_DB]
         if further:
             result.notes.append(
                 f"{len(further)} linears are up to {max(map(_deficit, further)):.1f} dB further from {result.against} "
-                f"than rounding to nearest: their algorithm makes their outputs' error small, not their own"
+                f"than rounding to nearest: {compensated} makes their outputs' error small, not their own"
             )
     judged = [m for m in result.modules if not (compensated and m.recorded_db is not None)]
     far = [m for m in judged if m.sqnr_db is not None and _deficit(m) > FAR_DB]
