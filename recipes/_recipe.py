@@ -109,7 +109,7 @@ def model_config(model: str | None, revision: str | None, config: str | None) ->
 
 def types_of(name: str) -> tuple[str, ...]:
     """Every ``model_type`` of the family of that name: its own, those that are alike, and its variants."""
-    family = importlib.import_module(f"modelexport.models.architecture.{name}").FAMILY
+    family = importlib.import_module(f"modelexport.models.families.{name}").FAMILY
     return (family.name, *family.aliases, *family.variants)
 
 
