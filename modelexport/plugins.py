@@ -27,6 +27,7 @@ from modelexport.system.small_files import read_small
 __all__ = ["GROUP", "add", "modules", "register"]
 
 GROUP = "modelexport.plugins"
+_DEFINED = ("FORMAT", "ALGORITHM", "FAMILY", "NAME")
 _LARGEST = 1 << 20  # bytes of an entry_points.txt that is looked at
 
 
@@ -35,7 +36,7 @@ def modules() -> dict[str, ModuleType]:
     """Returns the imported modules of all plugins, by their names.
 
     Raises:
-        UsageError: one cannot be imported.
+        UsageError: one cannot be imported, or defines nothing that a plugin brings.
     """
     if not _are_there():  # to ask importlib.metadata takes longer than --help
         return {}
@@ -51,6 +52,8 @@ def modules() -> dict[str, ModuleType]:
                 f"plugin {point.name}{whose}: {point.module} cannot be imported: {error_text(error)}: "
                 "mend or uninstall it"
             ) from error
+        if not any(hasattr(found[point.module], name) for name in _DEFINED):
+            raise UsageError(f"plugin {point.name}: {point.module} defines none of {', '.join(_DEFINED)}")
     return found
 
 

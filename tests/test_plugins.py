@@ -135,3 +135,25 @@ def test_a_name_that_is_taken_is_refused(tmp_path: Path) -> None:
     path = install(tmp_path / "plugins", {"mine.py": FILES["flat.py"].replace('"flat"', '"gguf"')}, {"mine": "mine"})
     said = run(path, "--help", status=2)
     assert said == "modelexport: plugin mine: there is a checkpoint format 'gguf' already: give it another name\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "said"),
+    [
+        ("SOMETHING = 1\n", ["--help"], "plugin mine: mine defines none of FORMAT, ALGORITHM, FAMILY, NAME"),
+        (
+            FILES["best_scale.py"].replace("    wants:", "    needs_samples = False\n    wants:"),
+            ["--help"],
+            "algorithm best-scale: its quantise() is called only where samples run through the model",
+        ),
+        (
+            FILES["fp8_wo.py"].replace('"type": "float"', '"type": "int"').replace("float-quantized", "int-quantized"),
+            ["formats", "fp8-wo"],
+            "number format fp8-wo has the weight_arguments() and input_arguments() of int8-wo",
+        ),
+    ],
+    ids=["nothing", "never called", "taken for another"],
+)
+def test_what_could_not_work_is_refused(content: str, arguments: list[str], said: str, tmp_path: Path) -> None:
+    path = install(tmp_path / "plugins", {"mine.py": content}, {"mine": "mine"})
+    assert f"modelexport: {said}" in run(path, *arguments, status=2)

@@ -12,6 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from modelexport import plugins
+from modelexport.errors import UsageError
 
 if TYPE_CHECKING:
     from modelexport.quantization.algorithms.base import Algorithm
@@ -21,12 +22,23 @@ __all__ = ["get", "names", "registered", "used"]
 
 @cache
 def registered() -> dict[str, type[Algorithm]]:
-    """Returns every algorithm by its name, in the order of their turns, then of their names."""
-    from modelexport.quantization.algorithms.base import KINDS
+    """Returns every algorithm by its name, in the order of their turns, then of their names.
+
+    Raises:
+        UsageError: one rounds in a way of its own, and says that it needs no samples: it would never be called.
+    """
+    from modelexport.quantization.algorithms.base import KINDS, Rounding
 
     own = [name for _, name, _ in pkgutil.iter_modules(__path__) if name != "base" and not name.startswith("_")]
     found = {name: importlib.import_module(f"{__name__}.{name}").ALGORITHM for name in own}
     plugins.add(found, "ALGORITHM", kind="an algorithm")
+    for name, algorithm in found.items():
+        rounds = issubclass(algorithm, Rounding) and algorithm.quantise is not Rounding.quantise
+        if rounds and not algorithm.needs_samples:
+            raise UsageError(
+                f"algorithm {name}: its quantise() is called only where samples run through the model, and it says "
+                "needs_samples = False: leave out one of the two"
+            )
     return dict(sorted(found.items(), key=lambda item: (KINDS.index(item[1].kind), item[0])))
 
 

@@ -208,9 +208,10 @@ class Rounding(Algorithm):
         super().__init__(settings, ranks, seed=seed)
         self.notes: dict[str, str] = {}  # linear -> what was out of the ordinary
 
-    @abstractmethod
     def quantise(self, linears: Sequence[CalibratedLinear]) -> Mapping[str, dict[str, Tensor]]:
         """Returns the native tensors of each linear's rows on this rank: name -> suffix -> tensor.
+
+        Rounds to nearest, unless a subclass does otherwise; called only for algorithms that need samples.
 
         Args:
             linears: all that are given the same (one ``inputs`` object), quantised ones only; ranks call it together,
@@ -219,3 +220,4 @@ class Rounding(Algorithm):
         Raises:
             CheckpointError: a weight holds NaN or Inf.
         """
+        return {linear.name: linear.rounded() for linear in linears}

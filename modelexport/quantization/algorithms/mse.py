@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from modelexport.quantization.algorithms.base import CalibratedLinear, Rounding
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from modelexport.quantization.algorithms.base import Rounding
 
 
 class LeastSquares(Rounding):
@@ -18,10 +14,6 @@ class LeastSquares(Rounding):
     description: ClassVar[str] = "round to nearest; of a grid of scales the one with the least squared error"
     needs_samples: ClassVar[bool] = False
     observer: ClassVar[str] = "mse"
-
-    def quantise(self, linears: Sequence[CalibratedLinear]) -> Mapping[str, dict[str, Tensor]]:
-        """See the base."""
-        return {linear.name: linear.rounded() for linear in linears}
 
 
 ALGORITHM = LeastSquares

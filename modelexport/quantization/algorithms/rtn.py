@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from modelexport.quantization.algorithms.base import CalibratedLinear, Rounding
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from modelexport.quantization.algorithms.base import Rounding
 
 
 class RoundToNearest(Rounding):
@@ -17,10 +13,6 @@ class RoundToNearest(Rounding):
     name: ClassVar[str] = "rtn"
     description: ClassVar[str] = "round to nearest; scales from the largest magnitudes"
     needs_samples: ClassVar[bool] = False
-
-    def quantise(self, linears: Sequence[CalibratedLinear]) -> Mapping[str, dict[str, Tensor]]:
-        """See the base."""
-        return {linear.name: linear.rounded() for linear in linears}
 
 
 ALGORITHM = RoundToNearest

@@ -62,14 +62,23 @@ def get(
         observer, scale_dtype: see :class:`~modelexport.quantization.formats.base.NumberFormat`.
 
     Raises:
-        UsageError: the name or the observer is unknown, the format has no groups, or not of that size.
+        UsageError: the name or the observer is unknown, the format has no groups, or not of that size; or a plugin's
+            format cannot be told from one of the package's.
     """
     known = names()
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise UsageError(f"unknown number format {quoted(name)}{hint} (known: {', '.join(known)})")
-    return _class_of(name).create(group_size, observer=observer, scale_dtype=scale_dtype)
+    found = _class_of(name).create(group_size, observer=observer, scale_dtype=scale_dtype)
+    if name not in _OWN_KINDS and found.quantised:
+        taken = _own_kind(found.scheme())
+        if taken is not None and _with_arguments(taken, found.scheme()) is not None:
+            raise UsageError(
+                f"number format {name} has the weight_arguments() and input_arguments() of {taken}: its checkpoints "
+                "would be taken for that one's: give it arguments of its own"
+            )
+    return found
 
 
 def has_groups(name: str) -> bool:
