@@ -36,7 +36,7 @@ def open_arrays(
 
     Args:
         config: the model's own config.json, of Hugging Face's keys.
-        rules: config.json's content, dtypes -> the model's tensors, as ``contents.rules.expected_rules``.
+        rules: config.json's content, dtypes -> the model's tensors, as :func:`modelexport.models.rules.expected_rules`.
         found: what is there.
         parallelism: that the files are cut for.
         arrays: the format's.

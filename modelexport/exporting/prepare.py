@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from modelexport import __version__
-from modelexport.checkpoints.safetensors.file import Checkpoint, Layout, plan_layout
+from modelexport.checkpoints.safetensors.file import Checkpoint, Layout
 from modelexport.checkpoints.source import Source, is_local, resolve_source
 from modelexport.checkpoints.staging import check_target, resolve_target
 from modelexport.distributed import launch
@@ -17,7 +17,6 @@ from modelexport.models.draft_layers import without_drafts
 from modelexport.models.engines import Linear
 from modelexport.models.engines import warnings as engine_warnings
 from modelexport.models.opening import open_model
-from modelexport.models.rules import tensor_rules
 from modelexport.models.target_plan import TargetPlan, check_source, plan_target
 from modelexport.models.ties import untie
 from modelexport.quantization import algorithms
@@ -138,18 +137,15 @@ def _autoquant(recipe: ExportRecipe, source: Source, checkpoint: Checkpoint) -> 
 
 def _target(recipe: ExportRecipe, checkpoint: Checkpoint, plan: ExportPlan) -> TargetPlan:
     """The layout of the target: the planned tensors, cut for the target's parallelism."""
-    whole = plan_layout(list(plan.outputs()), max_shard_bytes=recipe.max_shard_bytes)
     announced = quantization_files(plan)
     config = {key: value for key, value in (checkpoint.config or {}).items() if key not in QUANTIZATION_KEYS}
     if announced is not None:
         config["quantization_config"] = announced.config
-    rules = tensor_rules(replace(checkpoint, infos=whole.infos, config=config, placements={}, left_out={}))
-    parallelism = Parallelism(recipe.target_tp, recipe.target_pp, recipe.target_ep)
     return plan_target(
         recipe.format,
-        rules,
+        plan.rules(),
         config,
-        parallelism,
+        Parallelism(recipe.target_tp, recipe.target_pp, recipe.target_ep),
         max_shard_bytes=recipe.max_shard_bytes,
         source=checkpoint.directory,
     )

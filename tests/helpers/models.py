@@ -396,3 +396,15 @@ def describe(shape: LlamaShape) -> str:
     """The fields in which ``shape`` differs from the default, for test ids."""
     plain = asdict(LlamaShape())
     return "-".join(f"{key}={value}" for key, value in asdict(shape).items() if plain[key] != value) or "default"
+
+
+def without(checkpoint: Checkpoint, *names: str, **changed: Any) -> Checkpoint:
+    """The checkpoint without these tensors, and with fields of config.json changed."""
+    infos = {name: info for name, info in checkpoint.infos.items() if name not in names}
+    return replace(checkpoint, infos=infos, config={**(checkpoint.config or {}), **changed})
+
+
+def with_tensor(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], dtype: str = "BF16") -> Checkpoint:
+    """The checkpoint with one more tensor, or another in its place; its file does not exist."""
+    info = TensorInfo(name, dtype, shape, Path("/nonexistent/model.safetensors"), 8, tensor_nbytes(dtype, shape))
+    return replace(checkpoint, infos={**checkpoint.infos, name: info})

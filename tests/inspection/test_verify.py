@@ -203,7 +203,7 @@ def test_extra_tensor(exported: Callable[[str], Path], tmp_path: Path) -> None:
     for record in (True, False):
         found = problems(bad)
         assert "model.layers.0.mlp.up_proj.weight_scale_2 (F32 [1]) is not expected" in found
-        assert "model.layers.7.mlp.up_proj: a llama model of 2 layers has no such module" in found
+        assert "model.layers.7.mlp.up_proj.weight (F32 [2, 2]) is not expected: a llama model of 2 layers" in found
         assert ("was not exported" in found) == record
         (bad / "modelexport.json").unlink(missing_ok=True)
 
@@ -211,13 +211,23 @@ def test_extra_tensor(exported: Callable[[str], Path], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("quant", "part", "change", "expected"),
     [
-        ("int8", "weights", {"type": "float"}, "weight is I8 [384, 256], group_0"),
-        ("int8", "weights", {"strategy": "tensor"}, "weight_scale is BF16 [256, 1], group_0"),
+        (
+            "int8",
+            "weights",
+            {"type": "float"},
+            "weight is I8 [384, 256] but config.json makes it F8_E4M3 [384, 256] (group_0 (fp8 weights",
+        ),
+        ("int8", "weights", {"strategy": "tensor"}, "weight_scale is BF16 [256, 1] but config.json makes it"),
         ("int8", "input_activations", {"dynamic": False}, "input_scale is missing"),
         ("int8", "input_activations", None, "input_activations is None instead of"),
         ("fp8", "weights", {"num_bits": 4}, "cannot hold 4-bit float"),
-        ("int4", "weights", {"group_size": 64}, "weight_scale is BF16 [256, 2], group_0"),
-        ("int4", "weights", {"num_bits": 8}, "q_proj: its weight is [256, 128], config.json makes it [256, 256]"),
+        ("int4", "weights", {"group_size": 64}, "weight_scale is BF16 [256, 2] but config.json makes it"),
+        (
+            "int4",
+            "weights",
+            {"num_bits": 8},
+            "q_proj.weight_packed is I32 [256, 32] but config.json makes it I32 [256, 64]",
+        ),
         ("int4", "weights", {"symmetric": False}, "weight_zero_point is missing"),
         ("int4", "format", "int-quantized", "int-quantized cannot hold 4-bit"),
         ("fp8", "targets", ["Conv2d"], "is not expected: config.json does not quantise it"),
@@ -239,12 +249,15 @@ def test_wrong_config_group(
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"num_hidden_layers": 3}, "model.layers.2.self_attn.q_proj is missing"),
-        ({"num_hidden_layers": 1}, "model.layers.1.self_attn.q_proj: a llama model of 1 layers has no such module"),
-        ({"hidden_size": 512}, "model.norm: its weight is [256], config.json makes it [512]"),
-        ({"num_key_value_heads": 1}, "k_proj: its weight is [128, 256], config.json makes it [64, 256]"),
-        ({"vocab_size": 212}, "model.embed_tokens: its weight is [211, 256], config.json makes it [212, 256]"),
-        ({"intermediate_size": 256}, "down_proj: its weight is [256, 384], config.json makes it [256, 256]"),
+        ({"num_hidden_layers": 3}, "model.layers.2.self_attn.q_proj.weight_packed is missing: group_0"),
+        (
+            {"num_hidden_layers": 1},
+            "layers.1.input_layernorm.weight (BF16 [256]) is not expected: a llama model of 1 layers has no such",
+        ),
+        ({"hidden_size": 512}, "model.norm.weight is [256] but config.json makes it [512]"),
+        ({"num_key_value_heads": 1}, "k_proj.weight_packed is I32 [128, 32] but config.json makes it I32 [64, 32]"),
+        ({"vocab_size": 212}, "model.embed_tokens.weight is [211, 256] but config.json makes it [212, 256]"),
+        ({"intermediate_size": 256}, "down_proj.weight_packed is I32 [256, 48] but config.json makes it I32 [256, 32]"),
     ],
 )
 def test_changed_number_in_config(

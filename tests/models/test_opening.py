@@ -67,7 +67,7 @@ def test_a_config_of_another_model(name: str, sharded: Callable[[str], Path]) ->
     for other, text in (
         (make_llama(model_type="mixtral"), "missing|is no part|experts"),
         (make_llama(layers=3), "missing|num_hidden_layers|its shape is"),
-        (make_llama(intermediate=256), "intermediate_size is|shape|is BF16"),
+        (make_llama(intermediate=256), "intermediate_size is|shape|is BF16|but config.json makes it"),
     ):
         with pytest.raises(CheckpointError, match=text):
             tensor_rules(open_model(sharded(name), other))

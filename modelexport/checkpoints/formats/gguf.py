@@ -264,7 +264,7 @@ def open(directory: Path, config: dict[str, Any] | None, rules: Rules) -> Checkp
 
     Args:
         config: the model's config.json in Hugging Face's keys; None: the one in the directory.
-        rules: as ``contents.rules.expected_rules``.
+        rules: as :func:`modelexport.models.rules.expected_rules`.
 
     Raises:
         CheckpointError: there are several files, or no config.json; the file is damaged, holds types that are not read

@@ -140,7 +140,7 @@ def open(directory: Path, config: dict[str, Any] | None, rules: Rules) -> Checkp
 
     Args:
         config: config.json's content, where the directory's own is not to be taken.
-        rules: as ``contents.rules.expected_rules``.
+        rules: as :func:`modelexport.models.rules.expected_rules`.
 
     Raises:
         CheckpointError: config.json is missing, files are missing or damaged, or they do not hold the model that

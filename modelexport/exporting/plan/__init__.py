@@ -7,17 +7,26 @@ result will weigh. Every violation found is listed at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import zip_longest
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from modelexport.checkpoints.safetensors.file import Checkpoint, TensorInfo, tensor_nbytes
-from modelexport.errors import CheckpointError, PlanError, did_you_mean
+from modelexport.errors import CheckpointError, PlanError
 from modelexport.exporting.plan.cuts import Cuts
-from modelexport.exporting.plan.linears import UNCUT, SourceLinears, cache_tasks, linear_outputs
+from modelexport.exporting.plan.linears import (
+    UNCUT,
+    check_cache_scheme,
+    kept_cache_scales,
+    linear_outputs,
+    made_cache_scales,
+    model_dtype,
+    source_linear,
+)
 from modelexport.exporting.plan.steps import ExportPlan, ExportStep, OutputTensor, StoredLinear, TensorTask, full_name
-from modelexport.models.architecture import Dimensions, Family, Module, family_of, read_dimensions
+from modelexport.models.families.base import Module
+from modelexport.models.matching import Matched, MatchedModule, ModelDescription, match, refuse
 from modelexport.models.ties import check_tied, untie
 from modelexport.quantization.methods import Method, of_method
 from modelexport.sharding.plan import Cut, Parallelism, even_cut
@@ -29,7 +38,6 @@ if TYPE_CHECKING:
 __all__ = ["ExportPlan", "ExportStep", "OutputTensor", "TensorTask", "build_plan", "full_name"]
 
 SLAB_BYTES = 64 << 20  # an embedding larger than this is exported in slabs of rows, to bound memory
-_TOLD = 8  # problems of a source that its error tells; the others are counted
 QUANTISABLE = ("BF16", "F16", "F32")
 
 
@@ -58,21 +66,17 @@ def build_plan(
         PlanError: the architecture is unknown, a dimension does not suit a number format, the method cannot spell
             one, or the source is quantised and would have to be rounded again.
     """
-    config = checkpoint.config
-    if config is None:
-        raise CheckpointError(
-            f"{checkpoint.directory} has no config.json; copy the model's config.json beside its weights"
-        )
-    family = family_of(config)
-    dimensions = read_dimensions(config, family)
+    model = ModelDescription.of(checkpoint)
+    family, dimensions = model.family, model.dimensions
     if untied and dimensions.tied_embeddings:
         plan = build_plan(untie(checkpoint), assignment, parallelism, method=method, kv_cache=kv_cache, rows=rows)
         why = "head: no longer tied to the embedding, which has not taken in the last norm as it has"
         told = {module.path: why for module in family.after if module.kind == "head"}
         return replace(plan, unquantised={**plan.unquantised, **told})
     cuts = Cuts(dimensions, parallelism.tp, rows)
-    planner = _Planner(checkpoint, family, dimensions, assignment, parallelism, of_method(method), cuts)
-    return planner.plan(kv_cache=kv_cache)
+    return _Planner(checkpoint, match(checkpoint, model), assignment, parallelism, of_method(method), cuts).plan(
+        kv_cache
+    )
 
 
 class _Planner:
@@ -81,71 +85,42 @@ class _Planner:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        family: Family,
-        dimensions: Dimensions,
+        matched: Matched,
         assignment: Assignment | None,
         parallelism: Parallelism,
         method: Method,
         cuts: Cuts,
     ) -> None:
         self.checkpoint = checkpoint
-        self.infos = dict(checkpoint.infos)
-        self.config = family.complete(checkpoint.config or {})
-        self.directory = checkpoint.directory
-        self.family = family
-        self.dims = dimensions
+        self.matched = matched
+        self.family, self.dims = matched.model.family, matched.model.dimensions
+        self.quantization = matched.model.quantization
+        self.dtype = model_dtype(matched)
         self.assignment = assignment
         self.method = method
-        self.tp = parallelism.tp
         self.parallelism = parallelism
-        self.left_out = dict(checkpoint.left_out)
+        self.left_out = {**checkpoint.left_out, **matched.left_out}
         self.unquantised: dict[str, str] = {}
-        self.missing: list[str] = []
-        self.problems: list[str] = []
+        self.problems = matched.problems()
         self.format_problems: dict[str, dict[str, None]] = {}  # what is wrong -> the modules where it is
-        self.sources = SourceLinears(checkpoint, self.infos)
         self.cuts = cuts
-        self.linears: list[str] = []
 
-    def plan(self, *, kv_cache: bool) -> ExportPlan:
-        layers, experts = self.dims.layers, self.dims.experts
-        if self.dims.most_blocks > len(self.infos):  # before any loop over a number that a stranger wrote
-            each = f" of {experts} experts" if experts else ""
-            raise CheckpointError(
-                f"{self.directory}: config.json says {layers} layers{each}, but there are only "
-                f"{len(self.infos)} tensors"
-            )
-        self._drop_buffers()
-        tied = self._drop_tied_head()
+    def plan(self, made_cache: bool) -> ExportPlan:
+        ties = self._ties()
         steps: list[ExportStep] = []
-        steps += self._outside(self.family.before)
-        for i in range(self.dims.layers):
-            layer = self.family.layer_prefix.format(i=i)
-            modules = self.family.modules_of_layer(self.dims, i)
-            tasks = [task for path, _, module in modules for task in self._module_tasks(layer, path, module)]
-            tasks += self._cache(layer, kv_cache)
-            self._check_fused(layer, tasks)
-            steps.append(ExportStep(layer, layer, i, tuple(self.cuts.layer(tasks))))
-        steps += self._outside(self.family.after)
-        hints = [did_you_mean(name, self.infos) for name in self.missing[:_TOLD]]  # each looks at all names
-        missing = zip_longest(self.missing, hints, fillvalue="")
-        self.problems[:0] = [f"{name} is missing{hint}" for name, hint in missing]
-        if self.infos:
-            names = sorted(self.infos)
-            self.problems.append(
-                f"{len(names)} tensor(s) are not part of a {self.family.name} model of "
-                f"{self.dims.layers} layers: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
-            )
-        self.problems = list(dict.fromkeys(self.problems))
+        for layer, group in groupby(self.matched.modules, key=lambda module: module.place.layer):
+            modules = list(group)
+            steps += self._outside(modules) if layer is None else [self._layer(layer, modules, made_cache)]
         if self.problems:
-            more = f"; and {len(self.problems) - _TOLD} more" if len(self.problems) > _TOLD else ""
-            raise CheckpointError(f"{self.directory}: {'; '.join(self.problems[:_TOLD])}{more}")
+            refuse(str(self.checkpoint.directory), self.problems)
         if self.format_problems:
             raise PlanError("; ".join(f"{', '.join(paths)}: {text}" for text, paths in self.format_problems.items()))
         if self.assignment is not None:
-            self.assignment.check_used(self.linears)
-        if tied is not None:  # last: the one check that reads weights
-            check_tied(self.checkpoint, *tied)
+            places = (module.place for module in self.matched.modules)
+            self.assignment.check_used([p.name for p in places if p.module.kind == "linear" and not p.module.why])
+        for head, embedding in ties:  # last: the one check that reads weights
+            check_tied(self.checkpoint, head, embedding)
+        kept_cache = self.assignment is None and self.quantization is not None and self.quantization.kv_cache_scheme
         return ExportPlan(
             self.family,
             self.dims,
@@ -154,132 +129,115 @@ class _Planner:
             tuple(steps),
             self.left_out,
             self.unquantised,
-            kv_cache or (self.assignment is None and self.sources.has_kv_scales),
+            made_cache or bool(kept_cache),
             self.cuts.rows is not None,
         )
 
-    def _cache(self, layer: str, made: bool) -> list[TensorTask]:
-        """The scales of the KV cache: made, taken over where all numbers are kept, else left out."""
-        kept = made or self.assignment is None
-        if kept and not made:
-            self.sources.check_kv_scheme()
-        method = self.method if kept else of_method("compressed-tensors")
-        tasks = cache_tasks(self.family, method, layer, self.sources, made=made)
-        if kept:
-            return tasks
-        for task in tasks:
-            self.left_out[task.info.name] = "a scale of the source's KV cache: --kv-cache fp8 makes new ones"
-        return []
+    def _layer(self, number: int, modules: Iterable[MatchedModule], made_cache: bool) -> ExportStep:
+        layer = self.family.layer_prefix.format(i=number)
+        tasks: list[TensorTask] = []
+        cache_scales: dict[str, TensorInfo] = {}
+        for module in modules:
+            if module.place.is_cache_scale:
+                cache_scales |= {info.name: info for info in module.tensors.values()}
+            else:
+                tasks += self._module_tasks(module)
+        tasks += self._cache_tasks(number, cache_scales, made_cache)
+        self._check_fused(layer, tasks)
+        return ExportStep(layer, layer, number, tuple(self.cuts.layer(tasks)))
 
-    def _drop_buffers(self) -> None:
-        for name in list(self.infos):
-            reason = self.family.left_out(name, self.dims)
-            if reason is not None:
-                del self.infos[name]
-                self.left_out[name] = reason
+    def _cache_tasks(self, layer: int, found: Mapping[str, TensorInfo], made: bool) -> list[TensorTask]:
+        """The scales of a layer's KV cache: made, taken over where all numbers are kept, else left out."""
+        if self.assignment is None and not made:
+            check_cache_scheme(self.quantization)
+            if not found or self.quantization is None:
+                return []
+            return kept_cache_scales(self.family, self.quantization, self.method, layer, found)
+        why = "a scale of the source's KV cache: --kv-cache fp8 makes new ones"
+        self.left_out |= dict.fromkeys(found, why)
+        return made_cache_scales(self.family, self.method, layer) if made else []
 
-    def _drop_tied_head(self) -> tuple[TensorInfo, TensorInfo] | None:
-        """Tied embeddings are written once; returns the head dropped and the embedding that it must equal."""
+    def _ties(self) -> list[tuple[TensorInfo, TensorInfo]]:
+        """Heads that are written once with the embedding that they are tied to, and the embeddings.
+
+        They must be equal. A head of other tensors than a plain weight is none, and a problem.
+        """
         if not self.dims.tied_embeddings:
-            return None
-        head, embedding = (
-            next((f"{m.path}.weight" for m in modules if m.kind == kind), "")
+            return []
+        infos, ties = self.checkpoint.infos, []
+        heads, embeddings = (
+            [f"{m.path}.weight" for m in modules if m.kind == kind]
             for modules, kind in ((self.family.after, "head"), (self.family.before, "embedding"))
         )
-        if head not in self.infos or embedding not in self.infos:
-            return None
-        self.left_out[head] = f"tied to {embedding}, written once"
-        return self.infos.pop(head), self.infos[embedding]
+        for head, embedding in zip(heads, embeddings, strict=False):
+            own = [name for name in self.matched.left_out if name.startswith(head.removesuffix("weight"))]
+            if own and (own != [head] or embedding not in infos):
+                self.problems.append(
+                    f"config.json ties the embeddings, but {own[0]} is there; set tie_word_embeddings to false"
+                )
+            elif own:
+                ties.append((infos[head], infos[embedding]))
+        return ties
 
-    def _outside(self, modules: Sequence[Module]) -> list[ExportStep]:
-        """Steps of the modules outside the decoder layers, one for all that have the same name."""
-        groups: dict[str, list[Module]] = {}
+    def _outside(self, modules: Iterable[MatchedModule]) -> list[ExportStep]:
+        """Steps of modules outside the decoder layers, one for all that have the same name."""
+        tasks: dict[str, list[TensorTask]] = {}
         for module in modules:
-            groups.setdefault(module.path, []).append(module)
-        return [step for path, own in groups.items() for step in self._single(path, own)]
+            tasks.setdefault(module.place.name, []).extend(self._module_tasks(module))
+        return [step for path, own in tasks.items() if own for step in self._single(path, self.cuts.layer(own))]
 
-    def _single(self, path: str, modules: Sequence[Module]) -> list[ExportStep]:
+    def _single(self, path: str, tasks: Sequence[TensorTask]) -> list[ExportStep]:
         """Steps of a module outside the decoder layers, in slabs of rows if it is large."""
-        tasks = self.cuts.layer([task for module in modules for task in self._module_tasks(path, "", module)])
-        if not tasks:
-            return []
         weight = tasks[0].info
-        if len(tasks) > 1 or weight.nbytes <= SLAB_BYTES:
+        if len(tasks) > 1 or tasks[0].stored is not None or weight.nbytes <= SLAB_BYTES:
             return [ExportStep(path, path, None, tuple(tasks))]
         row_bytes = max(1, weight.nbytes // max(1, weight.shape[0]))
         rows_per_slab = max(1, SLAB_BYTES // row_bytes)
         steps = []
         for start in range(0, weight.shape[0], rows_per_slab):
             rows = (start, min(start + rows_per_slab, weight.shape[0]))
-            held = tuple((a + start, b + start) for a, b in even_cut(rows[1] - start, 1, self.tp))
+            held = tuple((a + start, b + start) for a, b in even_cut(rows[1] - start, 1, self.parallelism.tp))
             # The owned ranges tile the slab, not the tensor.
-            task = TensorTask(
-                weight,
-                tasks[0].module,
-                "",
-                tasks[0].parameter,
-                rows,
-                Cut(0, held, held),
-                tasks[0].number_format,
-                tasks[0].outputs,
-            )
+            task = replace(tasks[0], rows=rows, cut=Cut(0, held, held), shared_scale="")
             steps.append(ExportStep(f"{path}[{rows[0]}:{rows[1]}]", path, None, (task,)))
         return steps
 
-    def _module_tasks(self, layer: str, path: str, module: Module) -> list[TensorTask]:
-        name = full_name(layer, path)
-        if module.kind == "linear" and not module.why:
-            self.linears.append(name)
-        if module.kind == "head" and self.dims.tied_embeddings:
-            own = [tensor for tensor in self.infos if tensor.startswith(f"{name}.")]
-            if own:  # its plain weight is gone by now
-                self.problems.append(
-                    f"config.json ties the embeddings, but {own[0]} is there; set tie_word_embeddings to false"
-                )
+    def _module_tasks(self, matched: MatchedModule) -> list[TensorTask]:
+        place, module, linear = matched.place, matched.place.module, None
+        if matched.scheme is None:
+            weight = matched.tensors[module.parameter]
+        else:
+            rows, cols = self.dims.weight_shape(module)
+            try:
+                source = source_linear(matched, matched.scheme, (rows, cols), self.dtype)
+            except CheckpointError as error:
+                self.problems.append(str(error))
+                return []
+            linear, weight = source.linear, source.weight
+        number_format = self._number_format(place.name, module, linear)
+        if not self._suits(weight, module, number_format, linear):
             return []
-        stored = None
-        try:
-            stored = self.sources.take(name, module, self.dims)
-        except CheckpointError as error:
-            self.problems.append(str(error))
-            return []
-        tensor = full_name(name, module.parameter)
-        weight = self.infos.pop(tensor, None) if stored is None else stored.weight
-        if weight is None:
-            self.missing.append(tensor)
-            return []
-        # Also of what is refused: it is no stranger.
-        bias = self.infos.pop(f"{name}.bias", None) if module.kind != "other" else None
-        linear = None if stored is None else stored.linear
-        number_format = self._number_format(name, module, weight, linear)
-        if not self._shape_is_right(weight, module, number_format, linear):
-            return []
-        outputs = self._outputs(weight, number_format)
-        shared = module.fused_into or (module.general_path if module.is_expert else path)
+        shared = module.fused_into or (module.general_path if module.is_expert else place.path)
+        rows = weight.shape[0] if weight.shape else 1
         tasks = [
             TensorTask(
                 weight,
-                module,
-                path,
+                place,
                 module.parameter,
-                (0, _rows(weight)),
+                (0, rows),
                 UNCUT,
                 number_format,
-                outputs,
+                self._outputs(weight, number_format),
                 shared_scale=shared,
                 stored=linear,
             )
         ]
-        if bias is None and module.has_bias(self.config):
-            why = f"config.json says {module.bias}" if isinstance(module.bias, str) else f"{self.family.name} has one"
-            self.problems.append(f"{name}.bias is missing, though {why}")
+        bias = matched.tensors.get("bias")
         if bias is not None:
-            tasks.append(self._bias(bias, module, path, weight.shape[0]))
+            tasks.append(TensorTask(bias, place, "bias", (0, rows), UNCUT, None, self._outputs(bias, None)))
         return tasks
 
-    def _number_format(
-        self, name: str, module: Module, weight: TensorInfo, stored: StoredLinear | None
-    ) -> NumberFormat | None:
+    def _number_format(self, name: str, module: Module, stored: StoredLinear | None) -> NumberFormat | None:
         """The number format of a module; notes the reason where there is none."""
         found = None
         if self.assignment is None and stored is not None:
@@ -318,19 +276,10 @@ class _Planner:
             return "router: it picks experts by small differences"
         return "head: its error goes straight into the logits"
 
-    def _bias(self, bias: TensorInfo, module: Module, path: str, rows: int) -> TensorTask:
-        if bias.shape != (rows,):
-            self.problems.append(f"{bias.name} is {list(bias.shape)} but its weight has {rows} rows")
-        return TensorTask(bias, module, path, "bias", (0, rows), UNCUT, None, self._outputs(bias, None))
-
-    def _shape_is_right(
+    def _suits(
         self, weight: TensorInfo, module: Module, number_format: NumberFormat | None, stored: StoredLinear | None
     ) -> bool:
-        expected = self.dims.stored_shapes(module)
-        if weight.shape not in expected:
-            makes = " or ".join(str(list(shape)) for shape in expected)
-            self.problems.append(f"{weight.name} is {list(weight.shape)} but config.json makes it {makes}")
-            return False
+        """Returns whether the weight can be written in the number format; notes the reason where it cannot."""
         if number_format is None:
             return True
         if stored is None and weight.dtype not in QUANTISABLE:
@@ -375,11 +324,6 @@ class _Planner:
             nbytes = tensor_nbytes(info.dtype, info.shape)
             return (OutputTensor(name, info.dtype, info.shape, axes, nbytes),)
         return linear_outputs(self.method, number_format, (info.shape[0], info.shape[1]), info.dtype)
-
-
-def _rows(info: TensorInfo) -> int:
-    """Elements along dim 0; 1 of a single number."""
-    return info.shape[0] if info.shape else 1
 
 
 def _numbers(number_format: NumberFormat | None) -> NumberFormat | None:

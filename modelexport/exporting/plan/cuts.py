@@ -41,9 +41,7 @@ class Cuts:
         weights: dict[str, Cut] = {}
         found = []
         for task in tasks:
-            if task.module.kind == "vector" and task.module.role.endswith("_cache"):
-                cut = replicated(1, self.tp)
-            elif task.module.kind == "other":  # any rows will do to pass it on
+            if task.module.kind == "other":  # any rows will do to pass it on
                 cut = self._rows(task)
             elif task.parameter == "bias":  # a column-parallel bias is cut like its weight's rows, another stays whole
                 cut = weights[task.path]
@@ -67,7 +65,7 @@ class Cuts:
         if self.rows is not None and module.kind == "linear":
             return cut_along(0, block_cut(shape[0], math.lcm(kept[0], self.rows), self.tp))
         if dim is None:
-            return replicated(shape[0], self.tp)
+            return replicated(task.rows[1], self.tp)
         if number_format is not None and number_format.whole_rows:
             return cut_along(0, block_cut(shape[0], kept[0], self.tp))
         if module.axis is None:  # fused on disk: any rows will do to quantise it

@@ -6,13 +6,17 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from modelexport.checkpoints.safetensors.file import TensorInfo
 from modelexport.models.architecture import Dimensions, Family, Module
 from modelexport.models.engines import loadable_tp
+from modelexport.models.matching import Place
+from modelexport.models.rules import module_rules
 from modelexport.quantization.methods.base import KeptSubtree
 from modelexport.sharding.plan import Cut, Parallelism, Range, scale_range
+from modelexport.sharding.rules import TensorRule
 
 if TYPE_CHECKING:
     from modelexport.layers import Box
@@ -59,8 +63,7 @@ class TensorTask:
 
     Attributes:
         info: the source tensor; where it is ``stored`` quantised, the weight that it stands for, which lies nowhere.
-        module: the family's declaration of the module it belongs to.
-        path: the module's name within its layer, ``""`` where the layer is the module.
+        place: the module it belongs to.
         parameter: ``weight`` or ``bias``.
         rows: the slab of rows that this task covers.
         cut: which part each rank holds and owns, in the whole tensor's coordinates.
@@ -72,8 +75,7 @@ class TensorTask:
     """
 
     info: TensorInfo
-    module: Module
-    path: str
+    place: Place
     parameter: str
     rows: Range
     cut: Cut
@@ -82,6 +84,16 @@ class TensorTask:
     shared_scale: str = ""
     stored: StoredLinear | None = None
     cached: str | None = None
+
+    @property
+    def module(self) -> Module:
+        """The family's declaration of its module."""
+        return self.place.module
+
+    @property
+    def path(self) -> str:
+        """The module's name within its layer, ``""`` outside of the layers."""
+        return self.place.path
 
     @property
     def quantised(self) -> bool:
@@ -198,6 +210,15 @@ class ExportPlan:
                     if name not in seen:
                         seen.add(name)
                         yield name, out.dtype, out.shape
+
+    def rules(self) -> list[TensorRule]:
+        """The rules by which the tensors that are written may be cut, in the order of the file."""
+        rules: dict[str, TensorRule] = {}
+        for step in self.steps:
+            for place, tasks in groupby(step.tasks, key=lambda task: task.place):
+                tensors = {out.name: (out.dtype, out.shape, out.axes) for task in tasks for out in task.outputs}
+                rules |= {rule.name: rule for rule in module_rules(place, self.dimensions, tensors)}
+        return list(rules.values())
 
     def admissible_tp(self) -> list[int]:
         """Tensor-parallel sizes at which an engine can load the result (vocabulary padded by the engine)."""

@@ -23,11 +23,12 @@ from modelexport.errors import CheckpointError, PlanError, UsageError
 from modelexport.inspection.record.reading import read_record
 from modelexport.inspection.verify.comparison import HeaderComparison, compare_headers, plan_items
 from modelexport.inspection.verify.record import check_record
-from modelexport.inspection.verify.structure import check_structure, family_promises
+from modelexport.inspection.verify.structure import check_structure
+from modelexport.models.matching import places, too_many_blocks
 from modelexport.models.modules import Architecture, StoredModule, read_architecture, read_modules
 from modelexport.models.opening import open_model
 from modelexport.quantization import algorithms
-from modelexport.quantization.methods import QuantizationConfig, StoredTensorSpec, methods, read_quantization_config
+from modelexport.quantization.methods import QuantizationConfig, methods, read_quantization_config
 
 if TYPE_CHECKING:
     from modelexport.inspection.verify.items import AuditItem, ModuleCheck
@@ -302,20 +303,19 @@ def _weight_shapes(
     """``weight_shape`` of packed weights is data, not header: engines unpack by it."""
     from modelexport.checkpoints.safetensors.file import Reader
 
-    known: dict[str, dict[str, StoredTensorSpec]] = {}
+    known: dict[str, tuple[int, ...]] = {}
     family, dims = architecture.family, architecture.dimensions
-    if family is not None and dims is not None and dims.most_blocks <= len(checkpoint.infos):
-        known = family_promises(family, dims)
+    if family is not None and dims is not None and not too_many_blocks(dims, len(checkpoint.infos)):
+        known = {place.name: dims.weight_shape(place.module) for place in places(family, dims)}
     with Reader(checkpoint) as reader:
         for module in modules:
             info, packed = module.tensors.get("weight_shape"), module.tensors.get("weight_packed")
             if info is None or packed is None or module.stored.shape is None or info.shape != (2,):
                 continue
             rows, cols = (int(n) for n in reader.read(info))
-            wanted = known.get(module.name, {}).get("weight")
-            if wanted is not None and (rows, cols) not in wanted.shapes:
-                made = list(wanted.shapes[0])
-                yield f"{info.name} says [{rows}, {cols}], config.json makes it {made}: engines unpack by it"
+            wanted = known.get(module.name)
+            if wanted is not None and (rows, cols) != wanted:
+                yield f"{info.name} says [{rows}, {cols}], config.json makes it {list(wanted)}: engines unpack by it"
                 continue
             at_most = module.stored.shape[1]
             per_word = at_most // max(1, packed.shape[1])

@@ -12,8 +12,8 @@ from modelexport.errors import CheckpointError, shown
 from modelexport.inspection.record.reading import ExportRecord
 from modelexport.models.architecture import ties_embeddings
 from modelexport.models.families.drafts import draft_counts, without_counts
+from modelexport.models.matching import KV_SCALES
 from modelexport.models.modules import Architecture, StoredModule
-from modelexport.models.rules import KV_SCALES
 from modelexport.quantization.methods import (
     FLOATS,
     QuantizationConfig,

@@ -76,7 +76,12 @@ class StoredTensorSpec:
     axes: Axes = ()
 
     def __str__(self) -> str:
-        return f"{' or '.join(self.dtypes)} {' or '.join(str(list(shape)) for shape in self.shapes)}"
+        return f"{' or '.join(self.dtypes)} {self.shapes_text}"
+
+    @property
+    def shapes_text(self) -> str:
+        """The shapes, ``"[384, 128] or [128, 384]"``."""
+        return " or ".join(str(list(shape)) for shape in self.shapes)
 
 
 @dataclass(frozen=True)

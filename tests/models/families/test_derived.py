@@ -13,7 +13,7 @@ import pytest
 from modelexport.checkpoints.safetensors.file import open_checkpoint
 from modelexport.errors import CheckpointError, ModelExportError, PlanError
 from modelexport.exporting.plan import build_plan
-from modelexport.models import rules
+from modelexport.models import matching, rules
 from modelexport.models.architecture import Family, family_of
 from modelexport.models.derived import derive, model_types
 from modelexport.quantization.assignment import Assignment
@@ -33,7 +33,7 @@ def config_of(model_type: str, /, **changes: Any) -> dict[str, Any]:
 
 
 def rules_of(source: Path, family: Family, monkeypatch: pytest.MonkeyPatch) -> dict[str, TensorRule]:
-    monkeypatch.setattr(rules, "family_of", lambda config: family)
+    monkeypatch.setattr(matching, "family_of", lambda config: family)
     return {rule.name: rule for rule in rules.tensor_rules(open_checkpoint(source))}
 
 

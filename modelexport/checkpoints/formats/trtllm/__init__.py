@@ -187,7 +187,7 @@ def open(directory: Path, config: dict[str, Any] | None, rules: Rules) -> Checkp
 
     Args:
         config: the model's config.json in Hugging Face's keys, where what lies in the directory is not to be taken.
-        rules: as ``contents.rules.expected_rules``.
+        rules: as :func:`modelexport.models.rules.expected_rules`.
 
     Raises:
         CheckpointError: a rank's file is missing or damaged, the model is quantised in a way that is not read, the

@@ -1,0 +1,381 @@
+"""The matcher: which tensor of a checkpoint is which parameter of which module of its model, and what does not fit.
+
+The one answer to that question. Plans (:mod:`modelexport.exporting.plan`), rules of cuts
+(:mod:`modelexport.models.rules`) and verification (:mod:`modelexport.inspection.verify.structure`) are made from it.
+Works on headers and config.json alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, Literal, NoReturn
+
+from modelexport.checkpoints.safetensors.file import Checkpoint, TensorInfo, dtype_names
+from modelexport.errors import CheckpointError, PlanError, did_you_mean
+from modelexport.models.architecture import Dimensions, Family, Module, family_of, read_dimensions
+from modelexport.quantization.methods import (
+    FLOATS,
+    QuantizationConfig,
+    Scheme,
+    StoredTensorSpec,
+    extras,
+    methods,
+    read_quantization_config,
+    tensor_specs,
+)
+
+Stages = tuple[Literal["first", "last"], ...]
+
+KV_SCALES = ("q_scale", "k_scale", "v_scale", "k_zero_point", "v_zero_point")
+"""Names of the scales of a KV cache within a layer's attention, as engines have them."""
+
+PLAIN_DTYPES = (*FLOATS, "F64")
+
+_LISTED = 8
+_CACHE = "_cache"
+
+
+@dataclass(frozen=True)
+class Place:
+    """One module of a model, where it stands.
+
+    Attributes:
+        name: in full, ``"model.layers.3.mlp.experts.7.up_proj"``; ``""`` of the model itself.
+        module: its declaration, whose ``path`` has ``{e}`` for the expert's number.
+        path: its name within its layer; ``""`` outside of the layers.
+        stages: outside of the layers, the ends of a pipeline that need it.
+    """
+
+    name: str
+    module: Module
+    path: str = ""
+    layer: int | None = None
+    expert: int | None = None
+    stages: Stages = ()
+
+    def tensor(self, suffix: str) -> str:
+        """The name of a tensor of the module; parameters of the model itself have no module in front."""
+        return f"{self.name}.{suffix}" if self.name else suffix
+
+    @property
+    def is_cache_scale(self) -> bool:
+        """True for the scale of a layer's cached keys or values; see :func:`cache_place`."""
+        return self.module.role.endswith(_CACHE)
+
+
+def cache_place(prefix: str, path: str, parameter: str, layer: int) -> Place:
+    """The place of a scale of a layer's KV cache, ``parameter`` (``k_scale``) of the module ``path``."""
+    module = Module(path=path, kind="vector", role=f"attention.{parameter[0]}{_CACHE}", parameter=parameter)
+    return Place(f"{prefix}.{path}", module, path, layer)
+
+
+def places(family: Family, dimensions: Dimensions) -> Iterator[Place]:
+    """Every module of a model in its order: before the layers, layer by layer, behind them; no head that is tied."""
+    for module in family.before:
+        tied = dimensions.tied_embeddings and module.kind == "embedding"
+        yield Place(module.path, module, stages=("first", "last") if tied else ("first",))
+    for i in range(dimensions.layers):
+        prefix = family.layer_prefix.format(i=i)
+        for path, expert, module in family.modules_of_layer(dimensions, i):
+            yield Place(f"{prefix}.{path}" if path else prefix, module, path, i, expert)
+    for module in family.after:
+        if not (module.kind == "head" and dimensions.tied_embeddings):
+            yield Place(module.path, module, stages=("last",))
+
+
+@dataclass(frozen=True)
+class ExpectedModule:
+    """The tensors of a module by suffix: those that it must have, and those that it may have."""
+
+    scheme: Scheme | None
+    required: Mapping[str, StoredTensorSpec]
+    optional: Mapping[str, StoredTensorSpec]
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """A model as its config.json describes it."""
+
+    config: Mapping[str, Any]
+    family: Family
+    dimensions: Dimensions
+    quantization: QuantizationConfig | None
+    _expected: dict[tuple[int, int], ExpectedModule] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any], where: str) -> ModelDescription:
+        """Reads a config.json's content.
+
+        Raises:
+            CheckpointError: it lacks a number, or contradicts itself.
+            PlanError: an unknown architecture, or a method of quantisation whose tensors are not known.
+        """
+        family = family_of(dict(config))
+        quantization = read_quantization_config(config)
+        if quantization is not None and quantization.method not in methods():
+            raise PlanError(
+                f"{where}: the model is quantised (quant_method '{quantization.method}'), and the tensors of such "
+                f"models are known for {', '.join(methods())} only; give a checkpoint of these, or an unquantised one"
+            )
+        if quantization is not None and (why := getattr(methods()[quantization.method], "NO_SOURCE", "")):
+            raise PlanError(f"{where}: {why}")
+        return cls(family.complete(config), family, read_dimensions(config, family), quantization)
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> ModelDescription:
+        """Reads the config.json of a checkpoint.
+
+        Raises:
+            CheckpointError: there is none, or as :meth:`read`; or it has more layers than there are tensors.
+            PlanError: as :meth:`read`.
+        """
+        directory = checkpoint.directory
+        if checkpoint.config is None:
+            raise CheckpointError(
+                f"{directory} has no config.json; give --config DIR, the directory or file of the model's config.json"
+            )
+        model = cls.read(checkpoint.config, str(directory))
+        if absurd := too_many_blocks(model.dimensions, len(checkpoint.infos)):
+            raise CheckpointError(f"{directory}: {absurd}")
+        return model
+
+    def places(self) -> Iterator[Place]:
+        """Every module of the model, in its order."""
+        return places(self.family, self.dimensions)
+
+    def expected(self, place: Place) -> ExpectedModule:
+        """The tensors of a module.
+
+        Raises:
+            CheckpointError: nothing here knows those of its quantisation scheme.
+        """
+        module, scheme = place.module, None
+        if self.quantization is not None and module.kind in ("linear", "head"):
+            scheme = self.quantization.scheme_of(place.name)
+        key = (id(module), id(scheme))  # one object each for all layers and experts
+        if key not in self._expected:
+            self._expected[key] = self._expect(module, scheme)
+        return self._expected[key]
+
+    def _expect(self, module: Module, scheme: Scheme | None) -> ExpectedModule:
+        shape = self.dimensions.weight_shape(module)
+        optional: dict[str, StoredTensorSpec] = {}
+        if scheme is None:
+            dtypes = dtype_names() if module.kind == "other" else PLAIN_DTYPES
+            axes = tuple((dim, 1) for dim in range(len(shape)))
+            required = {module.parameter: StoredTensorSpec(dtypes, self.dimensions.stored_shapes(module), axes)}
+        else:
+            required = dict(tensor_specs(scheme, (shape[0], shape[1])))
+            optional |= extras(scheme, (shape[0], shape[1]))
+        if module.kind != "other":
+            bias = StoredTensorSpec(PLAIN_DTYPES, ((shape[0] if shape else 1,),), ((0, 1),))
+            (required if module.has_bias(self.config) else optional)["bias"] = bias
+        return ExpectedModule(scheme, required, optional)
+
+    def left_out(self, names: Iterator[str] | Sequence[str] | Mapping[str, Any]) -> dict[str, str]:
+        """The tensors among ``names`` that are no part of the model -> why; a second copy of tied embeddings is one."""
+        family, dimensions = self.family, self.dimensions
+        found = {name: why for name in names if (why := family.left_out(name, dimensions)) is not None}
+        if dimensions.tied_embeddings:
+            embedding = next((m.path for m in family.before if m.kind == "embedding"), "")
+            heads = tuple(f"{m.path}." for m in family.after if m.kind == "head")
+            own = {f"{m.path}.{m.parameter}" for m in family.before if m.kind == "other"}  # a tied head's bias
+            for name in names:
+                if name.startswith(heads) and name not in own:
+                    found.setdefault(name, f"tied to {embedding}.weight, written once")
+        return found
+
+
+@dataclass(frozen=True)
+class MatchedModule:
+    """A module of the model with its tensors, by suffix: all that it must have, and what it may have besides."""
+
+    place: Place
+    scheme: Scheme | None
+    specs: Mapping[str, StoredTensorSpec]
+    tensors: Mapping[str, TensorInfo]
+
+
+@dataclass(frozen=True)
+class Matched:
+    """The tensors of a checkpoint, matched with the modules of its model.
+
+    Attributes:
+        modules: every module whose tensors are as they must be, in the model's order; the scales of a layer's KV cache
+            (:attr:`Place.is_cache_scale`) behind its modules.
+        left_out: tensors that are no part of the model -> why.
+        missing: tensors that must be there and are not, and what they would have to be, one line each.
+        unfit: tensors of another dtype or shape than config.json says, or that nothing here knows; one line each.
+        unknown: tensors that no module has -> why not.
+    """
+
+    model: ModelDescription
+    modules: tuple[MatchedModule, ...]
+    left_out: Mapping[str, str]
+    missing: tuple[str, ...]
+    unfit: tuple[str, ...]
+    unknown: Mapping[str, str]
+
+    def problems(self) -> list[str]:
+        """Everything that is wrong: what is missing first, what is unknown last and in one line."""
+        found = [*self.missing, *self.unfit]
+        if self.unknown:
+            names = sorted(self.unknown)
+            found.append(
+                f"{len(names)} tensor(s) are not part of {describe(self.model.family, self.model.dimensions)}: "
+                f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+            )
+        return found
+
+
+def match(checkpoint: Checkpoint, model: ModelDescription | None = None) -> Matched:
+    """Match every tensor of a checkpoint with the module that it belongs to.
+
+    Args:
+        model: the model, if its config.json has been read already.
+
+    Raises:
+        CheckpointError, PlanError: as :meth:`ModelDescription.of`. That tensors are missing, unknown or unfit is a
+            result.
+    """
+    model = model or ModelDescription.of(checkpoint)
+    left_out = model.left_out(checkpoint.infos)
+    infos = {name: info for name, info in checkpoint.infos.items() if name not in left_out}
+    modules: list[MatchedModule] = []
+    reasons: dict[str, str] = {}  # module -> why it has no further tensors
+    missing: dict[str, str] = {}
+    unfit: list[str] = []
+    undescribed: set[str] = set()
+    for layer, group in groupby(model.places(), key=lambda place: place.layer):
+        for place in group:
+            try:
+                expected = model.expected(place)
+            except CheckpointError as error:
+                unfit.append(str(error))
+                undescribed.add(place.name)
+                continue
+            module = fit(place.tensor, expected, infos.pop)
+            reasons[place.name] = no_further(expected.scheme, model.quantization)
+            missing |= module.missing
+            unfit += module.unfit
+            if (bias := place.tensor("bias")) in module.missing:
+                announced = place.module.bias
+                said = f"config.json says {announced}" if isinstance(announced, str) else f"{model.family.name} has one"
+                missing[bias] += f", though {said}"
+            if not module.missing and not module.unfit:
+                modules.append(MatchedModule(place, expected.scheme, module.specs, module.tensors))
+        if layer is not None:
+            modules += _take_cache_scales(model, layer, infos, unfit)
+    for name in list(missing)[:_LISTED]:  # each looks at all names
+        if name.rpartition(".")[2] != "bias":
+            missing[name] += did_you_mean(name, infos)
+    unknown = {}
+    for name in infos:
+        module_name = name.rpartition(".")[0]
+        if module_name not in undescribed:
+            why = reasons.get(module_name)
+            unknown[name] = why or f"{describe(model.family, model.dimensions)} has no such module"
+    return Matched(model, tuple(modules), left_out, tuple(missing.values()), tuple(dict.fromkeys(unfit)), unknown)
+
+
+@dataclass(frozen=True)
+class FittedTensors:
+    """The tensors of one module beside those that it must have; ``missing`` by the tensor's full name, in words."""
+
+    specs: Mapping[str, StoredTensorSpec]
+    tensors: Mapping[str, TensorInfo]
+    missing: Mapping[str, str]
+    unfit: Sequence[str]
+
+
+def fit(
+    name_of: Callable[[str], str], expected: ExpectedModule, take: Callable[[str, None], TensorInfo | None]
+) -> FittedTensors:
+    """Compare the tensors of one module with those that it must have.
+
+    Args:
+        name_of: the full name of a tensor by its suffix.
+        take: the tensor of that name, or its second argument.
+    """
+    specs, tensors, missing, unfit = dict(expected.required), {}, {}, []
+    for suffix, spec in (*expected.required.items(), *expected.optional.items()):
+        name, scheme = name_of(suffix), None if suffix == "bias" else expected.scheme
+        info = take(name, None)
+        if info is None:
+            if suffix in expected.required:
+                missing[name] = f"{name} is missing{'' if scheme is None else f': {_in_words(scheme)} needs {spec}'}"
+            continue
+        specs[suffix], tensors[suffix] = spec, info
+        fits = info.dtype in spec.dtypes, info.shape in spec.shapes
+        if not all(fits):
+            plain = scheme is None and fits[0]  # where any float will do, the shape alone is wrong
+            found, made = (f"{list(info.shape)}", spec.shapes_text) if plain else (_of(info), str(spec))
+            why = "" if scheme is None else f" ({_in_words(scheme)})"
+            unfit.append(f"{name} is {found} but config.json makes it {made}{why}")
+    return FittedTensors(specs, tensors, missing, unfit)
+
+
+def no_further(scheme: Scheme | None, quantization: QuantizationConfig | None) -> str:
+    """The reason why a module has no other tensors than those expected."""
+    if scheme is not None:
+        return f"{_in_words(scheme)} has no such tensor"
+    return "config.json has no quantization_config" if quantization is None else "config.json does not quantise it"
+
+
+def describe(family: Family, dimensions: Dimensions) -> str:
+    """``"a llama model of 2 layers"``."""
+    return f"a {family.name} model of {dimensions.layers} layers"
+
+
+def too_many_blocks(dimensions: Dimensions, tensors: int) -> str:
+    """The refusal of more layers or experts than there are tensors, or ""; to be asked before any loop over them."""
+    if dimensions.most_blocks <= tensors:
+        return ""
+    return f"config.json says {blocks(dimensions)}, but there are only {tensors} tensors"
+
+
+def blocks(dimensions: Dimensions) -> str:
+    """``"32 layers"`` or ``"32 layers of 8 experts"``."""
+    return f"{dimensions.layers} layers{f' of {dimensions.experts} experts' if dimensions.experts else ''}"
+
+
+def refuse(where: str, problems: Sequence[str]) -> NoReturn:
+    """Raise with the first of the problems, the others counted.
+
+    Raises:
+        CheckpointError: always.
+    """
+    problems = list(dict.fromkeys(problems))
+    more = f"; and {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""
+    raise CheckpointError(f"{where}: {'; '.join(problems[:_LISTED])}{more}")
+
+
+def _of(info: TensorInfo) -> str:
+    return f"{info.dtype} {list(info.shape)}"
+
+
+def _in_words(scheme: Scheme) -> str:
+    return f"{scheme.name} ({scheme.describe()})"
+
+
+def _take_cache_scales(
+    model: ModelDescription, layer: int, infos: dict[str, TensorInfo], unfit: list[str]
+) -> Iterator[MatchedModule]:
+    """Takes the scales of a layer's KV cache, one number each, out of ``infos``; notes those that are not."""
+    quantization = model.quantization
+    if quantization is None or quantization.kv_cache_scheme is None:
+        return
+    own = methods()[quantization.method].KV_SCALES.values() if quantization.method in methods() else ()
+    prefix = model.family.layer_prefix.format(i=layer)
+    for where in dict.fromkeys((*KV_SCALES, *own)):
+        path, _, parameter = f"{model.family.attention or 'self_attn'}.{where}".rpartition(".")
+        place = cache_place(prefix, path, parameter, layer)
+        info = infos.pop(place.tensor(parameter), None)
+        if info is not None and math.prod(info.shape) != 1:
+            unfit.append(f"{info.name} is {_of(info)}: a KV cache's scale is one number")
+        elif info is not None:
+            spec = StoredTensorSpec((info.dtype,), (info.shape,))
+            yield MatchedModule(place, None, {parameter: spec}, {parameter: info})
