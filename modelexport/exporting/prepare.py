@@ -13,6 +13,7 @@ from modelexport.errors import PlanError, UsageError
 from modelexport.exporting.plan import ExportPlan, build_plan, full_name
 from modelexport.models import checkpoint_formats
 from modelexport.models.architecture import why_no_language_model
+from modelexport.models.decoded import decoded
 from modelexport.models.draft_layers import without_drafts
 from modelexport.models.engines import Linear
 from modelexport.models.engines import warnings as engine_warnings
@@ -70,6 +71,8 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> PreparedExpor
     _check_apart(recipe, source)
     with without_collector():  # a hundred thousand small objects: the collector would walk them over and over
         checkpoint, dropped = without_drafts(open_model(source.directory, recipe.config))
+        if recipe.quant != KEEP or recipe.of_kind("assign"):
+            checkpoint = decoded(checkpoint)
         if recipe.of_kind("assign"):
             recipe = _autoquant(recipe, source, checkpoint)
         assignment = parse_assignment(recipe)
@@ -105,7 +108,7 @@ def _autoquant(recipe: ExportRecipe, source: Source, checkpoint: Checkpoint) -> 
 
     Raises:
         UsageError: a candidate is unknown.
-        PlanError: no choice is within the budget; or the source is quantised.
+        PlanError: no choice is within the budget.
     """
     from modelexport.distributed import collectives, ranks
     from modelexport.exporting.calibrated.autoquant import assigned
@@ -229,16 +232,9 @@ def _check_calibration(recipe: ExportRecipe, source: Source, checkpoint: Checkpo
     """Checks what calibration needs, before ranks are started; the text itself is checked where it is read.
 
     Raises:
-        PlanError: the source is quantised, or calibration cannot run it.
+        PlanError: calibration cannot run the model.
         UsageError: the text or the tokenizer is missing.
     """
-    if any((checkpoint.config or {}).get(key) for key in QUANTIZATION_KEYS):
-        what = f"the statistics for {recipe.algorithm}" if recipe.reads_samples else "static scales"
-        instead = "" if recipe.kv_cache is None else ", or leave out --kv-cache"
-        raise PlanError(
-            f"{checkpoint.directory} is quantised, and {what} are made from an unquantised model's activations: "
-            f"write it with --quant none first{instead}"
-        )
     refusal = why_no_language_model(checkpoint.config or {})
     if refusal:
         plain = [name for name, algorithm in algorithms.registered().items() if not algorithm.needs_samples]

@@ -26,9 +26,9 @@ from modelexport.errors import CheckpointError
 from modelexport.exporting.audit import audit
 from modelexport.exporting.output import ShardWriter
 from modelexport.exporting.plan import ExportPlan, ExportStep, TensorTask, full_name
-from modelexport.exporting.plan.steps import StoredLinear
 from modelexport.exporting.scales import ScaleAgreement, check_finite
 from modelexport.layers import LayerConfig, ModuleConfig, TensorShard
+from modelexport.models.decoded import StoredLinear
 from modelexport.quantization import decoding, formats, kernels
 from modelexport.quantization.calibration.ranges import Ranges
 from modelexport.quantization.methods import WeightSlice, of_method
@@ -313,18 +313,13 @@ class RankExport:
         return self.encoded(task, native, (weight.shape[0], weight.shape[1]))
 
     def _recoded(self, task: TensorTask, stored: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A linear that is quantised in the source: re-encoded by the target's method, or decoded to its weight."""
+        """A linear that is quantised in the source, its numbers encoded by the target's method."""
         linear = task.stored
         assert linear is not None
         try:
             decoding.check_stored(stored, task.full_shape)
-            if task.number_format is None:
-                weight = decoding.dequantise(linear.method, linear.number_format, stored, task.full_shape)
-                found = {"weight": weight.to(torch_dtype(task.info.dtype))}
-                check_finite(self.plain, found["weight"], task.info.name)
-            else:
-                found = decoding.recode(linear.method, self.method, linear.number_format, stored, task.full_shape)
-                found = {out.name: decoding.as_dtype(found[out.name], torch_dtype(out.dtype)) for out in task.outputs}
+            found = decoding.recode(linear.method, self.method, linear.number_format, stored, task.full_shape)
+            found = {out.name: decoding.as_dtype(found[out.name], torch_dtype(out.dtype)) for out in task.outputs}
         except CheckpointError as error:  # of one among hundreds
             raise type(error)(f"{task.info.name.removesuffix('.weight')}: {error}") from error
         return {name: in_shared_memory(t) for name, t in found.items()} if self.writer.wants_shared(task) else found

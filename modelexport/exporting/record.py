@@ -59,7 +59,7 @@ def make_record(
         "changed": changed,
         "output_error": errors,
         "tensor_parallel_sizes": plan.admissible_tp(),
-        "notes": list(plan.family.notes),
+        "notes": list(plan.notes),
         "unquantised": plan.unquantised,
         "left_out": {**plan.left_out, **side.left_out},
         "file_sha256": {n: file_sha256(path) for n, path in sorted(files.items())},

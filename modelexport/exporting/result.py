@@ -133,7 +133,7 @@ def _result(
         files=[file.name for file in target.layout.files],
         peak_rank_bytes=plan.peak_rank_bytes(),
         tensor_parallel_sizes=plan.admissible_tp(),
-        notes=list(plan.family.notes),
+        notes=list(plan.notes),
         unquantised=plan.unquantised,
         left_out=record["left_out"],
         seconds=seconds,

@@ -155,6 +155,13 @@ class ModelDescription:
         module, scheme = place.module, None
         if self.quantization is not None and module.kind in ("linear", "head"):
             scheme = self.quantization.scheme_of(place.name)
+        return self._known(module, scheme)
+
+    def unquantised(self, module: Module) -> ExpectedModule:
+        """The tensors of a module that is not quantised, whatever config.json says."""
+        return self._known(module, None)
+
+    def _known(self, module: Module, scheme: Scheme | None) -> ExpectedModule:
         key = (id(module), id(scheme))  # one object each for all layers and experts
         if key not in self._expected:
             self._expected[key] = self._expect(module, scheme)
@@ -210,6 +217,8 @@ class Matched:
         missing: tensors that must be there and are not, and what they would have to be, one line each.
         unfit: tensors of another dtype or shape than config.json says, or that nothing here knows; one line each.
         unknown: tensors that no module has -> why not.
+        plain: modules that config.json makes quantised, and whose weight is there in floating point -> their scheme in
+            words. They are unquantised: lists of what is kept are often incomplete, and engines know it by themselves.
     """
 
     model: ModelDescription
@@ -218,6 +227,7 @@ class Matched:
     missing: tuple[str, ...]
     unfit: tuple[str, ...]
     unknown: Mapping[str, str]
+    plain: Mapping[str, str]
 
     def problems(self) -> list[str]:
         """Everything that is wrong: what is missing first, what is unknown last and in one line."""
@@ -248,6 +258,7 @@ def match(checkpoint: Checkpoint, model: ModelDescription | None = None) -> Matc
     reasons: dict[str, str] = {}  # module -> why it has no further tensors
     missing: dict[str, str] = {}
     unfit: list[str] = []
+    plain: dict[str, str] = {}
     undescribed: set[str] = set()
     for layer, group in groupby(model.places(), key=lambda place: place.layer):
         for place in group:
@@ -257,6 +268,9 @@ def match(checkpoint: Checkpoint, model: ModelDescription | None = None) -> Matc
                 unfit.append(str(error))
                 undescribed.add(place.name)
                 continue
+            if expected.scheme is not None and _is_plain(place, expected, infos):
+                plain[place.name] = _in_words(expected.scheme)
+                expected = model.unquantised(place.module)
             module = fit(place.tensor, expected, infos.pop)
             reasons[place.name] = no_further(expected.scheme, model.quantization)
             missing |= module.missing
@@ -278,7 +292,16 @@ def match(checkpoint: Checkpoint, model: ModelDescription | None = None) -> Matc
         if module_name not in undescribed:
             why = reasons.get(module_name)
             unknown[name] = why or f"{describe(model.family, model.dimensions)} has no such module"
-    return Matched(model, tuple(modules), left_out, tuple(missing.values()), tuple(dict.fromkeys(unfit)), unknown)
+    return Matched(
+        model, tuple(modules), left_out, tuple(missing.values()), tuple(dict.fromkeys(unfit)), unknown, plain
+    )
+
+
+def _is_plain(place: Place, expected: ExpectedModule, infos: Mapping[str, TensorInfo]) -> bool:
+    """Returns whether a module has a floating-point weight, and nothing that its scheme would have besides."""
+    weight = infos.get(place.tensor("weight"))
+    others = {*expected.required, *expected.optional} - {"weight", "bias"}
+    return weight is not None and weight.dtype in FLOATS and not any(place.tensor(each) in infos for each in others)
 
 
 @dataclass(frozen=True)

@@ -17,21 +17,15 @@ if hasattr(torch, "float8_e8m0fnu"):
     _NAN[torch.float8_e8m0fnu] = 0xFF
 
 
-def dequantise(
-    method: str,
-    number_format: NumberFormat,
-    tensors: Mapping[str, Tensor],
-    shape: tuple[int, int],
-    *,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """The weight, ``[out, in]``, that a linear's tensors stand for: computed in float32, then rounded.
+def dequantise(method: str, number_format: NumberFormat, tensors: Mapping[str, Tensor], part: WeightSlice) -> Tensor:
+    """The rectangle of a weight that a linear's tensors stand for, float32 ``[rows, cols]``.
 
     Where a method divides the inputs by numbers that it keeps beside the weight (modelopt's ``pre_quant_scale``), the
     weight's columns are multiplied by them.
 
     Args:
-        method: ``quant_method`` of the checkpoint that the tensors (suffix -> tensor, of the whole weight) are from.
+        method: ``quant_method`` of the checkpoint that the tensors (suffix -> tensor, of the part) are from.
+        part: begins and ends where the axes of the tensors' specs allow a cut.
 
     Raises:
         CheckpointError: the tensors hold what the number format cannot say.
@@ -39,13 +33,13 @@ def dequantise(
     encoder = of_method(method)
     own, multiplier = getattr(encoder, "dequantise", None), getattr(encoder, "weight_multiplier", None)
     if own is not None:
-        weight: Tensor = own(number_format, tensors, WeightSlice.whole(shape))
-        return weight.to(dtype)
+        weight: Tensor = own(number_format, tensors, part)
+        return weight
     columns = None if multiplier is None else multiplier(tensors)
-    promises = tensor_specs(number_format.scheme(method), shape)
-    needed = {suffix: tensor for suffix, tensor in tensors.items() if suffix in promises}
-    weight = number_format.dequantise(encoder.decode(number_format, needed, WeightSlice.whole(shape)))
-    return (weight if columns is None else weight * columns.float()).to(dtype)
+    specs = tensor_specs(number_format.scheme(method), part.shape)
+    needed = {suffix: tensor for suffix, tensor in tensors.items() if suffix in specs}
+    weight = number_format.dequantise(encoder.decode(number_format, needed, part))
+    return weight if columns is None else weight * columns.float()
 
 
 def recode(

@@ -20,7 +20,7 @@ from modelexport.exporting import export
 from modelexport.models.opening import open_model
 from modelexport.quantization import formats
 from modelexport.quantization.decoding import dequantise
-from modelexport.quantization.methods import read_quantization_config
+from modelexport.quantization.methods import WeightSlice, read_quantization_config
 from tests.helpers.models import make_llama
 
 MODELOPT = os.environ.get("MODELEXPORT_MODELOPT_PYTHON")
@@ -64,7 +64,7 @@ class Stored:
         number_format = formats.of_scheme(scheme, scale_dtype=torch.float32)
         rows, cols = own["weight"].shape
         shape = {"int4": (2 * rows, cols), "nvfp4": (rows, 2 * cols)}.get(number_format.name, (rows, cols))
-        weight = dequantise("trtllm", number_format, own, shape)
+        weight = dequantise("trtllm", number_format, own, WeightSlice.whole(shape))
         weight[(weight == 0) & weight.signbit()] = -1e-30  # what becomes -0: modelopt makes that of negative numbers
         found = {"weight": weight}
         found |= {name: value for name, value in own.items() if name.endswith(("factor", "factor_2"))}

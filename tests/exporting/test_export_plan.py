@@ -503,11 +503,17 @@ def test_quantised_otherwise_than_it_says(
     refused(without(headers_only(), **{key: value}), kind, *parts)
 
 
-def test_what_is_quantised_is_not_rounded_again() -> None:
+def test_what_is_quantised_is_decoded_or_kept() -> None:
     quantised = quantised_headers("int4", hidden=256, intermediate=256, heads=4, kv_heads=4, head_dim=64)
-    with pytest.raises(PlanError, match=r"is quantised in the source.*--quant none.*modelexport convert"):
-        plan_for(quantised, "int8")
+    again = plan_for(quantised, "int8")
+    assert {number_format.name for number_format in again.formats().values()} == {"int8"}
+    assert again.notes == (
+        "14 linears are int4 in the source: they are decoded and rounded a second time, and errors are those against "
+        "the decoded weights",
+    )
+    assert again.source_bytes == sum(info.nbytes for info in quantised.infos.values())
     plan = plan_for(quantised, "none")
+    assert plan.notes == ()
     assert {dtype for _, dtype, _ in plan.outputs()} == {"BF16"}
     kept = build_plan(quantised, None, Parallelism(tp=2))
     assert {number_format.name for number_format in kept.formats().values()} == {"int4"}

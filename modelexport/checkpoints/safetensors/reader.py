@@ -6,10 +6,10 @@ import os
 import re
 import shlex
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from modelexport.checkpoints import raw_io
 from modelexport.checkpoints.safetensors.header import Header, TensorInfo, dtype_bits, read_header, torch_dtype
@@ -29,6 +29,21 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _PART = re.compile(r"^(?P<stem>.*)-(?P<part>\d+)-of-(?P<parts>\d+)\.safetensors$")
 
 
+class ComputedTensor(Protocol):
+    """A tensor that lies nowhere, and is computed from others of the checkpoint as it is read. Can be pickled."""
+
+    @property
+    def sources(self) -> Collection[TensorInfo]:
+        """The tensors that it is computed from."""
+
+    def read(self, reader: Reader, rows: tuple[int, int], cols: tuple[int, int]) -> torch.Tensor:
+        """Rows and columns of it, ``[rows, cols]``, in its dtype.
+
+        Raises:
+            CheckpointError: a file cannot be read, or its values mean nothing.
+        """
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint, headers read and checked, no data read.
@@ -42,6 +57,7 @@ class Checkpoint:
             ``infos`` then tell the whole tensor's dtype, shape and size, but no single place.
         format: the checkpoint format, as ``--format`` spells it.
         left_out: what else the files hold, which is no part of the model -> what it is.
+        computed: matrices of ``infos`` that are computed from what lies in the files.
     """
 
     directory: Path
@@ -51,13 +67,15 @@ class Checkpoint:
     placements: Mapping[str, tuple[Placement, ...]] = field(default_factory=dict)
     format: str = "hf"
     left_out: Mapping[str, str] = field(default_factory=dict)
+    computed: Mapping[str, ComputedTensor] = field(default_factory=dict)
 
     @property
     def files(self) -> list[Path]:
         """Every file that holds a tensor, each once, sorted."""
         placed = {place.path for places in self.placements.values() for place in places}
-        alone = {info.path for name, info in self.infos.items() if name not in self.placements}
-        return sorted(placed | alone)
+        stored = [info for name, info in self.infos.items() if name not in self.computed]
+        stored += [info for tensor in self.computed.values() for info in tensor.sources]
+        return sorted(placed | {info.path for info in stored if info.name not in self.placements})
 
 
 def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
@@ -209,6 +227,23 @@ class Reader:
             CheckpointError: the file cannot be read or has become shorter; torch lacks the dtype.
             ValueError: a slice outside the tensor, or an ``out`` that does not fit.
         """
+        computed = self._checkpoint.computed.get(info.name)
+        if computed is None:
+            return self.read_stored(info, rows=rows, cols=cols, out=out)
+        asked = zip(info.shape, (rows, cols), strict=True)
+        spans = [(0, size) if span is None else span for size, span in asked]
+        found = computed.read(self, spans[0], spans[1])
+        return found if out is None else out.copy_(found)
+
+    def read_stored(
+        self,
+        info: TensorInfo,
+        *,
+        rows: tuple[int, int] | None = None,
+        cols: tuple[int, int] | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As :meth:`read`, of what lies in the files, though a computed tensor may have its name."""
         import torch
 
         places = self._checkpoint.placements.get(info.name)

@@ -18,7 +18,6 @@ from modelexport.exporting.plan.steps import full_name
 from modelexport.models.architecture import Dimensions, Family, Module, family_of, read_dimensions
 from modelexport.quantization.algorithms.rotation import Balance, Change, Factors, Rotation, Turn, balanced
 from modelexport.quantization.kernels.searching import sum_in_halves
-from modelexport.quantization.methods import QUANTIZATION_KEYS
 
 __all__ = ["RotatedReader", "rotation_changes"]
 
@@ -35,15 +34,10 @@ def rotation_changes(source: Checkpoint) -> dict[str, Change]:
     The head is always among them: one that is tied to the embedding is a tensor of its own in the rotated model.
 
     Raises:
-        PlanError: the source is quantised, the architecture is unknown, or not one that can be rotated.
+        PlanError: the architecture is unknown, or not one that can be rotated.
         CheckpointError: config.json contradicts itself.
     """
     config = source.config or {}
-    if any(config.get(key) for key in QUANTIZATION_KEYS):
-        raise PlanError(
-            f"{source.directory} is quantised, and numbers that are rounded already gain nothing by a rotation: "
-            f"write it with --quant none first, or {_INSTEAD}"
-        )
     family = family_of(config)
     return dict(_Table(source, family, read_dimensions(config, family)).changes())
 

@@ -7,7 +7,7 @@ result will weigh. Every violation found is listed at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -21,10 +21,9 @@ from modelexport.exporting.plan.linears import (
     kept_cache_scales,
     linear_outputs,
     made_cache_scales,
-    model_dtype,
-    source_linear,
 )
-from modelexport.exporting.plan.steps import ExportPlan, ExportStep, OutputTensor, StoredLinear, TensorTask, full_name
+from modelexport.exporting.plan.steps import ExportPlan, ExportStep, OutputTensor, TensorTask, full_name
+from modelexport.models.decoded import StoredLinear, decoded, model_dtype, stored_linear
 from modelexport.models.families.base import Module
 from modelexport.models.matching import Matched, MatchedModule, ModelDescription, match, refuse
 from modelexport.models.ties import check_tied, untie
@@ -63,9 +62,11 @@ def build_plan(
 
     Raises:
         CheckpointError: config.json is missing or contradicts the tensors, or tensors are missing or unknown.
-        PlanError: the architecture is unknown, a dimension does not suit a number format, the method cannot spell
-            one, or the source is quantised and would have to be rounded again.
+        PlanError: the architecture is unknown, a dimension does not suit a number format, or the method cannot encode
+            one.
     """
+    if assignment is not None:
+        checkpoint = decoded(checkpoint)
     model = ModelDescription.of(checkpoint)
     family, dimensions = model.family, model.dimensions
     if untied and dimensions.tied_embeddings:
@@ -131,7 +132,21 @@ class _Planner:
             self.unquantised,
             made_cache or bool(kept_cache),
             self.cuts.rows is not None,
+            (*self.family.notes, *self._rounded_again(steps)),
         )
+
+    def _rounded_again(self, steps: Iterable[ExportStep]) -> Iterator[str]:
+        """Says what is rounded a second time."""
+        quantised = {task.info.name for step in steps for task in step.tasks if task.quantised}
+        found: dict[str, int] = {}
+        for name, linear in self.checkpoint.computed.items():
+            if name in quantised and isinstance(linear, StoredLinear):
+                found[linear.number_format.name] = found.get(linear.number_format.name, 0) + 1
+        for name, count in found.items():
+            yield (
+                f"{count} linears are {name} in the source: they are decoded and rounded a second time, and errors are "
+                "those against the decoded weights"
+            )
 
     def _layer(self, number: int, modules: Iterable[MatchedModule], made_cache: bool) -> ExportStep:
         layer = self.family.layer_prefix.format(i=number)
@@ -206,14 +221,15 @@ class _Planner:
         place, module, linear = matched.place, matched.place.module, None
         if matched.scheme is None:
             weight = matched.tensors[module.parameter]
+            computed = self.checkpoint.computed.get(weight.name)
+            source_bytes = None if computed is None else sum(info.nbytes for info in computed.sources)
         else:
-            rows, cols = self.dims.weight_shape(module)
             try:
-                source = source_linear(matched, matched.scheme, (rows, cols), self.dtype)
+                linear = stored_linear(matched, matched.scheme, self.dims.weight_shape(module), self.dtype)
             except CheckpointError as error:
                 self.problems.append(str(error))
                 return []
-            linear, weight = source.linear, source.weight
+            weight, source_bytes = linear.weight, linear.nbytes
         number_format = self._number_format(place.name, module, linear)
         if not self._suits(weight, module, number_format, linear):
             return []
@@ -230,6 +246,7 @@ class _Planner:
                 self._outputs(weight, number_format),
                 shared_scale=shared,
                 stored=linear,
+                source_bytes=source_bytes,
             )
         ]
         bias = matched.tensors.get("bias")
@@ -252,12 +269,6 @@ class _Planner:
             found = self.assignment.of(name)
             if found is not None and not found.quantised:
                 found = None
-            if found is not None and stored is not None:
-                self.format_problems.setdefault(
-                    "is quantised in the source, and what is rounded twice is worse than either: --quant none writes "
-                    "it unquantised, modelexport convert keeps its numbers in another --format",
-                    {},
-                )[f"*.{module.general_path}"] = None
         if found is None and (module.why or module.kind not in ("norm", "vector", "other")):
             self.unquantised[name] = self._why_unquantised(name, module)
         return found

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from modelexport.checkpoints.safetensors.file import TensorInfo
 from modelexport.models.architecture import Dimensions, Family, Module
+from modelexport.models.decoded import StoredLinear
 from modelexport.models.engines import loadable_tp
 from modelexport.models.matching import Place
 from modelexport.models.rules import module_rules
@@ -36,33 +37,11 @@ class OutputTensor:
 
 
 @dataclass(frozen=True)
-class StoredLinear:
-    """A linear that is quantised in the source.
-
-    Attributes:
-        method: its quantisation method.
-        number_format: what it holds.
-        tensors: suffix -> where it lies.
-        exact: whether the number format says what becomes of the inputs, too; else only of the weights.
-    """
-
-    method: str
-    number_format: NumberFormat
-    tensors: Mapping[str, TensorInfo]
-    exact: bool = True
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all of them."""
-        return sum(info.nbytes for info in self.tensors.values())
-
-
-@dataclass(frozen=True)
 class TensorTask:
     """One source tensor (or a slab of its rows) and what becomes of it.
 
     Attributes:
-        info: the source tensor; where it is ``stored`` quantised, the weight that it stands for, which lies nowhere.
+        info: the source tensor; where it is quantised in the source, the weight that it stands for, which lies nowhere.
         place: the module it belongs to.
         parameter: ``weight`` or ``bias``.
         rows: the slab of rows that this task covers.
@@ -70,7 +49,8 @@ class TensorTask:
         number_format: what it is written in; None: as it is.
         outputs: the tensors written for it.
         shared_scale: modules of the step with the same word here share the scale of their whole weights.
-        stored: how the source has it, where it is quantised there. Its owner reads it whole.
+        stored: how the source has it, where its numbers are kept as they are there. Its owner reads it whole.
+        source_bytes: bytes of the source that it is read from, where these are not the tensor's own.
         cached: "k" or "v": nothing is read; the scale of the layer's cached keys or values is made.
     """
 
@@ -83,6 +63,7 @@ class TensorTask:
     outputs: tuple[OutputTensor, ...]
     shared_scale: str = ""
     stored: StoredLinear | None = None
+    source_bytes: int | None = None
     cached: str | None = None
 
     @property
@@ -150,7 +131,7 @@ class ExportStep:
     def source_bytes(self) -> int:
         """Bytes read for the step, over all ranks."""
         return sum(
-            _slab_bytes(task, task.info.shape, task.info.nbytes if task.stored is None else task.stored.nbytes)
+            _slab_bytes(task, task.info.shape, task.info.nbytes if task.source_bytes is None else task.source_bytes)
             for task in self.tasks
         )
 
@@ -170,6 +151,7 @@ class ExportPlan:
         unquantised: modules kept in the source's dtype -> why.
         kv_cache: whether the scales of an FP8 KV cache are written.
         calibrated: whether decoder layers are quantised one by one while samples run through them.
+        notes: what to know of how the model is exported.
     """
 
     family: Family
@@ -181,6 +163,7 @@ class ExportPlan:
     unquantised: dict[str, str] = field(default_factory=dict)
     kv_cache: bool = False
     calibrated: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def needs_ranges(self) -> bool:

@@ -204,7 +204,7 @@ class _Linear:
         """The weight, float32 ``[out, in]``; and how its inputs are rounded goes into ``activations``."""
         stored = {suffix: reader.read(info) for suffix, info in self.tensors.items()}
         try:
-            weight = dequantise(self.scheme.method, self.number_format, stored, self.shape)
+            weight = dequantise(self.scheme.method, self.number_format, stored, WeightSlice.whole(self.shape))
             if self.number_format.input_arguments() is not None and self.name not in activations:
                 activations[self.name] = self._activation(stored)
         except CheckpointError as error:  # of one among hundreds

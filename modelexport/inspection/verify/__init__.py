@@ -24,6 +24,7 @@ from modelexport.inspection.record.reading import read_record
 from modelexport.inspection.verify.comparison import HeaderComparison, compare_headers, plan_items
 from modelexport.inspection.verify.record import check_record
 from modelexport.inspection.verify.structure import check_structure
+from modelexport.models.decoded import decoded
 from modelexport.models.matching import places, too_many_blocks
 from modelexport.models.modules import Architecture, StoredModule, read_architecture, read_modules
 from modelexport.models.opening import open_model
@@ -103,7 +104,7 @@ def verify_checkpoint(
     """Check a checkpoint; see the module's docstring.
 
     Args:
-        against: the unquantised checkpoint that it was made from.
+        against: the checkpoint that it was made from; a quantised one is decoded.
         config: the model's config.json, where the checkpoint has none of its own.
         threads: that read and compare side by side; None: one for every core this process may use.
 
@@ -112,7 +113,7 @@ def verify_checkpoint(
 
     Raises:
         UsageError: ``directory`` is no directory.
-        CheckpointError: ``against`` cannot be read, is quantised itself, or holds NaN or Inf.
+        CheckpointError: ``against`` cannot be read, or holds NaN or Inf.
 
     Example:
         ::
@@ -125,7 +126,7 @@ def verify_checkpoint(
         found = "a file" if directory.exists() else "no such directory"
         raise UsageError(f"{directory}: {found}; give the directory of a checkpoint")
     result = Verification(str(directory), None if against is None else str(against))
-    source = None if against is None else _open_source(Path(against))
+    source = None if against is None else decoded(open_model(Path(against)))
     try:
         checkpoint = open_model(directory, config)
         quantization = read_quantization_config(checkpoint.config)
@@ -158,13 +159,6 @@ def verify_checkpoint(
         result.problems.append(str(error))
     result.notes += comparison.notes
     return result
-
-
-def _open_source(directory: Path) -> Checkpoint:
-    source = open_model(directory)
-    if (source.config or {}).get("quantization_config"):
-        raise CheckpointError(f"{directory} is quantised itself; --against needs the checkpoint that was quantised")
-    return source
 
 
 def _check_values(

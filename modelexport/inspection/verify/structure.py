@@ -52,6 +52,7 @@ def check_structure(
         matched = match(checkpoint, model)
         problems += _first(matched.missing, "tensors are missing")
         problems += matched.unfit
+        problems += (f"{name} is not quantised, but config.json makes it {how}" for name, how in matched.plain.items())
         strange = (f"{_of(checkpoint.infos[name])} is not expected: {why}" for name, why in matched.unknown.items())
         problems += _first(list(strange), "tensors are not expected")
     return list(dict.fromkeys(problems))

@@ -100,7 +100,8 @@ def test_both_spellings_of_one_scale_are_read() -> None:
     values = formats.get("fp8-static").dequantise(fp8.decode(number_format, stored, part))
     for spelt in (stored, renamed):
         assert torch.equal(
-            decoding.dequantise("fp8", formats.get("fp8-static"), spelt, (4, 8)).nan_to_num(), values.nan_to_num()
+            decoding.dequantise("fp8", formats.get("fp8-static"), spelt, WeightSlice.whole((4, 8))).nan_to_num(),
+            values.nan_to_num(),
         )
     dynamic = scheme({"activation_scheme": "dynamic"})
     assert list(fp8.tensor_specs(dynamic, (4, 8))) == ["weight", "weight_scale"]

@@ -1,0 +1,205 @@
+"""Quantised checkpoints as the plain models that they stand for: linears are decoded as they are read.
+
+Whatever works on an unquantised checkpoint (plan, calibration, rotation, comparison) works on the decoded view of a
+quantised one, with the bytes that decoding it into a checkpoint of its own first would give.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from modelexport.checkpoints.safetensors.file import Checkpoint, Reader, TensorInfo, tensor_nbytes, torch_dtype
+from modelexport.errors import CheckpointError, UsageError
+from modelexport.models.matching import Matched, MatchedModule, match, refuse
+from modelexport.quantization.methods import (
+    QUANTIZATION_KEYS,
+    Scheme,
+    WeightSlice,
+    of_method,
+    read_quantization_config,
+)
+from modelexport.quantization.methods.base import Axes
+from modelexport.sharding.plan import Range, scale_range
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from modelexport.quantization.formats.base import NumberFormat
+
+__all__ = ["StoredLinear", "decoded", "model_dtype", "stored_linear"]
+
+_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_SCALE_LIKE = ("scale", "scales", "scale_inv", "scaling_factor")
+
+
+@dataclass(frozen=True)
+class StoredLinear:
+    """A linear that is quantised in a checkpoint.
+
+    Attributes:
+        method: its quantisation method.
+        number_format: what it holds.
+        tensors: suffix -> where it lies.
+        axes: suffix -> the dims of the weight that the tensor's dims run along.
+        weight: the weight that it stands for, which lies nowhere.
+        exact: whether the number format says what becomes of the inputs, too; else only of the weights.
+    """
+
+    method: str
+    number_format: NumberFormat
+    tensors: Mapping[str, TensorInfo]
+    axes: Mapping[str, Axes]
+    weight: TensorInfo
+    exact: bool = True
+
+    @property
+    def sources(self) -> Collection[TensorInfo]:
+        """The tensors that hold it."""
+        return self.tensors.values()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(info.nbytes for info in self.tensors.values())
+
+    @cached_property
+    def _unit(self) -> tuple[int, int]:
+        """Rows and columns of the weight that must be decoded together."""
+        units = [1, 1]
+        for axes in self.axes.values():
+            for axis in axes:
+                if axis is not None:
+                    units[axis[0]] = math.lcm(units[axis[0]], axis[1])
+        return (units[0], units[1])
+
+    def read(self, reader: Reader, rows: Range, cols: Range) -> Tensor:
+        """Rows and columns of the weight, decoded in float32 and rounded to its dtype.
+
+        Raises:
+            CheckpointError: a file cannot be read, or its values mean nothing.
+        """
+        from modelexport.quantization import decoding
+
+        shape = (self.weight.shape[0], self.weight.shape[1])
+        spans = [_widened(span, unit, size) for span, unit, size in zip((rows, cols), self._unit, shape, strict=True)]
+        tensors = {}
+        for suffix, info in self.tensors.items():
+            parts: list[Range | None] = [None, None]
+            for dim, axis in enumerate(self.axes[suffix][: len(info.shape)]):
+                if axis is not None and spans[axis[0]] != (0, shape[axis[0]]):
+                    parts[dim] = scale_range(spans[axis[0]], axis[1], info.shape[dim])
+            tensors[suffix] = reader.read_stored(info, rows=parts[0], cols=parts[1])
+        extent = (spans[0][1] - spans[0][0], spans[1][1] - spans[1][0])
+        part = WeightSlice(shape, (spans[0][0], spans[1][0]), extent)
+        try:
+            decoding.check_stored(tensors, shape)
+            weight = decoding.dequantise(self.method, self.number_format, tensors, part)
+        except CheckpointError as error:  # of one among hundreds
+            raise type(error)(f"{self.weight.name.removesuffix('.weight')}: {error}") from error
+        asked = [slice(a - start, b - start) for (a, b), (start, _) in zip((rows, cols), spans, strict=True)]
+        return weight[asked[0], asked[1]].to(torch_dtype(self.weight.dtype))
+
+
+def decoded(checkpoint: Checkpoint) -> Checkpoint:
+    """The plain model that a quantised checkpoint stands for; an unquantised one is returned as it is.
+
+    The scales of a KV cache are left out.
+
+    Raises:
+        CheckpointError: config.json is missing or contradicts the tensors; or no number format of ours holds a linear.
+        PlanError: an unknown architecture, or a method of quantisation whose tensors are not known.
+    """
+    if read_quantization_config(checkpoint.config) is None:
+        return checkpoint
+    matched = match(checkpoint)
+    problems = matched.problems()
+    dtype = model_dtype(matched)
+    infos, left_out = dict(checkpoint.infos), dict(checkpoint.left_out)
+    computed: dict[str, StoredLinear] = {}
+    for module in matched.modules:
+        if module.place.is_cache_scale:
+            for info in module.tensors.values():
+                left_out[info.name] = "a scale of the source's KV cache: --kv-cache fp8 makes new ones"
+                del infos[info.name]
+        if module.scheme is None:
+            continue
+        try:
+            linear = stored_linear(
+                module, module.scheme, matched.model.dimensions.weight_shape(module.place.module), dtype
+            )
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        for info in linear.sources:
+            del infos[info.name]
+        infos[linear.weight.name] = linear.weight
+        computed[linear.weight.name] = linear
+    if problems:
+        refuse(str(checkpoint.directory), problems)
+    config = {key: value for key, value in (checkpoint.config or {}).items() if key not in QUANTIZATION_KEYS}
+    return replace(checkpoint, infos=infos, config=config, left_out=left_out, computed=computed)
+
+
+def model_dtype(matched: Matched) -> str:
+    """The dtype of a model's unquantised numbers, as config.json says or as its tensors are."""
+    config = matched.model.config
+    said = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
+    if said in _DTYPES:
+        return _DTYPES[said]
+    plain = (info.dtype for module in matched.modules if module.scheme is None for info in module.tensors.values())
+    return next((dtype for dtype in plain if dtype in ("BF16", "F16")), "F32")
+
+
+def stored_linear(matched: MatchedModule, scheme: Scheme, shape: tuple[int, ...], dtype: str) -> StoredLinear:
+    """A quantised linear of a checkpoint.
+
+    Args:
+        shape: of its weight.
+        dtype: of the model's unquantised numbers.
+
+    Raises:
+        CheckpointError: no number format of ours holds such weights.
+    """
+    number_format, exact = _held(matched.place.name, scheme, matched.tensors)
+    tensors = {suffix: info for suffix, info in matched.tensors.items() if suffix != "bias"}
+    axes = {suffix: matched.specs[suffix].axes for suffix in tensors}
+    weight = TensorInfo(matched.place.tensor("weight"), dtype, shape, Path(), 0, tensor_nbytes(dtype, shape))
+    return StoredLinear(scheme.method, number_format, tensors, axes, weight, exact)
+
+
+def _held(name: str, scheme: Scheme, tensors: Mapping[str, TensorInfo]) -> tuple[NumberFormat, bool]:
+    """The number format of a linear's tensors; and whether it says all that the scheme does, or only the weights.
+
+    Raises:
+        CheckpointError: none holds such weights.
+    """
+    from modelexport.quantization.formats import get, has_groups, meaning, names, of_scheme
+
+    scales = {info.dtype for suffix, info in tensors.items() if suffix.endswith(_SCALE_LIKE)}
+    floating = sorted(scales.intersection(_DTYPES.values()))
+    dtype = floating[0] if len(floating) == 1 else "F32" if floating else of_method(scheme.method).SCALES
+    kept = None if dtype is None else torch_dtype(dtype)
+    try:
+        return of_scheme(scheme, scale_dtype=kept), True
+    except CheckpointError as error:
+        refused = error
+    weights = {key: value for key, value in scheme.weights.items() if key != "actorder"}
+    size = weights.get("group_size") if weights.get("strategy") == "group" else -1
+    for known in names():
+        try:
+            found = get(known, group_size=size if has_groups(known) else None, scale_dtype=kept)
+        except UsageError:  # has not groups of that size
+            continue
+        if found.quantised and not found.has_static_inputs and meaning(found.weight_arguments()) == meaning(weights):
+            return found, False
+    raise CheckpointError(f"{name}: {refused}")
+
+
+def _widened(span: Range, unit: int, size: int) -> Range:
+    """The smallest range around ``span`` that begins and ends on multiples of ``unit``, or at the end."""
+    return (span[0] // unit * unit, min(-(-span[1] // unit) * unit, size))
