@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from modelexport.checkpoints.safetensors.header import dtype_bits, dtype_names, tensor_nbytes
 from modelexport.checkpoints.safetensors.placement import row_major
 from modelexport.checkpoints.torch_archive.pickle_reading import Call, Name, Persistent, read_pickle
 from modelexport.checkpoints.torch_archive.pickle_writing import write_pickle
 from modelexport.errors import CheckpointError
+from modelexport.system.dtypes import dtype_bits, dtype_names, tensor_nbytes
 
 ALIGNMENT = 64
 """Tensors begin at a multiple of this, in their archive and in the file."""
