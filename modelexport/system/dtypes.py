@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "FLOATS",
     "as_integers",
     "dtype_bits",
     "dtype_name",
@@ -27,6 +28,8 @@ __all__ = [
     "torch_name",
 ]
 
+FLOATS = ("BF16", "F16", "F32")
+"""Dtypes of a model's weights that are not quantised, and of the scales of those that are."""
 _MAX_INT = 2**63 - 1
 
 # name in the file -> (bits per element, torch's name for it or None)

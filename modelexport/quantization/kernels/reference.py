@@ -29,10 +29,7 @@ from modelexport.quantization.kernels.scales import (
     scale_of,
 )
 
-__all__ = ["FP8_MAX", "LANES", "SUPPORTED_DTYPES", "largest_scale", "scale_of"]
-
-SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes of weights (and of the scales stored for them)."""
+__all__ = ["FP8_MAX", "LANES", "largest_scale", "scale_of"]
 
 LANES = 128
 """Partial sums per row in :func:`squared_error`: column c is added to lane ``c % LANES``."""
