@@ -92,6 +92,11 @@ class NumberFormat(ABC):
         return cls(group_size=group_size, observer=observer, scale_dtype=scale_dtype)
 
     @property
+    def kernels(self) -> tuple[str, ...]:
+        """The modules of compiled kernels that it needs, besides those of every format."""
+        return () if self.observer == "amax" else ("compiled_search",)
+
+    @property
     def scale_granularity(self) -> ScaleGranularity:
         """See the class."""
         return "block"
