@@ -31,6 +31,7 @@ from modelexport.quantization.kernels.compiled import (
     _U32,
     _U64,
     _ZERO,
+    BF16,
     FP32,
     LANES,
     _add_squares,
@@ -45,7 +46,7 @@ from modelexport.quantization.kernels.compiled import (
     _views,
     _widen,
 )
-from modelexport.quantization.kernels.compiled_reading import _fp8_value, _narrow_bf16, _unpack
+from modelexport.quantization.kernels.compiled_reading import _fp8_value, _narrow_bf16, _narrow_fp16, _unpack
 
 NVFP4, MXFP4, MXFP8 = 0, 1, 2  # kinds of stored numbers
 NV_GROUP, MX_GROUP = 16, 32  # values that share a scale
@@ -273,7 +274,7 @@ def _decode_block(q, begin, count, code, steps, spread, nibbles, pairs, out, to)
 
 @_jit(types.void(_bytes, *[_int] * 4, _float, _bytes, _int, _bytes, _int, _int))
 def dequantise(q, q_stride, rows, cols, code, factor, scales, scale_stride, out, out_stride, kind):
-    """Stored rows times their scales into the bytes of ``out``, bfloat16 or float32."""
+    """Stored rows times their scales into the bytes of ``out``."""
     shorts, _, floats = _views(out)
     group, per_byte = (NV_GROUP if code == NVFP4 else MX_GROUP), (1 if code == MXFP8 else 2)
     nibbles, wide = np.empty(_BLOCK, np.uint8), np.empty(_BLOCK, np.float32)
@@ -288,7 +289,10 @@ def dequantise(q, q_stride, rows, cols, code, factor, scales, scale_stride, out,
                 _decode_block(q, begin, count, code, steps, spread, nibbles, pairs, floats, to)
                 continue
             _decode_block(q, begin, count, code, steps, spread, nibbles, pairs, wide, 0)
-            _narrow_bf16(wide, count, shorts, to)
+            if kind == BF16:
+                _narrow_bf16(wide, count, shorts, to)
+            else:
+                _narrow_fp16(wide, count, shorts, to)
 
 
 @_jit(types.void(_bytes, *[_int] * 5, _float, _bytes, _int, _bytes, _int, _doubles))
