@@ -21,6 +21,7 @@ from modelexport.models.architecture import Dimensions, Family, Module, family_o
 from modelexport.models.ties import check_tied, untie
 from modelexport.quantization.methods import Method, of_method
 from modelexport.sharding.plan import Cut, Parallelism, even_cut
+from modelexport.system.dtypes import FLOATS
 
 if TYPE_CHECKING:
     from modelexport.quantization.assignment import Assignment
@@ -30,7 +31,6 @@ __all__ = ["ExportPlan", "ExportStep", "OutputTensor", "TensorTask", "build_plan
 
 SLAB_BYTES = 64 << 20  # an embedding larger than this is exported in slabs of rows, to bound memory
 _TOLD = 8  # problems of a source that its error tells; the others are counted
-QUANTISABLE = ("BF16", "F16", "F32")
 
 
 def build_plan(
@@ -333,10 +333,8 @@ class _Planner:
             return False
         if number_format is None:
             return True
-        if stored is None and weight.dtype not in QUANTISABLE:
-            self.problems.append(
-                f"{weight.name} is {weight.dtype}; only {', '.join(QUANTISABLE)} weights can be quantised"
-            )
+        if stored is None and weight.dtype not in FLOATS:
+            self.problems.append(f"{weight.name} is {weight.dtype}; only {', '.join(FLOATS)} weights can be quantised")
             return False
         pattern, shape = f"*.{module.general_path}", (weight.shape[0], weight.shape[1])
         try:

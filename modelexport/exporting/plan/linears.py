@@ -13,11 +13,11 @@ from modelexport.exporting.plan.steps import OutputTensor, StoredLinear, TensorT
 from modelexport.models.architecture import Dimensions, Family, Module
 from modelexport.quantization.methods import Method, Scheme, extras, of_method, read_quantization_config, tensor_specs
 from modelexport.sharding.plan import replicated
+from modelexport.system.dtypes import FLOATS, find_dtype
 
 if TYPE_CHECKING:
     from modelexport.quantization.formats.base import NumberFormat
 
-_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _SCALE_LIKE = ("scale", "scales", "scale_inv", "scaling_factor")
 UNCUT = replicated(0, 1)  # until the whole layer is known
 
@@ -87,7 +87,7 @@ class SourceLinears:
         from modelexport.quantization.formats import get, has_groups, meaning, names, of_scheme
 
         scales = {info.dtype for suffix, info in tensors.items() if suffix.endswith(_SCALE_LIKE)}
-        floating = sorted(scales.intersection(_DTYPES.values()))
+        floating = sorted(scales.intersection(FLOATS))
         dtype = floating[0] if len(floating) == 1 else "F32" if floating else of_method(scheme.method).SCALES
         kept = None if dtype is None else torch_dtype(dtype)
         try:
@@ -116,7 +116,7 @@ class SourceLinears:
         assert self.quantization is not None
         where = of_method(self.quantization.method).KV_SCALES.get(which)
         info = None if where is None else self.infos.pop(f"{attention}.{where}", None)
-        if info is not None and (info.shape not in ((), (1,)) or info.dtype not in _DTYPES.values()):
+        if info is not None and (info.shape not in ((), (1,)) or info.dtype not in FLOATS):
             raise CheckpointError(f"{info.name} is {info.dtype} {list(info.shape)}: a KV cache's scale is one number")
         return info
 
@@ -137,7 +137,8 @@ class SourceLinears:
         """The dtype of the model's unquantised numbers, as config.json says or as its tensors are."""
         said = str(self.config.get("dtype") or self.config.get("torch_dtype") or "").removeprefix("torch.")
         found = [info.dtype for info in self.infos.values() if info.dtype in ("BF16", "F16")]
-        return _DTYPES.get(said) or (found[0] if found else "F32")
+        named = find_dtype(said)
+        return named if named in FLOATS else found[0] if found else "F32"
 
 
 def linear_outputs(
