@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from modelexport.distributed.transport.tree import register_config, restore, split
+from modelexport.system.dtypes import as_integers
 
 __all__ = [
     "LayerConfig",
@@ -199,6 +200,4 @@ def _join(shards: list[TensorShard], name: str) -> TensorShard:
 
 def _concatenate(pieces: list[Tensor], dim: int) -> Tensor:
     """``torch.cat`` for every dtype: those without arithmetic (fp8, uint16, ...) are copied as integers."""
-    dtype = pieces[0].dtype
-    carrier = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(dtype.itemsize, dtype)
-    return torch.cat([piece.view(carrier) for piece in pieces], dim).view(dtype)
+    return torch.cat([as_integers(piece) for piece in pieces], dim).view(pieces[0].dtype)

@@ -91,6 +91,8 @@ LIGHT = (
     "modelexport.resharding",
     "modelexport.cli.summary",
     "modelexport.system.tables",
+    "modelexport.system.dtypes",
+    "modelexport.system.safetensors_header",
     "modelexport.system.limits",
     "modelexport.system.terminal",
     "modelexport.system.small_files",

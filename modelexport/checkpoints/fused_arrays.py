@@ -19,8 +19,7 @@ from modelexport.sharding.boxes import Box, extent
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.rules import TensorRule
 from modelexport.sharding.shard_plan import ShardPlan, build_shard_plan
-
-PLAIN = ("BF16", "F16", "F32")
+from modelexport.system.dtypes import FLOATS
 
 
 @dataclass(frozen=True)
@@ -110,11 +109,11 @@ def check_plain(rules: Collection[TensorRule], format_name: str, slots: Mapping[
         PlanError: there are any; says how many, names the first and what to do instead.
     """
     check_roles(rules, format_name, slots)
-    quantised = [rule for rule in rules if rule.dtype not in PLAIN or rule.parameter not in ("weight", "bias")]
+    quantised = [rule for rule in rules if rule.dtype not in FLOATS or rule.parameter not in ("weight", "bias")]
     if quantised:
         first = quantised[0]
         raise PlanError(
-            f"--format {format_name}: {len(quantised)} tensors are quantised (none of {', '.join(PLAIN)}), the first "
+            f"--format {format_name}: {len(quantised)} tensors are quantised (none of {', '.join(FLOATS)}), the first "
             f"{first.name}, {first.dtype}; {what_to_do}"
         )
 

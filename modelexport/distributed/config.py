@@ -48,7 +48,8 @@ class MultiprocessConfig:
         model_parallel_backend, pipeline_parallel_backend, data_parallel_backend: of the groups along each axis.
         launch_method: ``forkserver``, ``spawn``, or ``fork`` (refused once this process has threads).
         timeout: seconds without progress after which a rank counts as hung, and the group's own time-out.
-        preload: modules that the fork server imports once, before it forks the ranks.
+        preload: modules that the fork server imports once, before it forks the ranks; of
+            ``module:function:argument:...`` it calls the function too, with these texts.
         on_event: called in the launcher as ``on_event(rank, event)`` for every :func:`report` of a rank;
             never sent to the ranks.
     """

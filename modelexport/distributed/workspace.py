@@ -35,6 +35,7 @@ from modelexport.distributed.transport import payload as _payload
 from modelexport.distributed.transport.link import LostPeerError
 from modelexport.distributed.transport.whole_files import read_payload, write_whole
 from modelexport.errors import GatherError, UsageError
+from modelexport.system.dtypes import torch_name
 
 __all__ = ["CorruptError", "Manifest", "NFSWorkspace", "NotYetError"]
 
@@ -169,7 +170,7 @@ class NFSWorkspace:
             crc = write_whole(self.directory, name, [payload.header, *payload.tensors])
             manifest = Manifest(
                 self.run_id, sequence, self.rank, self.world_size, "data", len(payload.header), payload.nbytes, crc,
-                {entry.name: [str(entry.dtype).removeprefix("torch."), entry.shape] for entry in payload.entries},
+                {entry.name: [torch_name(entry.dtype), entry.shape] for entry in payload.entries},
                 time=time.time(),
             )  # fmt: skip
         self._write_manifest(manifest)

@@ -7,6 +7,7 @@ the target.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from modelexport.exporting.record import target_of_export
 from modelexport.jobs import hub
 from modelexport.jobs.hosts import agree, check_coherent, is_spread, run_as_rank
 from modelexport.jobs.ranks import Progress, own_ranks, run_under_launcher, show_progress, single
-from modelexport.quantization import kernels
+from modelexport.quantization import formats, kernels
 from modelexport.recipe import ExportRecipe
 from modelexport.system.startup import without_collector
 
@@ -120,11 +121,13 @@ def run_as_launched(recipe: ExportRecipe, config: MultiprocessConfig) -> tuple[P
 
 
 def _preloaded(recipe: ExportRecipe) -> tuple[str, ...]:
-    """The modules to import once for all ranks: kernels are compiled, or loaded, there, where there is work for
-    them."""
-    if recipe.is_calibrated:
-        return (*PRELOAD, *CALIBRATION_PRELOAD, *kernels.modules(recipe.quant, recipe.observer))
-    return (*PRELOAD, *kernels.modules(recipe.quant, recipe.observer, source_bytes(recipe.model)))
+    """The modules to import once for all ranks; there kernels are loaded, or compiled, if there is work for them."""
+    modules = (*PRELOAD, *(CALIBRATION_PRELOAD if recipe.is_calibrated else ()))
+    if not recipe.is_calibrated and kernels.is_little(source_bytes(recipe.model)):
+        return modules
+    words = {word.strip() for word in re.split("[=,:]", recipe.quant)}
+    named = [name for name in formats.names() if name in words] or ["none"]
+    return (*modules, *(f"{formats.__name__}:load_kernels:{name}:{recipe.observer}" for name in named))
 
 
 def _job(prepared: PreparedExport, done: dict[str, Any], *, spread: bool = False) -> RankJob:

@@ -22,6 +22,7 @@ from modelexport.errors import CheckpointError, PlanError
 from modelexport.models.opening import open_model
 from modelexport.models.rules import left_out
 from modelexport.models.ties import check_ties
+from modelexport.system.dtypes import as_integers
 from modelexport.system.small_files import has_file
 
 if TYPE_CHECKING:
@@ -206,13 +207,8 @@ def _unequal(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, float | No
 
     Of one dtype they differ by their bits; of two, by their values.
     """
-    import torch
 
-    if a.dtype == b.dtype:
-        carrier = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(a.element_size(), a.dtype)
-        unequal = a.contiguous().view(carrier) != b.contiguous().view(carrier)
-    else:
-        unequal = a.double() != b.double()
+    unequal = as_integers(a) != as_integers(b) if a.dtype == b.dtype else a.double() != b.double()
     if not bool(unequal.any()) or a.dtype.is_complex:
         return unequal, 0.0 if not bool(unequal.any()) else None
     gap = float((a[unequal].double() - b[unequal].double()).abs().max())

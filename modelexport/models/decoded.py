@@ -25,6 +25,7 @@ from modelexport.quantization.methods import (
 )
 from modelexport.quantization.methods.base import Axes
 from modelexport.sharding.plan import Range, scale_range
+from modelexport.system.dtypes import FLOATS, find_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 __all__ = ["StoredLinear", "decoded", "model_dtype", "stored_linear"]
 
-_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _SCALE_LIKE = ("scale", "scales", "scale_inv", "scaling_factor")
 
 
@@ -149,8 +149,8 @@ def model_dtype(matched: Matched) -> str:
     """The dtype of a model's unquantised numbers, as config.json says or as its tensors are."""
     config = matched.model.config
     said = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
-    if said in _DTYPES:
-        return _DTYPES[said]
+    if (named := find_dtype(said)) in FLOATS:
+        return named
     plain = (info.dtype for module in matched.modules if module.scheme is None for info in module.tensors.values())
     return next((dtype for dtype in plain if dtype in ("BF16", "F16")), "F32")
 
@@ -181,7 +181,7 @@ def _held(name: str, scheme: Scheme, tensors: Mapping[str, TensorInfo]) -> tuple
     from modelexport.quantization.formats import get, has_groups, meaning, names, of_scheme
 
     scales = {info.dtype for suffix, info in tensors.items() if suffix.endswith(_SCALE_LIKE)}
-    floating = sorted(scales.intersection(_DTYPES.values()))
+    floating = sorted(scales.intersection(FLOATS))
     dtype = floating[0] if len(floating) == 1 else "F32" if floating else of_method(scheme.method).SCALES
     kept = None if dtype is None else torch_dtype(dtype)
     try:

@@ -17,7 +17,6 @@ from modelexport.checkpoints.safetensors.file import Checkpoint, TensorInfo, dty
 from modelexport.errors import CheckpointError, PlanError, did_you_mean
 from modelexport.models.architecture import Dimensions, Family, Module, family_of, read_dimensions
 from modelexport.quantization.methods import (
-    FLOATS,
     QuantizationConfig,
     Scheme,
     StoredTensorSpec,
@@ -26,6 +25,7 @@ from modelexport.quantization.methods import (
     read_quantization_config,
     tensor_specs,
 )
+from modelexport.system.dtypes import FLOATS
 
 Stages = tuple[Literal["first", "last"], ...]
 

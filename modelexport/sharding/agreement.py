@@ -19,9 +19,7 @@ from modelexport.distributed.delivery import shared_mesh
 from modelexport.distributed.delivery.pairwise import Piece, PieceBuffers, deliver, host_identity
 from modelexport.errors import UsageError, nearest
 
-__all__ = ["ExchangeReport", "Route", "agree", "exchange_records", "is_float8tensor", "raw", "team_of"]
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+__all__ = ["ExchangeReport", "Route", "agree", "exchange_records", "is_float8tensor", "team_of"]
 
 
 @dataclass
@@ -206,14 +204,3 @@ def is_float8tensor(tensor: torch.Tensor) -> bool:
         kind.__name__ == "Float8Tensor" and kind.__module__.split(".")[0] == "transformer_engine"
         for kind in type(tensor).__mro__
     )
-
-
-def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor as integers of their width, which torch can copy and cut whatever they mean.
-
-    Same shape, strides and memory; 16-byte elements have one more last dim, of two halves.
-    """
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    if plain.dtype.itemsize in _INTEGERS:
-        return plain.view(_INTEGERS[plain.dtype.itemsize])
-    return torch.view_as_real(plain).view(torch.int64)

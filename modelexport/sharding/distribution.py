@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-import torch
-
 from modelexport.distributed.collectives.groups import AnyGroup, Members
 from modelexport.errors import UsageError
 from modelexport.sharding.agreement import exchange_records, team_of
 from modelexport.sharding.balance import distribute
 from modelexport.sharding.tensor import ShardedTensor, ShardId, order_key
+from modelexport.system.dtypes import torch_dtype_named, torch_name
 
 __all__ = [
     "ShardDistribution",
@@ -141,7 +140,7 @@ def to_record(shard: ShardedTensor) -> list[Any]:
     """A shard's description as JSON; :func:`from_record` is the inverse."""
     return [
         shard.key,
-        str(shard.dtype).removeprefix("torch."),
+        torch_name(shard.dtype),
         shard.local_shape,
         shard.global_shape,
         shard.global_offset,
@@ -152,7 +151,7 @@ def to_record(shard: ShardedTensor) -> list[Any]:
 def from_record(record: Sequence[Any]) -> ShardedTensor:
     """The shard that :func:`to_record` described, without data."""
     key, dtype, local, whole, offset, replica = record
-    return ShardedTensor(key, getattr(torch, dtype), local, whole, offset, replica)
+    return ShardedTensor(key, torch_dtype_named(dtype), local, whole, offset, replica)
 
 
 def _described(tree: Any) -> list[list[Any]]:

@@ -16,10 +16,11 @@ from modelexport.distributed.collectives.byte_transport import flat_bytes
 from modelexport.distributed.collectives.groups import AnyGroup
 from modelexport.distributed.delivery.pairwise import Piece
 from modelexport.errors import UsageError
-from modelexport.sharding.agreement import ExchangeReport, Route, agree, raw, team_of
+from modelexport.sharding.agreement import ExchangeReport, Route, agree, team_of
 from modelexport.sharding.boxes import Box, extent, intersect, placed, relative, slices
 from modelexport.sharding.moves import Holding, Move, plan_moves, shown
 from modelexport.sharding.tensor import ShardedTensor, ShardId
+from modelexport.system.dtypes import as_integers, torch_dtype_named, torch_name
 
 __all__ = ["reshard"]
 
@@ -122,7 +123,7 @@ class _Assembly:
     def outgoing(self, number: int) -> torch.Tensor:
         """The rectangle, cut out of the shard that has it."""
         move = self._moves[number]
-        return raw(_cut(self._mine[move.key, move.held], move.box, move.held))
+        return as_integers(_cut(self._mine[move.key, move.held], move.box, move.held))
 
     def incoming(self, number: int) -> torch.Tensor:
         """The place in the result, if the rectangle goes to one place and lies there in one piece; else a buffer."""
@@ -148,7 +149,7 @@ class _Assembly:
             assert shared is not None
             target = _cut(self._result(shard), shared, shard.box)
             if target.data_ptr() != data.data_ptr():  # else it was received in its place
-                raw(target).copy_(raw(_cut(whole, shared, move.box)))
+                as_integers(target).copy_(as_integers(_cut(whole, shared, move.box)))
 
     def _batches(self, pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
         if self._route.algorithm != "shared_memory" or self._share:
@@ -183,7 +184,7 @@ class _Assembly:
                 self._results[shard.id] = part
                 self._views.add(shard.id)
                 return
-            raw(_cut(self._result(shard), shared, shard.box)).copy_(raw(part))
+            as_integers(_cut(self._result(shard), shared, shard.box)).copy_(as_integers(part))
             if shared == shard.box:
                 return
 
@@ -230,7 +231,7 @@ def _record(shard: ShardedTensor, known: bool = True) -> list[Any]:
     if not isinstance(shard, ShardedTensor):
         raise UsageError(f"wanted has {shard!r}; it must be a ShardedTensor")
     box = shard.box  # raises where its place is not known
-    return [shard.key, box, str(shard.dtype).removeprefix("torch."), shard.global_shape if known else None]
+    return [shard.key, box, torch_name(shard.dtype), shard.global_shape if known else None]
 
 
 def _unique(records: Iterable[list[Any]], what: str) -> list[list[Any]]:
@@ -248,7 +249,7 @@ def _holdings(records: Iterable[Sequence[Any]]) -> list[Holding]:
         Holding(
             key,
             tuple((start, stop) for start, stop in box),
-            getattr(torch, dtype),
+            torch_dtype_named(dtype),
             None if whole is None else tuple(whole),
         )
         for key, box, dtype, whole in records

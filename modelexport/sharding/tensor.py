@@ -11,6 +11,7 @@ import torch
 
 from modelexport.errors import UsageError
 from modelexport.sharding.boxes import Box, placed
+from modelexport.system.dtypes import torch_name
 
 __all__ = ["ShardId", "ShardedTensor", "is_main_replica", "order_key"]
 
@@ -198,6 +199,6 @@ class ShardedTensor:
     def __repr__(self) -> str:
         data = "no data" if self.data is None else f"data on {self.data.device}"
         return (
-            f"ShardedTensor({self.id}, {str(self.dtype).removeprefix('torch.')}, of {list(self.global_shape)}, "
+            f"ShardedTensor({self.id}, {torch_name(self.dtype)}, of {list(self.global_shape)}, "
             f"replica {self.replica_id}, {data})"
         )

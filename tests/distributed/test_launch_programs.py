@@ -88,6 +88,20 @@ launch_subprocesses(print, MultiprocessConfig(world_size=2, preload=("broken_mod
     assert "preload modules (broken_module)" in err.splitlines()[-1]
 
 
+def test_what_is_preloaded_may_be_a_call(tmp_path: Path) -> None:
+    (tmp_path / "prepared.py").write_text("said = []\ndef say(*words): said.extend(words)\n")
+    code = """
+from modelexport.distributed.launch import MultiprocessConfig, launch_subprocesses
+def work():
+    import prepared
+    assert prepared.said == ["one", "two"]
+if __name__ == "__main__":
+    launch_subprocesses(work, MultiprocessConfig(world_size=2, preload=("prepared:say:one:two",)))
+"""
+    path = f"{ROOT}:{tmp_path}"
+    assert finish(start_program(code, file=tmp_path / "script.py", PYTHONPATH=path)) == ("", "")
+
+
 LAUNCH_AND_HANG = """
 import sys
 from modelexport.distributed.launch import MultiprocessConfig, launch_subprocesses

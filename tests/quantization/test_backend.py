@@ -101,8 +101,9 @@ def test_nothing_is_compiled_where_there_is_little_to_do() -> None:
         print(all(torch.equal(a, b) for a, b in zip(rounded[0].values(), rounded[-1].values())))
     """
     assert _run(code).split() == ["True", "True"]
-    assert kernels.modules("fp8", "mse", kernels.LITTLE) == ()
-    assert kernels.modules("fp8", "mse", kernels.LITTLE + 1) == kernels.modules("fp8", "mse") != ()
+    assert kernels.is_little(kernels.LITTLE)
+    assert not kernels.is_little(kernels.LITTLE + 1)
+    assert not kernels.is_little(None)
 
 
 def test_a_large_job_begins_with_compiled_kernels() -> None:
@@ -129,9 +130,9 @@ def test_importing_the_fused_kernels_starts_no_thread() -> None:
 
 
 def test_what_is_preloaded_is_all_that_a_format_needs() -> None:
-    """In one process for each: importing what ``modules`` names leaves nothing for a format's first use to import."""
+    """In one process for each: what ``load_kernels`` imports leaves nothing for a format's first use to import."""
     code = """
-        import importlib, os, sys
+        import os, sys
         import torch
         import modelexport.quantization.kernels.fused
         from modelexport.quantization import formats, kernels
@@ -140,15 +141,14 @@ def test_what_is_preloaded_is_all_that_a_format_needs() -> None:
             child = os.fork()
             if child == 0:
                 number_format = formats.get(name, observer=observer)
-                for module in kernels.modules(name, observer):
-                    importlib.import_module(module)
+                formats.load_kernels(name, observer)
                 before = set(sys.modules)
                 weight = torch.ones(2, 128)
                 stored = number_format.quantise(weight, inputs=1.0 if number_format.has_static_inputs else None)
                 number_format.dequantise(stored), number_format.squared_error(weight, stored)
                 new = [module for module in set(sys.modules) - before if "quantization.kernels" in module]
-                further = {kernels.__name__ + ".compiled_" + part for part in ("affine", "blocks", "search")}
-                extra = further & set(sys.modules) - set(kernels.modules(name, observer))
+                further = {"compiled_" + part for part in ("affine", "blocks", "search")} - set(number_format.kernels)
+                extra = {f"{kernels.__name__}.{part}" for part in further} & set(sys.modules)
                 os.write(2, f"{name}: missing {new}, not needed {extra}".encode() if new or extra else b"")
                 os._exit(bool(new or extra))
             assert os.waitpid(child, 0)[1] == 0, name

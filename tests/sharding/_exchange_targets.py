@@ -18,7 +18,6 @@ from modelexport.distributed.delivery import pairwise, shared_mesh
 from modelexport.distributed.delivery.pairwise import as_flat_bytes
 from modelexport.distributed.transport import memory
 from modelexport.errors import GatherError, UsageError
-from modelexport.sharding.agreement import raw
 from modelexport.sharding.exchange import (
     ExchangeReport,
     ShardDistribution,
@@ -31,6 +30,7 @@ from modelexport.sharding.exchange import (
     shard_exchange,
 )
 from modelexport.sharding.tensor import ShardedTensor, ShardId
+from modelexport.system.dtypes import as_integers
 
 ALGORITHMS = ("broadcast", "gather_rounds", "gather_object", "p2p", "shared_memory", "auto")
 _NAMES = (
@@ -43,7 +43,7 @@ DTYPES = [getattr(torch, name) for name in _NAMES if hasattr(torch, name)]
 
 def digest(tensor: torch.Tensor) -> str:
     """What a tensor is: dtype, shape and bytes."""
-    data = as_flat_bytes(raw(tensor), torch.device("cpu")).numpy().tobytes() if tensor.numel() else b""
+    data = as_flat_bytes(as_integers(tensor), torch.device("cpu")).numpy().tobytes() if tensor.numel() else b""
     return hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode() + data).hexdigest()
 
 
@@ -322,7 +322,7 @@ def dies(rank: int, algorithm: str) -> dict[str, Any]:
     made = ShardDistribution({key: key for key in shards}, set(shards), described, {key: [0, 1, 2] for key in shards})
     rest = {key: shard for key, shard in described.items() if key != rank}
     if rank == 1:
-        shard_exchange.raw = lambda tensor: os._exit(3)
+        shard_exchange.as_integers = lambda tensor: os._exit(3)
     began = time.monotonic()
     try:
         exchange_by_distribution({rank: shards[rank]}, rest, made, None, algorithm)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from modelexport.checkpoints.safetensors.arrays import Array, Share
-from modelexport.checkpoints.safetensors.header import Header, TensorInfo, dtype_bits, read_header
+from modelexport.checkpoints.safetensors.header import Header, TensorInfo, read_header
 from modelexport.checkpoints.safetensors.layout import DEFAULT_MAX_SHARD_BYTES, Layout
 from modelexport.checkpoints.safetensors.placement import Placement, row_major
 from modelexport.checkpoints.safetensors.reader import Checkpoint
@@ -26,6 +26,7 @@ from modelexport.errors import CheckpointError, quoted
 from modelexport.sharding.boxes import Box, extent, offset, placed, uncovered, whole
 from modelexport.sharding.rules import TensorRule
 from modelexport.sharding.shard_plan import ShardPlan
+from modelexport.system.dtypes import dtype_bits
 from modelexport.system.small_files import LARGEST_CONFIG, has_file, read_json
 
 NAME = "hf"

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from modelexport.checkpoints.safetensors.header import dtype_bits
 from modelexport.checkpoints.safetensors.placement import Placement, row_major
 from modelexport.errors import CheckpointError
 from modelexport.sharding.boxes import Box, extent
+from modelexport.system.dtypes import dtype_bits
 
 
 @dataclass(frozen=True)

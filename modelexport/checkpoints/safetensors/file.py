@@ -6,20 +6,12 @@ return or take tensors.
 
 from __future__ import annotations
 
-from modelexport.checkpoints.safetensors.header import (
-    MAX_HEADER_BYTES,
-    Header,
-    TensorInfo,
-    dtype_bits,
-    dtype_name,
-    dtype_names,
-    read_header,
-    tensor_nbytes,
-    torch_dtype,
-)
+from modelexport.checkpoints.safetensors.header import Header, TensorInfo, read_header
 from modelexport.checkpoints.safetensors.layout import DEFAULT_MAX_SHARD_BYTES, Layout, LayoutFile, plan_layout
 from modelexport.checkpoints.safetensors.reader import INDEX_NAME, SINGLE_NAME, Checkpoint, Reader, open_checkpoint
 from modelexport.checkpoints.safetensors.writer import Writer
+from modelexport.system.dtypes import dtype_bits, dtype_name, dtype_names, tensor_nbytes, torch_dtype
+from modelexport.system.safetensors_header import MAX_HEADER_BYTES
 
 __all__ = [
     "DEFAULT_MAX_SHARD_BYTES",

@@ -11,10 +11,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from modelexport.checkpoints import raw_io
-from modelexport.checkpoints.safetensors.header import TensorInfo, dtype_bits, tensor_nbytes
+from modelexport.checkpoints.safetensors.header import TensorInfo
 from modelexport.checkpoints.safetensors.placement import Placement
 from modelexport.checkpoints.safetensors.reader import SINGLE_NAME
 from modelexport.errors import CheckpointError, quoted
+from modelexport.system.dtypes import dtype_bits, tensor_nbytes
+from modelexport.system.safetensors_header import encode_header
 
 DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
 
@@ -158,20 +160,13 @@ def plan_file(name: str, infos: Sequence[TensorInfo], metadata: Mapping[str, str
         metadata: strings for the header's ``__metadata__``.
     """
     infos = sorted(infos, key=lambda info: 0 if info.nbytes % 8 == 0 else 64 - dtype_bits(info.dtype))
-    header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
-    at = 0
-    for info in infos:
-        offsets = [at, at + info.nbytes]
-        header[info.name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": offsets}
-        at += info.nbytes
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    start, path = 8 + len(text), Path(name)
+    header = encode_header([(info.name, info.dtype, info.shape, info.nbytes) for info in infos], metadata)
+    start, path = len(header), Path(name)
     placed = []
     for info in infos:
         placed.append(replace(info, path=path, offset=start))
         start += info.nbytes
-    return LayoutFile(name, len(text).to_bytes(8, "little") + text, tuple(placed), start)
+    return LayoutFile(name, header, tuple(placed), start)
 
 
 def _is_complete(path: Path, file: LayoutFile) -> bool:

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from modelexport.checkpoints import raw_io
-from modelexport.checkpoints.safetensors.header import TensorInfo, dtype_bits
+from modelexport.checkpoints.safetensors.header import TensorInfo
 from modelexport.errors import CheckpointError
 from modelexport.sharding.boxes import Box, whole
+from modelexport.system.dtypes import dtype_bits
 
 if TYPE_CHECKING:
     import numpy as np

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from modelexport.checkpoints import raw_io
-from modelexport.checkpoints.safetensors.header import Header, TensorInfo, dtype_bits, read_header, torch_dtype
+from modelexport.checkpoints.safetensors.header import Header, TensorInfo, read_header
 from modelexport.checkpoints.safetensors.placement import Placement, runs, whole_place
 from modelexport.errors import CheckpointError, quoted
 from modelexport.sharding.boxes import Box, relative, slices, tile, uncovered, whole
+from modelexport.system.dtypes import dtype_bits, torch_dtype
 from modelexport.system.small_files import LARGEST_CONFIG, read_json
 
 if TYPE_CHECKING:

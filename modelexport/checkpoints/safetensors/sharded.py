@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from modelexport.checkpoints.safetensors.arrays import Array, Share, placements
-from modelexport.checkpoints.safetensors.header import Header, TensorInfo, tensor_nbytes
+from modelexport.checkpoints.safetensors.header import Header, TensorInfo
 from modelexport.checkpoints.safetensors.layout import Layout, plan_file
 from modelexport.checkpoints.safetensors.reader import Checkpoint
 from modelexport.errors import CheckpointError
 from modelexport.sharding.rules import TensorRule
+from modelexport.system.dtypes import tensor_nbytes
 from modelexport.system.small_files import open_regular
 
 PROBLEMS_SHOWN = 12

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from modelexport.checkpoints import raw_io
-from modelexport.checkpoints.safetensors.header import TensorInfo, dtype_name
+from modelexport.checkpoints.safetensors.header import TensorInfo
 from modelexport.checkpoints.safetensors.layout import Layout
 from modelexport.checkpoints.safetensors.placement import itemsize, row_major, runs, whole_place
 from modelexport.errors import CheckpointError
 from modelexport.sharding.boxes import intersect, placed, relative, slices
+from modelexport.system.dtypes import dtype_name
 
 if TYPE_CHECKING:
     import numpy as np

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from modelexport.checkpoints.safetensors.arrays import Array, Share, placements
-from modelexport.checkpoints.safetensors.file import Layout, LayoutFile, TensorInfo, tensor_nbytes
+from modelexport.checkpoints.safetensors.file import Layout, LayoutFile, TensorInfo
 from modelexport.checkpoints.safetensors.placement import Placement
 from modelexport.checkpoints.torch_archive.dcp_metadata import Chunk, Metadata, StoredTensor
 from modelexport.checkpoints.torch_archive.zip import ALIGNMENT, ArchivedTensor, envelope, find_tensor
 from modelexport.errors import CheckpointError, listed, quoted
 from modelexport.sharding.boxes import Box, extent, placed
 from modelexport.sharding.rules import TensorRule
+from modelexport.system.dtypes import tensor_nbytes
 from modelexport.system.small_files import LARGEST_CONFIG, has_file, open_regular, read_json
 
 SUFFIX = ".distcp"

@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from modelexport.checkpoints.safetensors.header import dtype_bits, dtype_names, tensor_nbytes
 from modelexport.checkpoints.safetensors.placement import row_major
 from modelexport.checkpoints.torch_archive.pickle_reading import Call, Name, Persistent, read_pickle
 from modelexport.checkpoints.torch_archive.pickle_writing import write_pickle
 from modelexport.errors import CheckpointError
+from modelexport.system.dtypes import dtype_bits, dtype_names, find_dtype, tensor_nbytes, torch_name
 
 ALIGNMENT = 64
 """Tensors begin at a multiple of this, in their archive and in the file."""
@@ -34,35 +34,27 @@ _MAX_PICKLE = 1 << 16
 _MAX_DIRECTORY = 1 << 20
 _NO_SIZE = 0xFFFFFFFF
 
-_STORAGES = {
-    "F64": ("float64", "DoubleStorage"),
-    "F32": ("float32", "FloatStorage"),
-    "F16": ("float16", "HalfStorage"),
-    "BF16": ("bfloat16", "BFloat16Storage"),
-    "I64": ("int64", "LongStorage"),
-    "I32": ("int32", "IntStorage"),
-    "I16": ("int16", "ShortStorage"),
-    "I8": ("int8", "CharStorage"),
-    "U8": ("uint8", "ByteStorage"),
-    "BOOL": ("bool", "BoolStorage"),
-    "C64": ("complex64", "ComplexFloatStorage"),
-    # Newer than torch's typed storages: their elements lie in an untyped one.
-    "U16": ("uint16", None),
-    "U32": ("uint32", None),
-    "U64": ("uint64", None),
-    "F8_E4M3": ("float8_e4m3fn", None),
-    "F8_E5M2": ("float8_e5m2", None),
-    "F8_E4M3FNUZ": ("float8_e4m3fnuz", None),
-    "F8_E5M2FNUZ": ("float8_e5m2fnuz", None),
-    "F8_E8M0": ("float8_e8m0fnu", None),
+_STORAGES = {  # torch's typed storages; elements of newer dtypes lie in an untyped one
+    "F64": "DoubleStorage",
+    "F32": "FloatStorage",
+    "F16": "HalfStorage",
+    "BF16": "BFloat16Storage",
+    "I64": "LongStorage",
+    "I32": "IntStorage",
+    "I16": "ShortStorage",
+    "I8": "CharStorage",
+    "U8": "ByteStorage",
+    "BOOL": "BoolStorage",
+    "C64": "ComplexFloatStorage",
 }
-_BY_TORCH_NAME = {torch_name: dtype for dtype, (torch_name, _) in _STORAGES.items()}
-_BY_STORAGE = {storage: dtype for dtype, (_, storage) in _STORAGES.items() if storage}
+_BY_STORAGE = {storage: dtype for dtype, storage in _STORAGES.items()}
+_KEPT = tuple(name for name in dtype_names() if dtype_bits(name) % 8 == 0)
 
 
 def dtype_from_torch(name: str) -> str | None:
-    """The dtype that torch calls ``name`` (``"bfloat16"``), as safetensors spells it; None where it has none."""
-    return _BY_TORCH_NAME.get(name)
+    """safetensors' name for the dtype that torch calls ``name`` (``"bfloat16"``); None where it has none."""
+    found = find_dtype(name)
+    return found if found in _KEPT else None
 
 
 def dtype_to_torch(dtype: str) -> str:
@@ -71,10 +63,9 @@ def dtype_to_torch(dtype: str) -> str:
     Raises:
         CheckpointError: torch cannot keep tensors of it.
     """
-    if dtype not in _STORAGES:
-        known = ", ".join(name for name in dtype_names() if name in _STORAGES)
-        raise CheckpointError(f"{dtype} tensors cannot be kept as torch.save does; it has {known}")
-    return _STORAGES[dtype][0]
+    if dtype not in _KEPT:
+        raise CheckpointError(f"{dtype} tensors cannot be kept as torch.save does; it has {', '.join(_KEPT)}")
+    return torch_name(dtype)
 
 
 @dataclass(frozen=True)
@@ -238,9 +229,9 @@ def _described(pickle: bytes) -> tuple[str, str, int, int, tuple[int, ...], tupl
     size = dtype_bits(dtype) // 8 if dtype else 1  # an untyped storage counts bytes
     if kind == "_rebuild_tensor_v3":
         spelled = call.args[6].name if isinstance(call.args[6], Name) else ""
-        dtype = _BY_TORCH_NAME.get(spelled)
+        dtype = dtype_from_torch(spelled)
     if dtype is None:
-        raise CheckpointError(f"{spelled or 'its dtype'} is none of {', '.join(_STORAGES)}")
+        raise CheckpointError(f"{spelled or 'its dtype'} is none of {', '.join(_KEPT)}")
     if not (isinstance(key, str) and _is_size(count) and _is_size(first) and _are_sizes(shape) and _are_sizes(strides)):
         raise CheckpointError("sizes, strides or offset of the tensor are no whole numbers")
     if len(shape) != len(strides):
@@ -325,15 +316,14 @@ def object_archive(value: Any) -> bytes:
 
 
 def _tensor_pickle(dtype: str, shape: Sequence[int]) -> bytes:
-    in_torch, storage = _STORAGES[dtype]
-    count = math.prod(shape)
+    storage, count = _STORAGES.get(dtype), math.prod(shape)
     hooks = Call(Name("collections", "OrderedDict"))
     strides = row_major(shape, 1)
     if storage is not None:
         held = Persistent(("storage", Name("torch", storage), "0", "cpu", count))
         return write_pickle(Call(_rebuild("v2"), (held, 0, tuple(shape), strides, False, hooks)))
     held = Persistent(("storage", Name("torch.storage", "UntypedStorage"), "0", "cpu", count * dtype_bits(dtype) // 8))
-    kind = Name("torch", in_torch)
+    kind = Name("torch", torch_name(dtype))
     return write_pickle(Call(_rebuild("v3"), (held, 0, tuple(shape), strides, False, hooks, kind)))
 
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from modelexport.distributed.collectives.byte_transport import dtype_name
 from modelexport.distributed.collectives.groups import Members
 from modelexport.errors import UsageError
+from modelexport.system.dtypes import torch_name
 
 _FIRST_BYTES = 512  # most headers fit into the first exchange
 
@@ -57,7 +57,7 @@ class Agreement:
         if not self._on:
             return
         if tensor is not None:
-            facts.update(shape=tuple(tensor.shape), dtype=dtype_name(tensor.dtype), device=tensor.device.type)
+            facts.update(shape=tuple(tensor.shape), dtype=torch_name(tensor.dtype), device=tensor.device.type)
         self._facts.update({name: str(value) for name, value in facts.items()})
 
     def exchanges(self, sent: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:

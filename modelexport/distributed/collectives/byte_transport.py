@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from modelexport.errors import UsageError
+from modelexport.system.dtypes import torch_name
 
 _NATIVE = frozenset(
     (
@@ -73,12 +74,7 @@ def check_list(values: Any, count: int, like: torch.Tensor, name: str, per: str 
 
 def describe(tensor: torch.Tensor) -> str:
     """``"float32[2, 3]"``."""
-    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``"float32"``."""
-    return str(dtype).removeprefix("torch.")
+    return f"{torch_name(tensor.dtype)}{list(tensor.shape)}"
 
 
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:

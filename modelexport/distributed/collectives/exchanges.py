@@ -15,13 +15,13 @@ from modelexport.distributed.collectives.byte_transport import (
     check_tensor,
     copy_into,
     describe,
-    dtype_name,
     flat_bytes,
 )
 from modelexport.distributed.collectives.groups import AnyGroup, Members, group, members, outside
 from modelexport.distributed.collectives.request import _DistributedRequest, settle
 from modelexport.distributed.collectives.streams import collective
 from modelexport.errors import UsageError
+from modelexport.system.dtypes import torch_name
 
 
 def exchange(input: torch.Tensor, group: AnyGroup) -> torch.Tensor:
@@ -75,7 +75,7 @@ def all_to_all(
         outputs = _check_chunks(output_tensor_list, team, "output_tensor_list")
         inputs = _check_chunks(input_tensor_list, team, "input_tensor_list")
         _check_same_kind(outputs[0], inputs[0])
-        call.declare(dtype=dtype_name(inputs[0].dtype), device=inputs[0].device.type)
+        call.declare(dtype=torch_name(inputs[0].dtype), device=inputs[0].device.type)
         call.exchanges(inputs, outputs)
     return _swap(outputs, inputs, team, async_op)
 
@@ -112,7 +112,7 @@ def all_to_all_single(
         _check_same_kind(output, input)
         if output.shape[1:] != input.shape[1:]:
             raise UsageError(f"output is {describe(output)} and input {describe(input)}; only dim 0 may differ")
-        call.declare(dtype=dtype_name(input.dtype), device=input.device.type)
+        call.declare(dtype=torch_name(input.dtype), device=input.device.type)
         outputs, inputs = output.detach().split(taken), input.detach().split(given)
         call.exchanges(inputs, outputs)
     direct = _direct(output, input, team)
@@ -199,6 +199,6 @@ def _check_chunks(values: Sequence[torch.Tensor], team: Members, name: str) -> l
 def _check_same_kind(one: torch.Tensor, other: torch.Tensor) -> None:
     if one.dtype != other.dtype or one.device != other.device:
         raise UsageError(
-            f"tensors of {dtype_name(one.dtype)} on {one.device} and of {dtype_name(other.dtype)} on {other.device} "
+            f"tensors of {torch_name(one.dtype)} on {one.device} and of {torch_name(other.dtype)} on {other.device} "
             f"cannot be swapped for each other; use one dtype and device"
         )

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from modelexport.distributed.collectives.byte_transport import Parcel, copy_into, dtype_name
+from modelexport.distributed.collectives.byte_transport import Parcel, copy_into
 from modelexport.errors import UsageError
+from modelexport.system.dtypes import torch_name
 
 
 class reduce_op(enum.Enum):
@@ -114,21 +115,21 @@ def check_operation(call: str, dtype: torch.dtype, name: str) -> None:
     """Raises UsageError where the operation ``name`` is not defined for ``dtype``."""
     if dtype.is_complex and name not in ("SUM", "AVG"):
         raise UsageError(
-            f"{call} does not support {name} on complex tensors ({dtype_name(dtype)}); "
+            f"{call} does not support {name} on complex tensors ({torch_name(dtype)}); "
             f"reduce torch.view_as_real(tensor) if element by element is meant"
         )
     if dtype.is_floating_point and dtype.itemsize == 1:
         raise UsageError(
-            f"{call} does not support {dtype_name(dtype)}: every partial result would be rounded to 8 bits; "
+            f"{call} does not support {torch_name(dtype)}: every partial result would be rounded to 8 bits; "
             f"reduce tensor.to(torch.float32) and convert the result"
         )
     if dtype.is_floating_point and name in _BITWISE:
         raise UsageError(
-            f"{call} does not support {name} on {dtype_name(dtype)}; view the tensor as integers of its size"
+            f"{call} does not support {name} on {torch_name(dtype)}; view the tensor as integers of its size"
         )
     wide = dtype in _WIDER or dtype in (torch.uint64, torch.bool)
     if wide and name not in _EXACT:
-        raise UsageError(f"{call} does not support {name} on {dtype_name(dtype)}; convert the tensor to torch.float32")
+        raise UsageError(f"{call} does not support {name} on {torch_name(dtype)}; convert the tensor to torch.float32")
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -12,28 +12,21 @@ Tensors are ordered by item size, largest first, so that each starts at a multip
 from __future__ import annotations
 
 import json
-import math
-import struct
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 
 from modelexport.distributed.transport import tree as _tree
-from modelexport.errors import GatherError
+from modelexport.errors import CheckpointError, GatherError
+from modelexport.system import safetensors_header
+from modelexport.system.dtypes import dtype_bits, find_dtype, torch_dtype, torch_dtype_named, torch_name
+from modelexport.system.safetensors_header import HeaderEntry, encode_header, header_length
 
 __all__ = ["DamagedPayloadError", "Payload", "PayloadEntry", "as_bytes", "pack", "parse_header", "unpack"]
 
 _TREE, _DTYPES = "modelexport.tree", "modelexport.dtypes"
-_MAX_HEADER = 100_000_000  # safetensors' own bound
-
-_SAFETENSORS = {
-    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
-    "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
-    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "C64": "complex64",
-}  # fmt: skip
-_DTYPE_OF = {code: getattr(torch, name) for code, name in _SAFETENSORS.items() if hasattr(torch, name)}
-_CODE_OF = {dtype: code for code, dtype in _DTYPE_OF.items()}
 
 
 class DamagedPayloadError(GatherError):
@@ -72,25 +65,30 @@ def pack(config: Any) -> Payload:
     """Describes ``config`` (see :mod:`modelexport.distributed.transport.tree`) as a payload; copies no tensor data."""
     text, tensors = _tree.split(config)
     order = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)  # stable: else the tree's order
-    entries, fields, unnamed, offset = [], {}, {}, 0
+    entries, stored, unnamed, offset = [], [], {}, 0
     for name, tensor in order:
-        shape = tuple(tensor.shape)
+        shape, code = tuple(tensor.shape), _code_of(tensor.dtype)
         end = offset + tensor.numel() * tensor.dtype.itemsize
-        code = _CODE_OF.get(tensor.dtype)
-        stored = shape if code else (*shape, tensor.dtype.itemsize)
         if code is None:
-            unnamed[name] = str(tensor.dtype).removeprefix("torch.")
-        fields[name] = {"dtype": code or "U8", "shape": list(stored), "data_offsets": [offset, end]}
+            unnamed[name] = torch_name(tensor.dtype)
+        stored.append((name, code or "U8", shape if code else (*shape, tensor.dtype.itemsize), end - offset))
         entries.append(PayloadEntry(name, tensor.dtype, shape, offset, end))
         offset = end
     metadata = {"format": "pt", _TREE: text}
     if unnamed:
         metadata[_DTYPES] = json.dumps(unnamed)
-    body = json.dumps({"__metadata__": metadata, **fields}, separators=(",", ":")).encode("ascii")
-    body += b" " * (-len(body) % 8)
-    if len(body) > _MAX_HEADER:
-        raise GatherError(f"a config's header has {len(body)} bytes, safetensors allows {_MAX_HEADER}")
-    return Payload(struct.pack("<Q", len(body)) + body, tuple(entries), tuple(tensor for _, tensor in order))
+    try:
+        header = encode_header(stored, metadata)
+    except CheckpointError as error:
+        raise GatherError(f"a config is too large: {error}") from error
+    return Payload(header, tuple(entries), tuple(tensor for _, tensor in order))
+
+
+@cache
+def _code_of(dtype: torch.dtype) -> str | None:
+    """safetensors' name for a dtype; None where it has none, or counts its elements in another way (F4)."""
+    code = find_dtype(torch_name(dtype))
+    return code if code is not None and dtype_bits(code) == 8 * dtype.itemsize else None
 
 
 def parse_header(header: bytes | memoryview) -> tuple[str, tuple[PayloadEntry, ...]]:
@@ -100,37 +98,25 @@ def parse_header(header: bytes | memoryview) -> tuple[str, tuple[PayloadEntry, .
         DamagedPayloadError: it is not the header of a payload, or its tensors do not tile the data.
     """
     try:
-        (length,) = struct.unpack_from("<Q", header)
+        length = header_length(bytes(header[:8]), len(header))
         if length != len(header) - 8:
             raise ValueError(f"the header says {length} bytes and has {len(header) - 8}")
-        fields = json.loads(bytes(header[8:]))
-        metadata = fields.pop("__metadata__")
-        text = metadata[_TREE]
+        found, metadata = safetensors_header.parse_header(bytes(header[8:]))
         unnamed = json.loads(metadata.get(_DTYPES, "{}"))
-        entries = [_entry(name, field, unnamed.get(name)) for name, field in fields.items()]
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        return metadata[_TREE], tuple([_entry(entry, unnamed.get(entry.name)) for entry in found])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedPayloadError(f"a payload's header is damaged: {error!r}") from error
-    entries.sort(key=lambda entry: (entry.start, entry.end))
-    offset = 0
-    for entry in entries:
-        if entry.start != offset:
-            raise DamagedPayloadError(
-                f"a payload's tensor {entry.name!r} starts at byte {entry.start}, expected {offset}"
-            )
-        offset = entry.end
-    return text, tuple(entries)
 
 
-def _entry(name: str, field: dict[str, Any], unnamed: str | None) -> PayloadEntry:
-    dtype = _DTYPE_OF[field["dtype"]] if unnamed is None else getattr(torch, unnamed)
-    shape = tuple(int(dim) for dim in field["shape"])
+def _entry(found: HeaderEntry, unnamed: str | None) -> PayloadEntry:
+    name, code, shape, start, end = found
+    dtype = torch_dtype(code) if unnamed is None else torch_dtype_named(unnamed)
     if unnamed is not None:
-        if not isinstance(dtype, torch.dtype) or shape[-1:] != (dtype.itemsize,):
-            raise ValueError(f"{name!r}: {unnamed} with bytes of shape {shape}")
+        if code != "U8" or shape[-1:] != (dtype.itemsize,):
+            raise ValueError(f"{name!r}: {unnamed} in {code} of shape {shape}")
         shape = shape[:-1]
-    start, end = (int(offset) for offset in field["data_offsets"])
-    if min(shape, default=0) < 0 or end - start != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{name!r}: {dtype} of shape {shape} in bytes {start}..{end}")
+    elif _code_of(dtype) is None:
+        raise ValueError(f"{name!r}: {code} does not count in torch's elements")
     return PayloadEntry(name, dtype, shape, start, end)
 
 

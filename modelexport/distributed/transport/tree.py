@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 import torch
 
 from modelexport.errors import GatherError
+from modelexport.system.dtypes import torch_dtype_named, torch_name
 
 __all__ = ["register_config", "restore", "split"]
 
@@ -112,7 +113,7 @@ class _Encoder:
         if isinstance(value, torch.Tensor):
             return {_MARK: "tensor", "name": self._tensor(value, path)}
         if kind is torch.dtype:
-            return {_MARK: "dtype", "name": str(value).removeprefix("torch.")}
+            return {_MARK: "dtype", "name": torch_name(value)}
         if kind is bytes:
             return {_MARK: "bytes", "base64": base64.b64encode(value).decode("ascii")}
         if id(value) in self._open:
@@ -223,10 +224,7 @@ def _decode_dict(value: dict[str, Any], tensors: Mapping[str, torch.Tensor], pat
 
 
 def _decode_dtype(value: dict[str, Any], tensors: Mapping[str, torch.Tensor], path: tuple[str, ...]) -> Any:
-    dtype = getattr(torch, value["name"])
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{value['name']!r} is no torch dtype")
-    return dtype
+    return torch_dtype_named(value["name"])
 
 
 def _decode_config(value: dict[str, Any], tensors: Mapping[str, torch.Tensor], path: tuple[str, ...]) -> Any:

@@ -29,6 +29,7 @@ from modelexport.models.matching import Matched, MatchedModule, ModelDescription
 from modelexport.models.ties import check_tied, untie
 from modelexport.quantization.methods import Method, of_method
 from modelexport.sharding.plan import Cut, Parallelism, even_cut
+from modelexport.system.dtypes import FLOATS
 
 if TYPE_CHECKING:
     from modelexport.quantization.assignment import Assignment
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 __all__ = ["ExportPlan", "ExportStep", "OutputTensor", "TensorTask", "build_plan", "full_name"]
 
 SLAB_BYTES = 64 << 20  # an embedding larger than this is exported in slabs of rows, to bound memory
-QUANTISABLE = ("BF16", "F16", "F32")
 
 
 def build_plan(
@@ -293,10 +293,8 @@ class _Planner:
         """Returns whether the weight can be written in the number format; notes the reason where it cannot."""
         if number_format is None:
             return True
-        if stored is None and weight.dtype not in QUANTISABLE:
-            self.problems.append(
-                f"{weight.name} is {weight.dtype}; only {', '.join(QUANTISABLE)} weights can be quantised"
-            )
+        if stored is None and weight.dtype not in FLOATS:
+            self.problems.append(f"{weight.name} is {weight.dtype}; only {', '.join(FLOATS)} weights can be quantised")
             return False
         pattern, shape = f"*.{module.general_path}", (weight.shape[0], weight.shape[1])
         try:

@@ -11,8 +11,9 @@ from modelexport.errors import CheckpointError, PlanError, shown
 from modelexport.exporting.plan.steps import OutputTensor, TensorTask
 from modelexport.models.families.base import Family
 from modelexport.models.matching import cache_place
-from modelexport.quantization.methods import FLOATS, Method, QuantizationConfig, of_method
+from modelexport.quantization.methods import Method, QuantizationConfig, of_method
 from modelexport.sharding.plan import replicated
+from modelexport.system.dtypes import FLOATS
 
 if TYPE_CHECKING:
     from modelexport.quantization.formats.base import NumberFormat

@@ -13,7 +13,6 @@ from modelexport.quantization import kernels
 from modelexport.quantization.algorithms.base import CalibratedLinear
 from modelexport.quantization.calibration.cut import ROWS
 from modelexport.quantization.formats.base import Grid
-from modelexport.quantization.kernels import feedback
 
 
 @dataclass(frozen=True)
@@ -53,15 +52,15 @@ def _rounded(weight: Tensor, grid: Grid, plan: ColumnPlan) -> Tensor:
     columns = weight.t()[order]
     step, zero = grid.step.t().contiguous(), None if grid.zero is None else grid.zero.t().contiguous()
     scale_of, pivots = order // grid.columns, factor.diagonal()
+    round_back = kernels.of(weight, "feedback_", at_once=True).round_back
     rounded, errors = torch.empty_like(columns), torch.empty_like(columns)
     for stop in range(len(order), 0, -plan.block):
         part = slice(max(0, stop - plan.block), stop)
         divisor = pivots[part]
         carried = (factor[stop:, part].t() @ errors[stop:]) / divisor.unsqueeze(1)
         within, scales = factor[part, part] / divisor, scale_of[part]
-        feedback.round_back(
-            columns[part], carried, within, scales, step, zero, grid.storage, grid.low, grid.high, rounded[part]
-        )
+        given = (columns[part], carried, within, scales, step, zero)
+        round_back(*given, grid.storage, grid.low, grid.high, rounded[part])
         torch.sub(columns[part], rounded[part], out=errors[part])
     columns[order] = rounded
     return columns.t()

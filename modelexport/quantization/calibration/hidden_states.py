@@ -7,7 +7,6 @@ its number, and the SHA-256 of all their bytes as the last one.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -18,11 +17,12 @@ import torch
 from torch import Tensor
 
 from modelexport.errors import CheckpointError
+from modelexport.system.dtypes import dtype_name
+from modelexport.system.safetensors_header import encode_header, parse_header
 from modelexport.system.small_files import open_regular
 
 __all__ = ["HiddenStates"]
 
-_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 _FORMAT = "modelexport hidden states 1"
 _CHECKSUM = "sha256"
 
@@ -152,26 +152,18 @@ class HiddenStates(Sequence[Tensor]):
 
     def _header(self, index: int) -> bytes:
         """Of a safetensors file; as long for any index."""
-        entries: dict[str, Any] = {"__metadata__": {"format": _FORMAT, "index": f"{index:08d}"}}
-        place = 0
-        for number, shape in enumerate(self._shapes):
-            size = torch.Size(shape).numel() * self._dtype.itemsize
-            entries[str(number)] = {
-                "dtype": _DTYPES[self._dtype],
-                "shape": list(shape),
-                "data_offsets": [place, place + size],
-            }
-            place += size
-        entries[_CHECKSUM] = {"dtype": "U8", "shape": [32], "data_offsets": [place, place + 32]}
-        text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
+        tensors: list[tuple[str, str, Sequence[int], int]] = [
+            (str(number), dtype_name(self._dtype), shape, torch.Size(shape).numel() * self._dtype.itemsize)
+            for number, shape in enumerate(self._shapes)
+        ]
+        tensors.append((_CHECKSUM, "U8", (32,), 32))
+        return encode_header(tensors, {"format": _FORMAT, "index": f"{index:08d}"})
 
 
 def _index_in(header: bytes) -> int | None:
     try:
-        return int(json.loads(header[8:])["__metadata__"]["index"])
-    except (ValueError, KeyError, TypeError):
+        return int(parse_header(header[8:])[1]["index"])
+    except (ValueError, KeyError):
         return None  # the caller says so
 
 

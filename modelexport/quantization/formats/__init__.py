@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from modelexport.quantization.formats.base import NumberFormat
     from modelexport.quantization.methods.base import Scheme
 
-__all__ = ["get", "has_groups", "meaning", "name_of", "names", "of_scheme"]
+__all__ = ["get", "has_groups", "load_kernels", "meaning", "name_of", "names", "of_scheme"]
 
 _OWN_KINDS = (
     *("int8", "int8-static", "int8-wo", "int8-wo-asym", "int4", "int4-asym", "w4a8", "fp8", "fp8-static", "fp8-block"),
@@ -79,6 +79,12 @@ def get(
                 "would be taken for that one's: give it arguments of its own"
             )
     return found
+
+
+def load_kernels(name: str, observer: str) -> None:
+    """Imports, and so loads or compiles, the compiled kernels of a number format: for a process that will fork."""
+    for module in ("fused", *get(name, observer=observer).kernels):
+        importlib.import_module(f"modelexport.quantization.kernels.{module}")
 
 
 def has_groups(name: str) -> bool:

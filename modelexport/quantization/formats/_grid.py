@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from modelexport.quantization.kernels import feedback
+from modelexport.quantization.kernels import feedback_reference
 
 __all__ = ["Grid"]
 
@@ -38,7 +38,7 @@ class Grid:
     def numbers(self, values: Tensor) -> Tensor:
         """The numbers nearest to values (float32 ``[rows, cols]``), ties to even, as float32; zero points included."""
         step, zero = self._spread(values.shape[1])
-        return feedback.numbers(values, step, zero, self.storage, self.low, self.high)
+        return feedback_reference.numbers(values, step, zero, self.storage, self.low, self.high)
 
     def values(self, numbers: Tensor) -> Tensor:
         """Returns the values of numbers (float32 ``[rows, cols]``): float32."""

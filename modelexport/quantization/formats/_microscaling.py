@@ -53,6 +53,11 @@ class MicroscalingFormat(NumberFormat):
     values: ClassVar[str] = "weight_packed"
     weight_bits: ClassVar[int] = 4
 
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """See the base; they search for scales as well."""
+        return ("microscaling_fused",)
+
     def check_shape(self, module: str, shape: Sequence[int]) -> None:
         """See the base; the groups must divide a row, whatever the size of the format.
 

@@ -36,6 +36,11 @@ class PackedFormat(NumberFormat):
     symmetric: ClassVar[bool] = True
 
     @property
+    def kernels(self) -> tuple[str, ...]:
+        """See the base."""
+        return super().kernels if self.symmetric else ("compiled_affine", *super().kernels)
+
+    @property
     def scale_granularity(self) -> ScaleGranularity:
         return "row" if self.group_size == -1 else "block"
 

@@ -28,23 +28,9 @@ from modelexport.quantization.formats._checks import (
 from modelexport.quantization.formats._grid import Grid
 from modelexport.quantization.methods import compressed_tensors, of_method
 from modelexport.quantization.methods.base import Scheme
+from modelexport.system.dtypes import FLOATS, dtype_name, torch_dtype, torch_name
 
 __all__ = ["Grid", "NumberFormat", "TensorSpec"]
-
-SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-_DTYPES = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "I32": torch.int32,
-    "I64": torch.int64,
-}
-DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-
 
 ScaleGranularity = Literal["block", "row", "tensor"]
 OBSERVERS = ("amax", "mse")
@@ -106,6 +92,11 @@ class NumberFormat(ABC):
         return cls(group_size=group_size, observer=observer, scale_dtype=scale_dtype)
 
     @property
+    def kernels(self) -> tuple[str, ...]:
+        """The modules of compiled kernels that it needs, besides those of every format."""
+        return () if self.observer == "amax" else ("compiled_search",)
+
+    @property
     def scale_granularity(self) -> ScaleGranularity:
         """See the class."""
         return "block"
@@ -164,11 +155,11 @@ class NumberFormat(ABC):
 
     def specs(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[TensorSpec, ...]:
         """The native tensors stored for a weight of that shape (``(out, in)``) and source dtype."""
-        scales = DTYPE_NAMES[self.scale_dtype or dtype]
+        scales = dtype_name(self.scale_dtype or dtype)
         found = []
         for suffix, promise in compressed_tensors.tensor_specs(self.scheme(), (shape[0], shape[1])).items():
             name = scales if scales in promise.dtypes else promise.dtypes[0]
-            found.append(TensorSpec(suffix, _DTYPES[name], promise.shapes[0], promise.axes))
+            found.append(TensorSpec(suffix, torch_dtype(name), promise.shapes[0], promise.axes))
         return tuple(found)
 
     @abstractmethod
@@ -348,8 +339,8 @@ class NumberFormat(ABC):
         return 8 * sum(spec.nbytes for spec in self.specs(shape, dtype)) / weights if weights else 0.0
 
     def _check_weight(self, weight: Tensor, name: str) -> None:
-        if weight.dtype not in SUPPORTED_DTYPES:
-            given, *known = (str(dtype).removeprefix("torch.") for dtype in (weight.dtype, *SUPPORTED_DTYPES))
+        given, known = torch_name(weight.dtype), [torch_name(dtype) for dtype in FLOATS]
+        if given not in known:
             raise CheckpointError(
                 f"{name}: its dtype is {given}, but number format {self.name} is made from {', '.join(known)}"
                 f": convert the checkpoint first, or export it with --quant none"

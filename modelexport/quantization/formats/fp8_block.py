@@ -33,6 +33,11 @@ class Fp8BlockFormat(ByteFormat):
     checkpoint_format: ClassVar[str] = "float-quantized"
     storage: ClassVar[torch.dtype] = torch.float8_e4m3fn
 
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """See the base."""
+        return ("compiled_blocks", *super().kernels)
+
     def _fill(self, weight: Tensor, amax: Tensor | None, out: Mapping[str, Tensor]) -> int:
         scale, found = out["weight_scale"], None
         if self.observer == "mse" and weight.numel():

@@ -2,12 +2,13 @@
 
 ``MODELEXPORT_KERNELS=reference|fused`` forces one. Tensors on other devices always take the reference, and so do the
 first :data:`LITTLE` bytes of a process that has not loaded the fused ones: to load them takes longer, to compile them
-much longer. A launcher that forks its ranks imports what :func:`modules` names beforehand, so that they inherit
-compiled kernels.
+much longer. Before ranks are forked, :func:`modelexport.quantization.formats.load_kernels` is called, so that they
+inherit compiled kernels.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import threading
@@ -26,11 +27,11 @@ __all__ = [
     "LITTLE",
     "Backend",
     "backend",
+    "by_rows",
     "copy_finite",
     "dequantise",
     "expect",
-    "is_fused",
-    "modules",
+    "is_little",
     "of",
     "quantise_blocks",
     "quantise_groups",
@@ -66,12 +67,13 @@ def backend(nbytes: int | None = None) -> Backend:
     Raises:
         UsageError: ``MODELEXPORT_KERNELS`` is neither "reference" nor "fused", or asks for what cannot run.
     """
-    if _is_little(nbytes):
+    if is_little(nbytes):
         return Backend("plain", f"quicker for {LITTLE >> 20} MiB or less")
     return _backend(os.environ.get("MODELEXPORT_KERNELS", ""))
 
 
-def _is_little(nbytes: int | None) -> bool:
+def is_little(nbytes: int | None) -> bool:
+    """Returns whether plain torch goes through so many bytes of weights before the fused kernels could be loaded."""
     return nbytes is not None and nbytes <= LITTLE and not os.environ.get("MODELEXPORT_KERNELS")
 
 
@@ -100,41 +102,29 @@ _plain_bytes = LITTLE * _PASSES  # that plain torch may still go through in this
 def expect(nbytes: int) -> None:
     """Has the fused kernels run from now on where a job of so many bytes of weights is not little."""
     global _plain_bytes
-    if not _is_little(nbytes):
+    if not is_little(nbytes):
         _plain_bytes = 0
 
 
-def is_fused(tensor: Tensor) -> bool:
-    """Returns whether a tensor is one for the fused kernels; counts its bytes where they need not be loaded yet."""
-    global _plain_bytes
-    if tensor.device.type != "cpu" or tensor.numel() == 0:
-        return False
-    if not os.environ.get("MODELEXPORT_KERNELS") and f"{__name__}.fused" not in sys.modules:
-        _plain_bytes -= tensor.nbytes
-        if _plain_bytes >= 0:
-            return False
-    return backend().name == "fused"
+def of(tensor: Tensor, family: str = "", *, at_once: bool = False) -> Any:
+    """The module of kernels that such a tensor takes, ``fused`` or ``reference``.
 
-
-_FURTHER = {
-    "compiled_affine": ("asym",),
-    "compiled_blocks": ("fp8-block",),
-    "microscaling_fused": ("nvfp4", "mxfp4", "mxfp8"),
-}
-"""Modules that only the number formats need that have one of these in their names."""
-
-
-def modules(number_format: str, observer: str = "amax", nbytes: int | None = None) -> tuple[str, ...]:
-    """Returns the modules that a process imports before it forks, to have the compiled kernels of a number format.
-
-    None, where they are to go through no more than ``nbytes`` of weights and that is little.
+    Args:
+        family: what its name begins with: ``"microscaling_"``, ``"feedback_"``.
+        at_once: load the fused kernels for the first bytes too: plain torch takes longer than that even for these.
     """
-    if _is_little(nbytes):
-        return ()
-    names = [name for name, marks in _FURTHER.items() if any(mark in number_format for mark in marks)]
-    if observer != "amax" and "microscaling_fused" not in names:
-        names.append("compiled_search")
-    return tuple(f"{__name__}.{name}" for name in ("fused", *names))
+    on_cpu = tensor.device.type == "cpu" and tensor.numel() > 0
+    fused = on_cpu and (at_once or _worth_loading(tensor.nbytes)) and backend().name == "fused"
+    return importlib.import_module(f"{__name__}.{family}{'fused' if fused else 'reference'}")
+
+
+def _worth_loading(nbytes: int) -> bool:
+    """False where the fused kernels need not be loaded yet for a tensor of so many bytes, which are counted."""
+    global _plain_bytes
+    if os.environ.get("MODELEXPORT_KERNELS") or f"{__name__}.fused" in sys.modules:
+        return True
+    _plain_bytes -= nbytes
+    return _plain_bytes < 0
 
 
 _threads = 1
@@ -191,19 +181,32 @@ def split_rows(weight: Tensor, work: Callable[[slice], int | None], unit: int = 
     return min(bad, default=-1)
 
 
-def of(tensor: Tensor) -> Any:
-    """The module of kernels that such a tensor takes."""
-    if is_fused(tensor):
-        from modelexport.quantization.kernels import fused
+def by_rows(kernel: str, weight: Tensor, *arguments: Any, family: str = "", unit: int = 1, **options: Any) -> int:
+    """Runs a kernel on ranges of a weight's rows, in several threads; returns the first bad row, or -1.
 
-        return fused
-    from modelexport.quantization.kernels import reference
+    Args:
+        kernel, family: see :func:`of`, which chooses by ``weight``.
+        arguments, options: the kernel's. Of a tensor among them that has a row for each of the weight's, or for each
+            ``unit`` of these, the kernel is given the rows of its range; of others the whole.
+        unit: rows that are not parted.
+    """
+    run = getattr(of(weight, family), kernel)
+    rows = weight.shape[0]
+    blocks = -(-rows // unit)
 
-    return reference
+    def cut(value: Any, part: slice) -> Any:
+        if not hasattr(value, "data_ptr"):
+            return value
+        if value.shape[0] == rows:
+            return value[part]
+        return value[part.start // unit : -(-part.stop // unit)] if value.shape[0] == blocks else value
 
+    def work(part: slice) -> int | None:
+        named = {name: cut(value, part) for name, value in options.items()}
+        found: int | None = run(*(cut(value, part) for value in arguments), **named)
+        return found
 
-def _part(tensor: Tensor | None, rows: slice) -> Tensor | None:
-    return None if tensor is None else tensor[rows]
+    return split_rows(weight, work, unit)
 
 
 def row_amax(weight: Tensor) -> Tensor:
@@ -233,10 +236,7 @@ def _per_row(weight: Tensor, of: Callable[[Tensor], Tensor]) -> Tensor:
 
 def quantise_rows(weight: Tensor, amax: Tensor | None, q: Tensor, scale: Tensor, limit: float) -> int:
     """See :func:`.reference.quantise_rows`."""
-    module = of(weight)
-    return split_rows(
-        weight, lambda part: module.quantise_rows(weight[part], _part(amax, part), q[part], scale[part], limit)
-    )
+    return by_rows("quantise_rows", weight, weight, amax, q, scale, limit)
 
 
 def quantise_groups(
@@ -251,44 +251,24 @@ def quantise_groups(
     amax: Tensor | None = None,
 ) -> int:
     """See :func:`.reference.quantise_groups`."""
-    module = of(weight)
-
-    def work(part: slice) -> int:
-        stored = {"zero": _part(zero, part), "amax": _part(amax, part)}
-        found: int = module.quantise_groups(weight[part], group, q[part], scale[part], limit, bits=bits, **stored)
-        return found
-
-    return split_rows(weight, work)
+    return by_rows("quantise_groups", weight, weight, group, q, scale, limit, bits=bits, zero=zero, amax=amax)
 
 
 def quantise_blocks(weight: Tensor, side: int, amax: Tensor | None, q: Tensor, scale: Tensor, limit: float) -> int:
     """See :func:`.reference.quantise_blocks`."""
-    module = of(weight)
-
-    def work(part: slice) -> int:
-        blocks = slice(part.start // side, -(-part.stop // side))
-        found: int = module.quantise_blocks(weight[part], side, _part(amax, blocks), q[part], scale[blocks], limit)
-        return found
-
-    return split_rows(weight, work, side)
+    return by_rows("quantise_blocks", weight, weight, side, amax, q, scale, limit, unit=side)
 
 
 def copy_finite(weight: Tensor, out: Tensor) -> int:
     """See :func:`.reference.copy_finite`."""
-    module = of(weight)
-    return split_rows(weight, lambda part: module.copy_finite(weight[part], out[part]))
+    return by_rows("copy_finite", weight, weight, out)
 
 
 def dequantise(
     q: Tensor, scale: Tensor, out: Tensor, *, group: int | None = None, bits: int = 4, zero: Tensor | None = None
 ) -> None:
     """See :func:`.reference.dequantise`."""
-    module = of(out)
-
-    def work(part: slice) -> None:
-        module.dequantise(q[part], scale[part], out[part], group=group, bits=bits, zero=_part(zero, part))
-
-    split_rows(out, work)
+    by_rows("dequantise", out, q, scale, out, group=group, bits=bits, zero=zero)
 
 
 def squared_error(
@@ -302,10 +282,4 @@ def squared_error(
     zero: Tensor | None = None,
 ) -> None:
     """See :func:`.reference.squared_error`."""
-    module = of(weight)
-
-    def work(part: slice) -> None:
-        stored = (q[part], _part(scale, part), out[part])
-        module.squared_error(weight[part], *stored, group=group, bits=bits, zero=_part(zero, part))
-
-    split_rows(weight, work)
+    by_rows("squared_error", weight, weight, q, scale, out, group=group, bits=bits, zero=zero)

@@ -13,7 +13,7 @@ Each gives the same bits as its twin in :mod:`.reference`. What makes the loops 
 A tensor arrives as its bytes (first element to last), the distance of its rows in elements, and a kind.
 
 What every format needs to be written is here, what it needs to be read in :mod:`.compiled_reading`. The others of that
-name are compiled when a format first needs them, see :func:`.modules`. numba's cache watches only the file of the
+name are compiled when a format first needs them. numba's cache watches only the file of the
 kernel itself for changes: :data:`STAMP` makes it watch all of them.
 """
 
@@ -234,6 +234,28 @@ def _bounds(code):
 
 
 @_inline
+def _fp8(ratio):
+    """The nearest e4m3 as its byte, ties to even, at most 448 in magnitude; the sign of zero is kept."""
+    bits = _F32(ratio).view(np.uint32)
+    size = min(_U32(bits & _MAGNITUDE), _FP8_MAX_BITS)
+    odd = _U32(_U32(size >> _U32(20)) & _U32(1))
+    normal = _U32(_U32(_U32(_U32(size + _U32(0x7FFFF)) + odd) >> _U32(20)) - _U32(120 << 3))
+    small = _U32(_F32(_U32(size).view(np.float32) + _FP8_UNIT_SHIFT).view(np.uint32) - _FP8_UNIT_BITS)
+    magnitude = normal if size >= _FP8_NORMAL_BITS else small
+    return _U32(magnitude | _U32(_U32(bits >> _U32(24)) & _U32(0x80)))
+
+
+@_inline
+def _nearest_float(ratio, most, normal, drop, shift):
+    """The nearest of small floats, ties to even: ``drop`` bits fewer from ``normal`` on, multiples of a unit below."""
+    bits = _F32(ratio).view(np.uint32)
+    size = min(_U32(bits & _MAGNITUDE), most)
+    small = _F32(_F32(_U32(size).view(np.float32) + shift) - shift).view(np.uint32)
+    nearest = _U32(_rounded(size, drop)) if size >= normal else small
+    return _U32(nearest | _U32(bits & _U32(0x80000000))).view(np.float32)
+
+
+@_inline
 def _encode(values, begin, groups, group, scales, out, to, code):
     """Values (bfloat16 bits or float32) / their scale, a byte each: int8, e4m3, int8 + 128 or int4 + 8."""
     if code != FP8:
@@ -247,14 +269,7 @@ def _encode(values, begin, groups, group, scales, out, to, code):
         for g in range(groups):
             scale, first, at = scales[g], begin + g * group, to + g * group
             for j in range(group):
-                bits = _F32(_float(values[_U64(first + j)]) / scale).view(np.uint32)
-                size = min(_U32(bits & _MAGNITUDE), _FP8_MAX_BITS)
-                odd = _U32(_U32(size >> _U32(20)) & _U32(1))
-                normal = _U32(_U32(_U32(_U32(size + _U32(0x7FFFF)) + odd) >> _U32(20)) - _U32(120 << 3))
-                units = _F32(_U32(size).view(np.float32) + _FP8_UNIT_SHIFT)
-                small = _U32(units.view(np.uint32) - _FP8_UNIT_BITS)
-                magnitude = normal if size >= _FP8_NORMAL_BITS else small
-                out[_U64(at + j)] = _U8(magnitude | _U32(_U32(bits >> _U32(24)) & _U32(0x80)))
+                out[_U64(at + j)] = _U8(_fp8(_F32(_float(values[_U64(first + j)]) / scale)))
 
 
 @_inline

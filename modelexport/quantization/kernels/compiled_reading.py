@@ -38,6 +38,25 @@ from modelexport.quantization.kernels.compiled import (
 
 
 @_inline
+def _fp8_value(bits):
+    """The float32 value of an e4m3's byte."""
+    size = _U32(bits & _U32(0x7F))
+    normal = _U32(_U32(size << _U32(20)) + _U32(120 << 23))
+    small = _F32(_F32(_I32(size)) * _F32(2.0**-9)).view(np.uint32)
+    wide = normal if size >= _U32(8) else small
+    wide = _U32(0x7FC00000) if size == _U32(0x7F) else wide
+    return _U32(wide | _U32(_U32(bits & _U32(0x80)) << _U32(24))).view(np.float32)
+
+
+@_inline
+def _unpack(packed, at, count, pairs):
+    """``count`` bytes 0xBA become little-endian pairs of nibble bytes, each 0x0B0A."""
+    for j in range(count):
+        byte = _U16(packed[_U64(at + j)])
+        pairs[j] = _U16(_U16(byte & _U16(15)) | _U16(_U16(byte & _U16(0xF0)) << _U16(4)))
+
+
+@_inline
 def _decode(codes, begin, count, group, scales, offsets, first, out, to, code):
     """Bytes times the scales from ``first`` on, as float32; of integers the offsets are subtracted before."""
     flip = _U8(0x80) if code == INT8 else _U8(0)
@@ -47,14 +66,7 @@ def _decode(codes, begin, count, group, scales, offsets, first, out, to, code):
         length = min(group, count - g * group)
         if code == FP8:
             for j in range(length):
-                byte = _U32(codes[_U64(source + j)])
-                size = _U32(byte & _U32(0x7F))
-                normal = _U32(_U32(size << _U32(20)) + _U32(120 << 23))
-                small = _F32(_F32(_I32(size)) * _F32(2.0**-9)).view(np.uint32)
-                bits = normal if size >= _U32(8) else small
-                bits = _U32(0x7FC00000) if size == _U32(0x7F) else bits
-                sign = _U32(_U32(byte & _U32(0x80)) << _U32(24))
-                out[_U64(at + j)] = _F32(_U32(bits | sign).view(np.float32) * scale)
+                out[_U64(at + j)] = _F32(_fp8_value(_U32(codes[_U64(source + j)])) * scale)
         else:
             for j in range(length):
                 value = _I32(_I32(_U8(codes[_U64(source + j)] ^ flip)) - offset)
@@ -65,9 +77,7 @@ def _decode(codes, begin, count, group, scales, offsets, first, out, to, code):
 def _decode_block(q, begin, start, count, group, code, steps, offsets, nibbles, pairs, out, to):
     """float32 values of ``count`` columns from ``start`` on, of the row stored from byte ``begin`` on."""
     if code == INT4:
-        for j in range((count + 1) // 2):  # a byte 0xBA becomes a little-endian pair of bytes, 0x0B0A
-            byte = _U16(q[_U64(begin + start // 2 + j)])
-            pairs[j] = _U16(_U16(byte & _U16(15)) | _U16(_U16(byte & _U16(0xF0)) << _U16(4)))
+        _unpack(q, begin + start // 2, (count + 1) // 2, pairs)
         _decode(nibbles, 0, count, min(group, _BLOCK), steps, offsets, start // group, out, to, code)
     else:
         _decode(q, begin + start, count, min(group, _BLOCK), steps, offsets, start // group, out, to, code)

@@ -12,9 +12,7 @@ from modelexport.quantization.kernels.compiled import (
     _FP8_MAX_BITS,
     _FP8_NORMAL_BITS,
     _FP8_UNIT_SHIFT,
-    _MAGNITUDE,
     _ROUND,
-    _U32,
     _U64,
     BF16,
     FP8,
@@ -30,7 +28,7 @@ from modelexport.quantization.kernels.compiled import (
     _inline,
     _int,
     _jit,
-    _rounded,
+    _nearest_float,
     _scale_of,
     _views,
     _widen,
@@ -67,12 +65,8 @@ def _fp8_error(wide, begin, scale, lanes):
     """The same of e4m3."""
     for lane in range(SEARCH_LANES):
         value = wide[_U64(begin + lane)]
-        bits = _F32(value / scale).view(np.uint32)
-        size = min(_U32(bits & _MAGNITUDE), _FP8_MAX_BITS)
-        small = _F32(_F32(_U32(size).view(np.float32) + _FP8_UNIT_SHIFT) - _FP8_UNIT_SHIFT).view(np.uint32)
-        nearest = _U32(_rounded(size, 20)) if size >= _FP8_NORMAL_BITS else small
-        nearest = _U32(nearest | _U32(bits & _U32(0x80000000)))
-        error = _F64(_F32(value - _F32(nearest.view(np.float32) * scale)))
+        nearest = _nearest_float(_F32(value / scale), _FP8_MAX_BITS, _FP8_NORMAL_BITS, 20, _FP8_UNIT_SHIFT)
+        error = _F64(_F32(value - _F32(nearest * scale)))
         lanes[lane] += error * error
 
 

@@ -15,18 +15,16 @@ from modelexport.quantization.kernels.compiled import (
     _FP8_MAX_BITS,
     _FP8_NORMAL_BITS,
     _FP8_UNIT_SHIFT,
-    _MAGNITUDE,
     _ROUND,
     _U32,
     _clamped,
     _inline,
     _jit,
-    _rounded,
+    _nearest_float,
 )
 
 INTEGERS, E4M3, E2M1 = 0, 1, 2  # kinds of numbers
 _FP4_MAX_BITS, _FP4_NORMAL_BITS, _FP4_UNIT_SHIFT = _U32(0x40C00000), _U32(0x3F800000), _F32(2.0**22)  # 6 and 1
-_SIGN = _U32(0x80000000)
 
 _matrix, _indices = types.float32[:, ::1], types.int64[::1]
 
@@ -44,16 +42,6 @@ def _plain_integers(target, step, low, high, rounded, rows):
     for r in range(rows):
         ratio = _clamped(_F32(target[r] / step[r]), low, high)
         rounded[r] = _F32(_F32(_F32(ratio + _ROUND) - _ROUND) * step[r])
-
-
-@_inline
-def _nearest_float(ratio, most, normal, drop, shift):
-    """The nearest of small floats, ties to even: ``drop`` bits fewer from ``normal`` on, multiples of a unit below."""
-    bits = _F32(ratio).view(np.uint32)
-    size = min(_U32(bits & _MAGNITUDE), most)
-    small = _F32(_F32(_U32(size).view(np.float32) + shift) - shift).view(np.uint32)
-    nearest = _U32(_rounded(size, drop)) if size >= normal else small
-    return _U32(nearest | _U32(bits & _SIGN)).view(np.float32)
 
 
 @_inline

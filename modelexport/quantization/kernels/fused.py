@@ -50,6 +50,13 @@ def _dense_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.shape[1] == 1 or tensor.stride(1) == 1 else tensor.contiguous()
 
 
+def _copy_back(*pairs: tuple[Tensor, Tensor]) -> None:
+    """Of each tensor that was filled, copies what is not the output itself to the output."""
+    for filled, out in pairs:
+        if filled is not out:
+            out.copy_(filled)
+
+
 def _floats(tensor: Tensor | None) -> tuple[np.ndarray[Any, Any], int]:
     """float32 as numpy has it, rows one after the other, and how many there are in each row."""
     if tensor is None:
@@ -105,12 +112,8 @@ def quantise_groups(
         caps = scales.affine_caps(bits, scale.dtype, weight.dtype).numpy()
         dense_zero = _dense_rows(zero)
         bad = compiled_affine.quantise_affine(*source, caps, *_floats(amax), *output, *_span(dense_zero))
-        if dense_zero is not zero:
-            zero.copy_(dense_zero)
-    if dense_q is not q:
-        q.copy_(dense_q)
-    if dense_scale is not scale:
-        scale.copy_(dense_scale)
+        _copy_back((dense_zero, zero))
+    _copy_back((dense_q, q), (dense_scale, scale))
     return int(bad)
 
 
@@ -124,10 +127,7 @@ def quantise_blocks(weight: Tensor, side: int, amax: Tensor | None, q: Tensor, s
     cap = scales.largest_scale(q.dtype, scale.dtype, weight.dtype)
     output = (*_span(dense_q, 1), *_span(dense_scale), _KIND[scale.dtype])
     bad = compiled_blocks.quantise_blocks(*source, limit, cap, _floats(amax)[0], *output)
-    if dense_q is not q:
-        q.copy_(dense_q)
-    if dense_scale is not scale:
-        scale.copy_(dense_scale)
+    _copy_back((dense_q, q), (dense_scale, scale))
     return int(bad)
 
 
@@ -136,8 +136,7 @@ def copy_finite(weight: Tensor, out: Tensor) -> int:
     dense = _dense_rows(out)
     src, stride = _span(_dense_rows(weight))
     bad = compiled.copy_finite(src, stride, _KIND[weight.dtype], *weight.shape, *_span(dense))
-    if dense is not out:
-        out.copy_(dense)
+    _copy_back((dense, out))
     return int(bad)
 
 
@@ -151,8 +150,7 @@ def dequantise(
     dims = (rows, cols, reference.columns_per_scale(cols, scale, group), _code(q, bits))
     dense = _dense_rows(out)
     compiled_reading.dequantise(*source, *dims, *steps, *zeros, *_span(dense), _KIND[out.dtype])
-    if dense is not out:
-        out.copy_(dense)
+    _copy_back((dense, out))
 
 
 def squared_error(
@@ -179,8 +177,7 @@ def squared_error(
     dense = out.contiguous()
     columns = reference.columns_per_scale(cols, scale, group)
     compiled_reading.squared_error(*source, columns, code, *stored, *zeros, dense.view(-1).numpy())
-    if dense is not out:
-        out.copy_(dense)
+    _copy_back((dense, out))
 
 
 def search_errors(
@@ -204,5 +201,4 @@ def search_errors(
     dense = out.contiguous()
     tried = (*_floats(amax), shrinks.numpy(), _KIND[scale_dtype])
     compiled_search.search_errors(*rows, *tried, dense.view(-1).numpy())
-    if dense is not out:
-        out.copy_(dense)
+    _copy_back((dense, out))

@@ -3,14 +3,9 @@
 Groups run along a row. ``q`` is uint8 ``[rows, cols / 2]`` (two e2m1 a byte, the even column in the low half) or
 float8_e4m3fn ``[rows, cols]``. ``scale`` is ``[rows, cols / group]``: float8_e4m3fn (NVFP4, group 16) where ``factor``
 is given, the float32 ``[1]`` that scales are divided by; else uint8, E8M0 (MX, group 32).
-
-``MODELEXPORT_KERNELS`` and the number of threads are the package's. Nothing is compiled until a kernel is first called;
-a launcher that forks its ranks imports :func:`.modules` beforehand, so that they inherit compiled kernels.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 from torch import Tensor
 
@@ -21,16 +16,7 @@ __all__ = ["dequantise", "fake_quantise", "quantise", "squared_error"]
 
 fake_quantise = reference.fake_quantise
 
-
-def _fused() -> Any:
-    from modelexport.quantization.kernels import microscaling_fused
-
-    return microscaling_fused
-
-
-def _of(tensor: Tensor) -> Any:
-    """The module of kernels that such a tensor takes."""
-    return _fused() if kernels.is_fused(tensor) else reference
+_FAMILY = "microscaling_"
 
 
 def quantise(weight: Tensor, q: Tensor, scale: Tensor, factor: Tensor | None = None, *, search: bool = False) -> int:
@@ -41,17 +27,13 @@ def quantise(weight: Tensor, q: Tensor, scale: Tensor, factor: Tensor | None = N
         search: take, of the scales near the one that a group's largest magnitude asks for, that with the smallest
             squared error; of equal ones the largest.
     """
-    module = _of(weight)
     most = reference.LARGEST_LOCAL if factor is not None else reference.largest_exponent(q.dtype, weight.dtype)
-    return kernels.split_rows(
-        weight, lambda part: module.quantise(weight[part], q[part], scale[part], factor, most, search)
-    )
+    return kernels.by_rows("quantise", weight, weight, q, scale, factor, most, search, family=_FAMILY)
 
 
 def dequantise(q: Tensor, scale: Tensor, out: Tensor, factor: Tensor | None = None) -> None:
     """Fills ``out`` (``[rows, cols]``, bf16, fp16 or float32) with value * step computed in float32."""
-    module = _of(out)
-    kernels.split_rows(out, lambda part: module.dequantise(q[part], scale[part], factor, out[part]))
+    kernels.by_rows("dequantise", out, q, scale, factor, out, family=_FAMILY)
 
 
 def squared_error(weight: Tensor, q: Tensor, scale: Tensor, out: Tensor, factor: Tensor | None = None) -> None:
@@ -59,5 +41,4 @@ def squared_error(weight: Tensor, q: Tensor, scale: Tensor, out: Tensor, factor:
 
     The order of the sums is that of :func:`.reference.squared_error`.
     """
-    module = _of(weight)
-    kernels.split_rows(weight, lambda part: module.squared_error(weight[part], q[part], scale[part], factor, out[part]))
+    kernels.by_rows("squared_error", weight, weight, q, scale, factor, out, family=_FAMILY)

@@ -19,33 +19,46 @@ from __future__ import annotations
 import numpy as np
 from numba import types
 
-from modelexport.quantization.kernels.compiled import FP32, LANES, _inline, _jit, _widen
-
-_F32, _F64 = np.float32, np.float64
-_U64, _U32, _U16, _U8 = np.uint64, np.uint32, np.uint16, np.uint8
-_I32 = np.int32
+from modelexport.quantization.kernels.compiled import (
+    _BLOCK,
+    _EXPONENT,
+    _F32,
+    _F64,
+    _FP8_NORMAL_BITS,
+    _I32,
+    _MAGNITUDE,
+    _U8,
+    _U32,
+    _U64,
+    _ZERO,
+    BF16,
+    FP32,
+    LANES,
+    _add_squares,
+    _bytes,
+    _doubles,
+    _fold,
+    _fp8,
+    _inline,
+    _int,
+    _jit,
+    _pack,
+    _views,
+    _widen,
+)
+from modelexport.quantization.kernels.compiled_reading import _fp8_value, _narrow_bf16, _narrow_fp16, _unpack
 
 NVFP4, MXFP4, MXFP8 = 0, 1, 2  # kinds of stored numbers
 NV_GROUP, MX_GROUP = 16, 32  # values that share a scale
 NV_ABOVE, NV_BELOW, MX_ABOVE, MX_BELOW = 6, 2, 1, 1  # scale bytes that a search tries around the largest magnitude's
-_BLOCK = 2048  # columns worked on at a time, 8 KB of float32; a multiple of LANES and of both groups
 
-_ZERO, _ONE_BIT = _F32(0.0), _U32(1)
-_EXPONENT, _MAGNITUDE, _QUIET = _U32(0x7F800000), _U32(0x7FFFFFFF), _U32(0x7FC00000)
+_ONE_BIT, _QUIET = _U32(1), _U32(0x7FC00000)
 _FP4_MAX_BITS, _FP4_SHIFT, _FP4_UNIT_BITS = _U32(0x40C00000), _F32(2.0**22), _U32(0x4A800000)  # 6
-_FP8_MAX_BITS, _FP8_SHIFT, _FP8_UNIT_BITS = _U32(0x43E00000), _F32(2.0**14), _U32(0x46800000)  # 448
-_FP4_NORMAL_BITS, _FP8_NORMAL_BITS = _U32(0x3F800000), _U32(0x3C800000)  # 1 and 2^-6
+_FP4_NORMAL_BITS = _U32(0x3F800000)  # 1
 _TO_NEXT = _U32(0x200000)  # added to a float32, carries mantissas from 1.75 on into the exponent
 _EIGHTH = _U8(0x20)  # 0.125 as e4m3
 
-
-_bytes, _doubles, _int, _float = types.uint8[::1], types.float64[::1], types.intp, types.float32
-
-
-@_inline
-def _views(raw):
-    """Bytes as 16-bit integers and as float32."""
-    return raw[: raw.size // 2 * 2].view(np.uint16), raw[: raw.size // 4 * 4].view(np.float32)
+_float = types.float32
 
 
 @_inline
@@ -67,29 +80,6 @@ def _fp4_value(bits):
     small = _U32(index * _U32(0x3F000000))  # 0 and 0.5
     sign = _U32(_U32(bits & _U32(8)) << _U32(28))
     return _U32((normal if index >= _U32(2) else small) | sign).view(np.float32)
-
-
-@_inline
-def _fp8(ratio):
-    """The nearest e4m3, ties to even, at most 448 in magnitude; the sign of zero is kept."""
-    bits = _F32(ratio).view(np.uint32)
-    size = min(_U32(bits & _MAGNITUDE), _FP8_MAX_BITS)
-    odd = _U32(_U32(size >> _U32(20)) & _ONE_BIT)
-    normal = _U32(_U32(_U32(_U32(size + _U32(0x7FFFF)) + odd) >> _U32(20)) - _U32(120 << 3))
-    small = _U32(_F32(_U32(size).view(np.float32) + _FP8_SHIFT).view(np.uint32) - _FP8_UNIT_BITS)
-    magnitude = normal if size >= _FP8_NORMAL_BITS else small
-    return _U32(magnitude | _U32(_U32(bits >> _U32(24)) & _U32(0x80)))
-
-
-@_inline
-def _fp8_value(bits):
-    """The float32 value of an e4m3's byte."""
-    size = _U32(bits & _U32(0x7F))
-    normal = _U32(_U32(size << _U32(20)) + _U32(120 << 23))
-    small = _F32(_F32(_I32(size)) * _F32(2.0**-9)).view(np.uint32)
-    wide = normal if size >= _U32(8) else small
-    wide = _QUIET if size == _U32(0x7F) else wide
-    return _U32(wide | _U32(_U32(bits & _U32(0x80)) << _U32(24))).view(np.float32)
 
 
 @_inline
@@ -230,7 +220,7 @@ def quantise(src, stride, kind, rows, cols, code, factor, most, search, q, q_str
 
     ``factor`` is NVFP4's global scale, ``most`` the largest scale byte that may be chosen.
     """
-    shorts, floats = _views(src)
+    shorts, _, floats = _views(src)
     group = NV_GROUP if code == NVFP4 else MX_GROUP
     wide, spread = np.empty(_BLOCK, np.float32), np.empty(_BLOCK, np.float32)
     one, other = np.empty(_BLOCK, np.uint32), np.empty(_BLOCK // 2, np.uint32)
@@ -264,8 +254,7 @@ def quantise(src, stride, kind, rows, cols, code, factor, most, search, q, q_str
             for j in range(count):
                 nibbles[_U64(j)] = _U8(_fp4(_F32(wide[_U64(j)] / spread[_U64(j)])))
             to = i * q_stride + start // 2
-            for j in range(count // 2):  # a little-endian pair of bytes 0x0B0A becomes 0xBA
-                q[_U64(to + j)] = _U8(_U16(pairs[j] & _U16(15)) | _U16(pairs[j] >> _U16(4)))
+            _pack(pairs, q, to, count // 2)
     return -1
 
 
@@ -278,17 +267,15 @@ def _decode_block(q, begin, count, code, steps, spread, nibbles, pairs, out, to)
             out[_U64(to + j)] = _F32(_fp8_value(_U32(q[_U64(begin + j)])) * spread[_U64(j)])
         return
     _spread(steps, count // (NV_GROUP if code == NVFP4 else MX_GROUP), code, spread)
-    for j in range(count // 2):  # a byte 0xBA becomes a little-endian pair of bytes, 0x0B0A
-        byte = _U16(q[_U64(begin + j)])
-        pairs[j] = _U16(_U16(byte & _U16(15)) | _U16(_U16(byte & _U16(0xF0)) << _U16(4)))
+    _unpack(q, begin, count // 2, pairs)
     for j in range(count):
         out[_U64(to + j)] = _F32(_fp4_value(_U32(nibbles[_U64(j)])) * spread[_U64(j)])
 
 
 @_jit(types.void(_bytes, *[_int] * 4, _float, _bytes, _int, _bytes, _int, _int))
 def dequantise(q, q_stride, rows, cols, code, factor, scales, scale_stride, out, out_stride, kind):
-    """Stored rows times their scales into the bytes of ``out``, bfloat16 or float32."""
-    shorts, floats = _views(out)
+    """Stored rows times their scales into the bytes of ``out``."""
+    shorts, _, floats = _views(out)
     group, per_byte = (NV_GROUP if code == NVFP4 else MX_GROUP), (1 if code == MXFP8 else 2)
     nibbles, wide = np.empty(_BLOCK, np.uint8), np.empty(_BLOCK, np.float32)
     pairs = nibbles.view(np.uint16)
@@ -302,30 +289,16 @@ def dequantise(q, q_stride, rows, cols, code, factor, scales, scale_stride, out,
                 _decode_block(q, begin, count, code, steps, spread, nibbles, pairs, floats, to)
                 continue
             _decode_block(q, begin, count, code, steps, spread, nibbles, pairs, wide, 0)
-            for j in range(count):
-                bits = _F32(wide[j]).view(np.uint32)
-                odd = _U32(_U32(bits >> _U32(16)) & _ONE_BIT)
-                rounded = _U32(_U32(_U32(bits + _U32(0x7FFF)) + odd) >> _U32(16))
-                rounded = _U32(0x7FC0) if _U32(bits & _MAGNITUDE) > _EXPONENT else rounded
-                shorts[_U64(to + j)] = _U16(rounded)
-
-
-@_inline
-def _fold(lanes):
-    """Sum of the lanes: first those 16 apart, in ascending order, then the 16 sums."""
-    for step in range(16, LANES, 16):
-        for lane in range(16):
-            lanes[lane] += lanes[step + lane]
-    total = lanes[0]
-    for lane in range(1, 16):
-        total += lanes[lane]
-    return total
+            if kind == BF16:
+                _narrow_bf16(wide, count, shorts, to)
+            else:
+                _narrow_fp16(wide, count, shorts, to)
 
 
 @_jit(types.void(_bytes, *[_int] * 5, _float, _bytes, _int, _bytes, _int, _doubles))
 def squared_error(src, stride, kind, rows, cols, code, factor, q, q_stride, scales, scale_stride, out):
     """Per row sum((w - decoded)^2) and sum(w^2)."""
-    shorts, floats = _views(src)
+    shorts, _, floats = _views(src)
     group, per_byte = (NV_GROUP if code == NVFP4 else MX_GROUP), (1 if code == MXFP8 else 2)
     wide, decoded = np.empty(_BLOCK, np.float32), np.empty(_BLOCK, np.float32)
     wide_lanes, decoded_lanes = wide.reshape(_BLOCK // LANES, LANES), decoded.reshape(_BLOCK // LANES, LANES)
@@ -343,11 +316,6 @@ def squared_error(src, stride, kind, rows, cols, code, factor, q, q_stride, scal
             _decode_block(q, i * q_stride + start // per_byte, count, code, steps, spread, nibbles, pairs, decoded, 0)
             for j in range(count, blocks * LANES):
                 wide[j] = decoded[j] = _ZERO
-            for block in range(blocks):
-                for lane in range(LANES):
-                    value = _F64(wide_lanes[block, lane])
-                    error = _F64(_F32(wide_lanes[block, lane] - decoded_lanes[block, lane]))
-                    errors[lane] += error * error
-                    squares[lane] += value * value
+            _add_squares(wide_lanes, decoded_lanes, blocks, errors, squares)
         out[2 * i] = _fold(errors)
         out[2 * i + 1] = _fold(squares)

@@ -13,8 +13,6 @@ from torch import Tensor
 from modelexport.quantization.kernels import fused
 from modelexport.quantization.kernels import microscaling_compiled as compiled
 
-_SCRATCH_ELEMENTS = 1 << 16
-
 
 def _how(q: Tensor, factor: Tensor | None) -> tuple[int, float]:
     """The kind of stored numbers, and what their scales are divided by."""
@@ -36,33 +34,21 @@ def quantise(weight: Tensor, q: Tensor, scale: Tensor, factor: Tensor | None, mo
     """See :func:`.microscaling_reference.quantise`."""
     dense_q, dense_scale = fused._dense_rows(q), fused._dense_rows(scale)
     bad = compiled.quantise(*_weight(weight), *_how(q, factor), most, int(search), *_stored(dense_q, dense_scale))
-    if dense_q is not q:
-        q.copy_(dense_q)
-    if dense_scale is not scale:
-        scale.copy_(dense_scale)
+    fused._copy_back((dense_q, q), (dense_scale, scale))
     return int(bad)
 
 
 def dequantise(q: Tensor, scale: Tensor, factor: Tensor | None, out: Tensor) -> None:
     """See :func:`.microscaling_reference.dequantise`."""
-    rows, cols = out.shape
-    how = _how(q, factor)
-    direct = out.dtype != torch.float16 and fused._dense_rows(out) is out
-    step = rows if direct else max(1, _SCRATCH_ELEMENTS // cols)
-    for start in range(0, rows, step):
-        part = slice(start, start + step)
-        target = out[part] if direct else torch.empty(out[part].shape, dtype=torch.float32)
-        values, stride, *scales = _stored(q[part], scale[part])
-        compiled.dequantise(
-            values, stride, *target.shape, *how, *scales, *fused._span(target), fused._KIND[target.dtype]
-        )
-        if not direct:
-            out[part] = target
+    dense = fused._dense_rows(out)
+    values, stride, *scales = _stored(q, scale)
+    target = (*fused._span(dense), fused._KIND[out.dtype])
+    compiled.dequantise(values, stride, *out.shape, *_how(q, factor), *scales, *target)
+    fused._copy_back((dense, out))
 
 
 def squared_error(weight: Tensor, q: Tensor, scale: Tensor, factor: Tensor | None, out: Tensor) -> None:
     """See :func:`.microscaling_reference.squared_error`."""
     dense = out.contiguous()
     compiled.squared_error(*_weight(weight), *_how(q, factor), *_stored(q, scale), dense.view(-1).numpy())
-    if dense is not out:
-        out.copy_(dense)
+    fused._copy_back((dense, out))

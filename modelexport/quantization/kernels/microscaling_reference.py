@@ -36,11 +36,6 @@ _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BLOCK_ELEMENTS = 1 << 18
 
 
-def _row_blocks(rows: int, cols: int) -> list[slice]:
-    step = max(1, _BLOCK_ELEMENTS // max(1, cols))
-    return [slice(start, min(rows, start + step)) for start in range(0, rows, step)]
-
-
 @cache
 def largest_exponent(storage: torch.dtype, dtype: torch.dtype) -> int:
     """The largest scale byte of which no multiple that ``storage`` holds (uint8: e2m1) overflows ``dtype``."""
@@ -151,7 +146,7 @@ def quantise(weight: Tensor, q: Tensor, scale: Tensor, factor: Tensor | None, mo
     rows, cols = weight.shape
     if cols == 0:
         return -1
-    for block in _row_blocks(rows, cols):
+    for block in reference._row_blocks(rows, cols, elements=_BLOCK_ELEMENTS):
         groups = weight[block].unflatten(1, (scale.shape[1], -1))
         amax = reference._amax(groups)
         bad = reference._first_bad(amax, block.start)
@@ -175,13 +170,13 @@ def _decoded(q: Tensor, scale: Tensor, factor: Tensor | None) -> Tensor:
 
 def dequantise(q: Tensor, scale: Tensor, factor: Tensor | None, out: Tensor) -> None:
     """Fills ``out`` (``[rows, cols]``, bf16, fp16 or float32) with value * step computed in float32."""
-    for block in _row_blocks(*out.shape):
+    for block in reference._row_blocks(*out.shape, elements=_BLOCK_ELEMENTS):
         out[block] = _decoded(q[block], scale[block], factor).to(out.dtype)
 
 
 def squared_error(weight: Tensor, q: Tensor, scale: Tensor, factor: Tensor | None, out: Tensor) -> None:
     """Fills ``out`` (float64 ``[rows, 2]``) as :func:`.reference.squared_error` does, in the same order."""
-    for block in _row_blocks(*weight.shape):
+    for block in reference._row_blocks(*weight.shape, elements=_BLOCK_ELEMENTS):
         wide = weight[block].float()
         out[block, 0] = reference._lane_sum_of_squares(wide - _decoded(q[block], scale[block], factor))
         out[block, 1] = reference._lane_sum_of_squares(wide)

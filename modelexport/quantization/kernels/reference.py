@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from modelexport.quantization.kernels.scales import (
+    _SAME_SIZE_INT,
     FP8_MAX,
     affine_of,
     largest_scale,
@@ -29,10 +30,7 @@ from modelexport.quantization.kernels.scales import (
     scale_of,
 )
 
-__all__ = ["FP8_MAX", "LANES", "SUPPORTED_DTYPES", "largest_scale", "scale_of"]
-
-SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes of weights (and of the scales stored for them)."""
+__all__ = ["FP8_MAX", "LANES", "largest_scale", "scale_of"]
 
 LANES = 128
 """Partial sums per row in :func:`squared_error`: column c is added to lane ``c % LANES``."""
@@ -40,13 +38,12 @@ LANES = 128
 SEARCH_LANES = 32
 """The same in :func:`search_errors`."""
 
-_SAME_SIZE_INT = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 _MAGNITUDE_MASK = {torch.bfloat16: 0x7FFF, torch.float16: 0x7FFF, torch.float32: 0x7FFFFFFF}
 _BLOCK_ELEMENTS = 1 << 20
 
 
-def _row_blocks(rows: int, cols: int) -> Iterator[slice]:
-    step = max(1, _BLOCK_ELEMENTS // max(1, cols))
+def _row_blocks(rows: int, cols: int, *, elements: int = _BLOCK_ELEMENTS) -> Iterator[slice]:
+    step = max(1, elements // max(1, cols))
     return (slice(start, min(rows, start + step)) for start in range(0, rows, step))
 
 

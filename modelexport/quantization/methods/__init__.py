@@ -13,7 +13,6 @@ from typing import Any, cast
 
 from modelexport.errors import CheckpointError, PlanError, nearest, shown
 from modelexport.quantization.methods.base import (
-    FLOATS,
     Method,
     QuantizationConfig,
     Scheme,
@@ -21,6 +20,7 @@ from modelexport.quantization.methods.base import (
     WeightSlice,
     mapping,
 )
+from modelexport.system.dtypes import FLOATS
 
 __all__ = [
     "FLOATS",

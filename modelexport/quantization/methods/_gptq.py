@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING
 from modelexport.errors import CheckpointError
 from modelexport.quantization.methods import _words
 from modelexport.quantization.methods.base import Axes, Scheme, StoredTensorSpec, WeightSlice
+from modelexport.system.dtypes import FLOATS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from modelexport.quantization.methods.base import NumberFormatProtocol
 
-SCALE_DTYPES = ("F16", "BF16", "F32")
 _ACT_ORDER = (
     "g_idx puts columns into groups by activation order (desc_act), which no number format of ours holds: "
     "--quant none dequantises such a model exactly, and it can then be quantised anew"
@@ -58,7 +58,7 @@ def tensor_specs(scheme: Scheme, shape: tuple[int, int]) -> dict[str, StoredTens
     return {
         "qweight": StoredTensorSpec(("I32",), ((cols // per_word, rows),), ((1, per_word), (0, 1))),
         "qzeros": StoredTensorSpec(("I32",), ((groups, rows // per_word),), packed),
-        "scales": StoredTensorSpec(SCALE_DTYPES, ((groups, rows),), (along, (0, 1))),
+        "scales": StoredTensorSpec(FLOATS, ((groups, rows),), (along, (0, 1))),
         "g_idx": StoredTensorSpec(("I32",), ((cols,),), ((1, 1),)),
     }
 

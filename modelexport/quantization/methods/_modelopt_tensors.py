@@ -18,11 +18,11 @@ from modelexport.quantization.methods._nibbles import (
 )
 from modelexport.quantization.methods._reciprocal import divisor_of, multiplier_of
 from modelexport.quantization.methods.base import WeightSlice
+from modelexport.system.dtypes import FLOATS, dtype_name
 
 if TYPE_CHECKING:
     from modelexport.quantization.methods.base import NumberFormatProtocol
 
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _INEXPRESSIBLE = {
     "pre_quant_scale": "its inputs are multiplied by a pre_quant_scale",
     "svdquant_lora_a": "a low-rank part is added to its product",
@@ -47,7 +47,7 @@ def encode(number_format: NumberFormatProtocol, native: Mapping[str, Tensor], pa
         scale = scale.reshape(-1)
     elif weights["strategy"] == "block":
         scale = scale[:, None, :, None]
-    if scale.dtype in _FLOATS:
+    if dtype_name(scale.dtype) in FLOATS:
         scale = scale.float()
     elif weights["strategy"] == "group":  # exponents: safetensors has two words for such bytes
         scale = scale.view(torch.uint8)

@@ -28,6 +28,7 @@ from modelexport.quantization.methods.base import (
     is_size,
     strings,
 )
+from modelexport.system.dtypes import FLOATS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,7 +49,6 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _BACK = (0, 4, 1, 5, 2, 6, 3, 7)  # the inverse of it
 _BITS = 4
 _MIDDLE = 0x88888888 - (1 << 32)  # eight zero points of 8, as int32
-_SCALE_DTYPES = ("F16", "BF16", "F32")
 
 
 def read(value: Mapping[str, Any]) -> QuantizationConfig:
@@ -109,7 +109,7 @@ def tensor_specs(scheme: Scheme, shape: tuple[int, int]) -> dict[str, StoredTens
     return {
         "qweight": StoredTensorSpec(("I32",), ((cols, rows // _words.NIBBLES),), ((1, 1), (0, _words.NIBBLES))),
         "qzeros": StoredTensorSpec(("I32",), ((groups, rows // _words.NIBBLES),), packed),
-        "scales": StoredTensorSpec(_SCALE_DTYPES, ((groups, rows),), (along, (0, 1))),
+        "scales": StoredTensorSpec(FLOATS, ((groups, rows),), (along, (0, 1))),
     }
 
 

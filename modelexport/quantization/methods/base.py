@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-FLOATS = ("BF16", "F16", "F32")
-
 Axes = tuple["tuple[int, int] | None", ...]
 """For each dim of a tensor: (the weight's dim that it runs along, elements of the weight for each of its own); None
 where it does not vary with the weight. Fewer than its dims: the others do not vary."""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from modelexport.errors import CheckpointError, shown
 from modelexport.quantization.methods.base import (
     AS_WEIGHT,
-    FLOATS,
     Axes,
     ModelQuantization,
     QuantizationConfig,
@@ -26,6 +25,7 @@ from modelexport.quantization.methods.base import (
     optional,
     strings,
 )
+from modelexport.system.dtypes import FLOATS
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,7 +14,6 @@ from modelexport.errors import PlanError
 from modelexport.quantization.methods._arguments import FP8_ROW, FP8_TOKEN, with_modules_below
 from modelexport.quantization.methods.base import (
     AS_WEIGHT,
-    FLOATS,
     ModelQuantization,
     QuantizationConfig,
     QuantizationFiles,
@@ -23,6 +22,7 @@ from modelexport.quantization.methods.base import (
     WeightSlice,
     strings,
 )
+from modelexport.system.dtypes import FLOATS
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -26,7 +26,6 @@ from modelexport.quantization.methods._arguments import (
 )
 from modelexport.quantization.methods.base import (
     AS_WEIGHT,
-    FLOATS,
     Axes,
     ModelQuantization,
     QuantizationConfig,
@@ -38,6 +37,7 @@ from modelexport.quantization.methods.base import (
     mapping,
     strings,
 )
+from modelexport.system.dtypes import FLOATS
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,9 +14,10 @@ from modelexport.distributed.collectives.byte_transport import flat_bytes
 from modelexport.distributed.collectives.groups import AnyGroup, Members
 from modelexport.distributed.delivery.pairwise import Piece, as_flat_bytes
 from modelexport.errors import UsageError
-from modelexport.sharding.agreement import ExchangeReport, Route, agree, is_float8tensor, raw, team_of
+from modelexport.sharding.agreement import ExchangeReport, Route, agree, is_float8tensor, team_of
 from modelexport.sharding.distribution import ShardDistribution, canonical_order
 from modelexport.sharding.tensor import ShardedTensor, order_key
+from modelexport.system.dtypes import as_integers
 
 __all__ = ["ShardExchange", "_get_empty_tensor_for_exchange", "prepare"]
 
@@ -89,7 +90,7 @@ class ShardExchange:
 
     def outgoing(self, number: int) -> torch.Tensor:
         """A shard of this rank's, as integers of its width."""
-        return raw(_plain(self.loaded[self.order[number]]))
+        return as_integers(_plain(self.loaded[self.order[number]]))
 
     def bytes_of(self, number: int) -> torch.Tensor:
         """A shard of this rank's as contiguous ``uint8`` on the device of the exchange."""

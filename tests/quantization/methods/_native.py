@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelexport.quantization.formats.base import DTYPE_NAMES
 from modelexport.quantization.methods.base import Axes, Scheme, StoredTensorSpec, WeightSlice
 from modelexport.quantization.methods.compressed_tensors import tensor_specs
-
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+from modelexport.system.dtypes import torch_dtype
 
 
 def arguments(kind: str, bits: int, strategy: str, dynamic: bool | str = False, **more: Any) -> dict[str, Any]:
@@ -107,7 +105,7 @@ def native_tensors(
     generator = torch.Generator().manual_seed(seed)
     made: dict[str, Tensor] = {}
     for suffix, promise in tensor_specs(number_format.scheme(), shape).items():
-        dtype, extent = DTYPES[scales if scales in promise.dtypes else promise.dtypes[0]], promise.shapes[0]
+        dtype, extent = torch_dtype(scales if scales in promise.dtypes else promise.dtypes[0]), promise.shapes[0]
         if suffix == "weight_shape":
             made[suffix] = torch.tensor(shape, dtype=torch.int64)
         elif suffix.endswith("global_scale"):

@@ -13,8 +13,9 @@ from modelexport.inspection.evaluate.models import load_dequantised
 from modelexport.quantization import decoding, formats
 from modelexport.quantization.methods import compressed_tensors, fp8
 from modelexport.quantization.methods.base import ModelQuantization, Scheme, WeightSlice
+from modelexport.system.dtypes import torch_dtype
 from tests.helpers.models import make_llama
-from tests.quantization.methods._native import ALL, DTYPES, cut, native_tensors, same
+from tests.quantization.methods._native import ALL, cut, native_tensors, same
 
 DEEPSEEK = {
     "activation_scheme": "dynamic",
@@ -55,7 +56,7 @@ def test_there_and_back_is_the_identity_of_wholes_and_parts(name: str, scales: s
     assert list(whole) == list(promises)
     for suffix, promise in promises.items():
         assert whole[suffix].shape == promise.shapes[0]
-        assert whole[suffix].dtype == (DTYPES["F8_E4M3"] if suffix == "weight" else DTYPES[scales])
+        assert whole[suffix].dtype == (torch_dtype("F8_E4M3") if suffix == "weight" else torch_dtype(scales))
     assert same(fp8.decode(number_format, whole, WeightSlice.whole(shape)), native)
     own = compressed_tensors.tensor_specs(number_format.scheme(), shape)
     for origin, extent in (((256, 0), (64, 384)), ((0, 128), (320, 256)), ((128, 256), (192, 128))):

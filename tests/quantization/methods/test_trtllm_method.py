@@ -11,7 +11,8 @@ from modelexport.errors import CheckpointError, PlanError
 from modelexport.quantization import formats
 from modelexport.quantization.methods import of_format, read_quantization_config, trtllm
 from modelexport.quantization.methods.base import ModelQuantization, Scheme, WeightSlice
-from tests.quantization.methods._native import ALL, DTYPES, Numbers, arguments, cut, native_tensors, same
+from modelexport.system.dtypes import torch_dtype
+from tests.quantization.methods._native import ALL, Numbers, arguments, cut, native_tensors, same
 
 ALGOS = {
     "fp8-static": "FP8",
@@ -70,7 +71,7 @@ def test_what_is_stored(name: str) -> None:
     assert {key: (p.dtypes[0], p.shapes[0]) for key, p in promises.items()} == STORED[name]
     encoded = trtllm.encode(number_format, native_tensors(number_format, shape), WeightSlice.whole(shape))
     assert {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in encoded.items()} == {
-        key: (DTYPES[dtype], extent) for key, (dtype, extent) in STORED[name].items()
+        key: (torch_dtype(dtype), extent) for key, (dtype, extent) in STORED[name].items()
     }
 
 

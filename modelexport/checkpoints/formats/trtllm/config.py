@@ -15,6 +15,7 @@ from modelexport.checkpoints.safetensors.sharded import raise_problems
 from modelexport.errors import CheckpointError, PlanError, quoted, shown
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.shard_plan import ShardPlan
+from modelexport.system.dtypes import torch_name
 from modelexport.system.json_values import JsonValues
 
 ARCHITECTURES = {
@@ -24,7 +25,6 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "phi3": "Phi3ForCausalLM",
 }
-_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _RENORMALISE = 1  # MoeConfig.ExpertScaleNormalizationMode.RENORMALIZE
 _NEEDED = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
 # The same in both: TensorRT-LLM's key, Hugging Face's.
@@ -62,7 +62,7 @@ def engine_config(
     heads = read.whole("num_attention_heads")
     found: dict[str, Any] = {
         "architecture": ARCHITECTURES[model_type],
-        "dtype": _DTYPES[next(rule.dtype for rule in plan.rules.values() if rule.role == "embedding")],
+        "dtype": torch_name(next(rule.dtype for rule in plan.rules.values() if rule.role == "embedding")),
         "logits_dtype": "float32",
         **{key: read.whole(own) for key, own in _SAME.items() if read.has(own)},
         "num_key_value_heads": read.whole("num_key_value_heads", heads),

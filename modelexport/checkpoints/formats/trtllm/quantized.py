@@ -37,6 +37,7 @@ from modelexport.sharding.boxes import whole
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.rules import TensorRule
 from modelexport.sharding.shard_plan import ShardPlan, build_shard_plan
+from modelexport.system.dtypes import FLOATS
 from modelexport.system.json_values import JsonValues
 from modelexport.system.small_files import open_regular
 
@@ -60,7 +61,6 @@ _ALWAYS_EXCLUDED = ["lm_head", "transformer.vocab_embedding"]
 _DEFAULT_EXCLUDED = ("*lm_head", "*router", "*vocab_embedding", "*position_embedding", "*shared_expert_gate")
 _SMOOTHING = ("prequant_scaling_factor", "smoother")
 _ONES = {"BF16": b"\x80\x3f", "F16": b"\x00\x3c", "F32": struct.pack("<f", 1.0)}
-_PLAIN = ("BF16", "F16", "F32")
 
 Names = Callable[[TensorRule], Collection[str]]
 """The names of the engine's modules that a tensor is a part of, as its rank counts layers."""
@@ -93,7 +93,7 @@ def check(rules: Iterable[TensorRule], config: Mapping[str, Any]) -> None:
     said = entry(config)
     algo = None if said is None else said.get("quant_algo")
     rules = list(rules)
-    odd = [r for r in rules if r.parameter not in PARAMETERS or (algo is None and r.dtype not in (*_PLAIN, "F64"))]
+    odd = [r for r in rules if r.parameter not in PARAMETERS or (algo is None and r.dtype not in (*FLOATS, "F64"))]
     if odd:
         raise PlanError(
             f"--format trtllm: {len(odd)} tensors are quantised in a way that config.json does not say, the first "
@@ -114,7 +114,7 @@ def check(rules: Iterable[TensorRule], config: Mapping[str, Any]) -> None:
 
 
 def _is_quantised(rule: TensorRule) -> bool:
-    return rule.dtype not in _PLAIN if rule.parameter == "weight" else rule.parameter not in ("bias", *CACHE)
+    return rule.dtype not in FLOATS if rule.parameter == "weight" else rule.parameter not in ("bias", *CACHE)
 
 
 def constants(arrays: Sequence[Array], config: Mapping[str, Any], dtype: str) -> list[Array]:
@@ -309,7 +309,7 @@ def check_numbers(groups: Iterable[tuple[str, Sequence[str]]], source: Checkpoin
     """
     numbers: dict[str, list[TensorInfo]] = {}
     for info in source.infos.values():
-        if math.prod(info.shape) == 1 and info.dtype in _PLAIN:
+        if math.prod(info.shape) == 1 and info.dtype in FLOATS:
             numbers.setdefault(info.name.rpartition(".")[0], []).append(info)
     differing = []
     with Reader(source) as reader:

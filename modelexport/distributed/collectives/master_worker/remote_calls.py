@@ -22,6 +22,7 @@ from modelexport.distributed.collectives.groups import group
 from modelexport.distributed.collectives.master_worker.remote_types import RemoteGroup, RemotePart, RemoteTensor
 from modelexport.distributed.collectives.reductions import op_name, reduce_op
 from modelexport.distributed.supervision.failures import exception_message
+from modelexport.system.dtypes import torch_dtype_named
 
 
 class Arguments:
@@ -124,7 +125,7 @@ class Member:
         if tensors:
             made = tensors[0].to(spec["device"], copy=True)
         else:
-            dtype = getattr(torch, spec["dtype"])
+            dtype = torch_dtype_named(spec["dtype"])
             made = torch.empty(spec["shape"], dtype=dtype, device=spec["device"])
             if "value" in spec:
                 value = spec["value"]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from modelexport.distributed.collectives.collective_mode import driver
 from modelexport.errors import UsageError
+from modelexport.system.dtypes import torch_name
 
 __all__ = ["RemoteGroup", "RemotePart", "RemoteTensor", "held_bytes"]
 
@@ -127,7 +128,7 @@ class RemoteTensor:
     ) -> RemoteTensor:
         session = _session()
         size = torch.Size([shape] if isinstance(shape, int) else shape)
-        spec: dict[str, Any] = {"shape": list(size), "dtype": str(dtype).removeprefix("torch."), "device": device}
+        spec: dict[str, Any] = {"shape": list(size), "dtype": torch_name(dtype), "device": device}
         if value is not None:
             spec["value"] = [value.real, value.imag] if isinstance(value, complex) else value
         world_size = session.world_size
