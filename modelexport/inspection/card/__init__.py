@@ -31,7 +31,10 @@ def model_card(content: Mapping[str, Any]) -> str:
     """Returns the text of README.md.
 
     Args:
-        content: of modelexport.json; what is missing in it, or of another kind, is left out.
+        content: of modelexport.json.
+
+    Raises:
+        CheckpointError: it is not what an export writes.
     """
     record = ExportRecord.of(content)
     rows = rows_of(record)
@@ -181,8 +184,8 @@ def _checking(record: ExportRecord) -> Iterator[str]:
     yield ""
     errors = " and each linear's error" if record.sqnr_db else ""
     yield (
-        f"`modelexport.json` has the SHA-256 of {record.tensors:,} tensors and of the files beside them, the recipe "
-        f"and the versions{errors}. `CKPT` is the directory that this card is in:"
+        f"`modelexport.json` has the SHA-256 of {len(record.sha256):,} tensors and of the files beside them, the "
+        f"recipe and the versions{errors}. `CKPT` is the directory that this card is in:"
     )
     yield ""
     yield from ("```", "modelexport verify CKPT                     # hashes, structure, no NaN or Inf")
