@@ -10,6 +10,7 @@ import importlib
 import pkgutil
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -94,6 +95,31 @@ def get(name: str) -> CheckpointFormat:
     if name not in names():
         raise UsageError(f"--format {name}: unknown{nearest(name, names())}")
     return formats()[name if name in containers() else "hf"]
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """The facts of a checkpoint format that a model card has, declared by its module, or its method's.
+
+    Attributes:
+        library: the library by which the Hub loads it, ``HUB_LIBRARY``; None where there is none.
+        tag: by which the Hub finds it, ``HUB_TAG``, by default its name; None: that of the quantisation method.
+        loads_tensor_parallel: True if engines divide it among tensor-parallel ranks, ``LOADS_TENSOR_PARALLEL``.
+    """
+
+    library: str | None
+    tag: str | None
+    loads_tensor_parallel: bool
+
+    @classmethod
+    def of(cls, name: str) -> CardFacts:
+        """The facts of a ``--format``; of one that is not known here, its name."""
+        found = formats().get(name) or of_format(name)
+        return cls(
+            getattr(found, "HUB_LIBRARY", None),
+            getattr(found, "HUB_TAG", name),
+            getattr(found, "LOADS_TENSOR_PARALLEL", True),
+        )
 
 
 def description_of(name: str) -> str:

@@ -16,13 +16,12 @@ from modelexport.inspection.card.markdown import code, plain, table
 from modelexport.inspection.card.recipe import recipe_lines
 from modelexport.inspection.record.reading import EvaluationFigures, ExportRecord
 from modelexport.inspection.record.rows import RecordRow, rows_of, stored_of
+from modelexport.models.checkpoint_formats import CardFacts, method_of
 from modelexport.quantization import algorithms
 from modelexport.system.tables import size_text
 
 __all__ = ["model_card"]
 
-_LIBRARIES = {"hf": "transformers", "awq": "transformers", "gptq": "transformers", "gguf": "gguf"}
-_TAGS = {"hf": "compressed-tensors", "fp8-block": "fp8", "vllm-sharded": "vllm", "trtllm": "tensorrt-llm"}
 _TAG = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _MOST_NAMES = 3
 
@@ -61,16 +60,17 @@ def _front_matter(record: ExportRecord) -> Iterator[str]:
         fields["base_model"] = known["base_model"][0]
         if quantised:
             fields["base_model_relation"] = "quantized"
-    if stored.format in _LIBRARIES and not stored.sharded:
-        fields["library_name"] = _LIBRARIES[stored.format]
+    facts = CardFacts.of(stored.format)
+    if facts.library is not None and not stored.sharded:
+        fields["library_name"] = facts.library
     fields |= {key: known[key] for key in ("license", "license_name", "license_link", "language") if key in known}
     architecture = record.model.architecture or ""
     if not architecture.endswith("ForConditionalGeneration"):  # the inputs that it takes besides are not known here
         fields["pipeline_tag"] = "text-generation"
     names = {label.partition(":")[0] for label in stored.number_formats} if quantised else set()
-    method = _TAGS.get(stored.format, stored.format)
-    methods = [] if stored.format == "hf" and not quantised else [method]
-    tags = {"modelexport", *methods, *names, *_algorithms(record)}
+    if facts.tag is not None or quantised:
+        names.add(facts.tag or method_of(stored.format).METHOD)
+    tags = {"modelexport", *names, *_algorithms(record)}
     fields["tags"] = sorted(tag for tag in tags if _TAG.fullmatch(tag))
     text = yaml.safe_dump(fields, sort_keys=True, allow_unicode=True, width=10**6)
     yield from ("---", *text.rstrip("\n").split("\n"), "---")

@@ -30,6 +30,7 @@ from modelexport.inspection.report.figures import (
 )
 from modelexport.inspection.report.scales import ScaleCounts, bin_edge, count_scales
 from modelexport.models.modules import Architecture, StoredModule
+from modelexport.quantization import algorithms
 from modelexport.quantization.methods import QuantizationConfig, of_method
 
 __all__ = ["ModuleGroup", "ModuleRow", "Report", "StoredBytes", "gather"]
@@ -139,6 +140,11 @@ class Report:
     def producer_text(self) -> str:
         """Name and version of the program that wrote the checkpoint."""
         return " ".join(map(str, self.producer.values())) or "an unnamed program"
+
+    @property
+    def algorithm_in_words(self) -> str:
+        """The end of "quantised to int4"; empty where no algorithm is recorded."""
+        return algorithms.in_words(self.recipe.get("algorithm"))
 
     @property
     def evaluation_figures(self) -> EvaluationFigures:

@@ -17,7 +17,7 @@ from modelexport.errors import UsageError
 if TYPE_CHECKING:
     from modelexport.quantization.algorithms.base import Algorithm
 
-__all__ = ["get", "names", "registered", "used"]
+__all__ = ["get", "in_words", "names", "registered", "used"]
 
 
 @cache
@@ -50,6 +50,14 @@ def names() -> tuple[str, ...]:
 def get(name: str) -> type[Algorithm]:
     """Returns the algorithm of that name."""
     return registered()[name]
+
+
+def in_words(setting: object) -> str:
+    """Returns the end of "quantised to int4" for the algorithms of a recipe or a record; "" where it names none."""
+    if not setting:
+        return ""
+    own = "".join(algorithm.in_words for algorithm in used(setting) if algorithm.name == setting)
+    return f", {own}" if own else f" by {setting}"
 
 
 def used(setting: object) -> list[type[Algorithm]]:

@@ -155,6 +155,7 @@ class Algorithm(ABC):
         needs_samples: whether samples run through the model for it.
         observer: how number formats choose scales under it, see :class:`NumberFormat`.
         compensates: whether it makes the error of a linear's outputs small at the cost of the weights' own.
+        in_words: the end of "quantised to int4, ...", where it is not "by" and its name.
     """
 
     name: ClassVar[str]
@@ -165,6 +166,7 @@ class Algorithm(ABC):
     needs_samples: ClassVar[bool] = True
     observer: ClassVar[str] = "amax"
     compensates: ClassVar[bool] = False
+    in_words: ClassVar[str] = ""
 
     def __init__(self, settings: Any = None, ranks: RankGroup | None = None, *, seed: int = 0) -> None:
         """

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 METHOD = "gptq"
 FORMAT = "gptq"
 DESCRIPTION = "GPTQ's words, in Hugging Face's files"
+HUB_LIBRARY = "transformers"
 SCALES = "F16"
 """What AutoGPTQ and GPTQModel write, and the one dtype that all of their kernels compute in. vLLM takes any dtype and
 rounds it to that of the model as it loads."""
