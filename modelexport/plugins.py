@@ -15,7 +15,7 @@ import contextlib
 import importlib
 import os
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +24,7 @@ from typing import Any
 from modelexport.errors import UsageError, error_text
 from modelexport.system.small_files import read_small
 
-__all__ = ["GROUP", "add", "modules", "register"]
+__all__ = ["GROUP", "add", "modules", "register", "require"]
 
 GROUP = "modelexport.plugins"
 _DEFINED = ("FORMAT", "ALGORITHM", "FAMILY", "NAME")
@@ -57,16 +57,32 @@ def modules() -> dict[str, ModuleType]:
     return found
 
 
-def add(found: MutableMapping[str, Any], attribute: str, *, kind: str) -> None:
+def add(found: MutableMapping[str, Any], attribute: str, *, kind: str, needed: Iterable[str]) -> None:
     """Adds to a catalogue, by its ``name``, what each plugin's module defines under a name of that kind.
 
     Raises:
-        UsageError: two have the same name.
+        UsageError: two have the same name; or one lacks a name that is ``needed``, or a method.
     """
     for module in modules().values():
         if hasattr(module, attribute):
             entry = getattr(module, attribute)
+            require(module, entry, needed, kind=kind)
             register(found, entry.name, entry, kind=kind, module=module)
+
+
+def require(module: ModuleType, entry: Any, needed: Iterable[str], *, kind: str) -> None:
+    """Checks that a thing that a plugin's module defines is complete.
+
+    Raises:
+        UsageError: it lacks a name, or a method that its base class leaves to it.
+    """
+    missing = [name for name in needed if not hasattr(entry, name)]
+    missing += sorted(getattr(entry, "__abstractmethods__", ()))
+    if missing:
+        raise UsageError(
+            f"plugin {module.__name__}: {kind} needs {', '.join(missing)}, which it does not define: see "
+            "docs/extending.md"
+        )
 
 
 def register(found: MutableMapping[str, Any], name: str, entry: Any, *, kind: str, module: ModuleType) -> None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # --help needs the names alone
 
     Rules = Callable[..., list[TensorRule]]
 
+_NEEDED = ("DESCRIPTION", "SIDE_FILES", "lay_out", "side_files", "recognises", "open")
 _NAME = re.compile(r'^NAME = "([\w-]+)"$', re.MULTILINE)
 
 
@@ -70,6 +71,7 @@ def containers() -> dict[str, str]:
             found[name[1]] = module.name
     for plugin in plugins.modules().values():
         if hasattr(plugin, "NAME"):
+            plugins.require(plugin, plugin, _NEEDED, kind="a checkpoint format")
             plugins.register(found, plugin.NAME, plugin.__name__, kind="a checkpoint format", module=plugin)
     return dict(sorted(found.items()))
 

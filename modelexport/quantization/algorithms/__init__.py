@@ -31,7 +31,7 @@ def registered() -> dict[str, type[Algorithm]]:
 
     own = [name for _, name, _ in pkgutil.iter_modules(__path__) if name != "base" and not name.startswith("_")]
     found = {name: importlib.import_module(f"{__name__}.{name}").ALGORITHM for name in own}
-    plugins.add(found, "ALGORITHM", kind="an algorithm")
+    plugins.add(found, "ALGORITHM", kind="an algorithm", needed=("name", "description", "kind"))
     for name, algorithm in found.items():
         rounds = issubclass(algorithm, Rounding) and algorithm.quantise is not Rounding.quantise
         if rounds and not algorithm.needs_samples:
