@@ -14,9 +14,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import pkgutil
+import re
 import sys
 from collections.abc import Iterable, MutableMapping
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,7 +27,7 @@ from typing import Any
 from modelexport.errors import UsageError, error_text
 from modelexport.system.small_files import read_small
 
-__all__ = ["GROUP", "add", "modules", "register", "require"]
+__all__ = ["GROUP", "add", "declared", "modules", "register", "require"]
 
 GROUP = "modelexport.plugins"
 _DEFINED = ("FORMAT", "ALGORITHM", "FAMILY", "NAME")
@@ -54,6 +57,24 @@ def modules() -> dict[str, ModuleType]:
             ) from error
         if not any(hasattr(found[point.module], name) for name in _DEFINED):
             raise UsageError(f"plugin {point.name}: {point.module} defines none of {', '.join(_DEFINED)}")
+    return found
+
+
+@cache
+def declared(package: str, variable: str) -> dict[str, str]:
+    """Returns the texts that modules of a package give a variable, and the modules' names.
+
+    Found in the sources, so that ``--help`` imports none: ``NAME = "gguf"`` on a line of its own.
+    """
+    pattern, found = re.compile(rf'^{variable} = "([\w-]+)"$', re.MULTILINE), {}
+    whole = find_spec(package)
+    assert whole is not None
+    for finder, name, _ in pkgutil.iter_modules(whole.submodule_search_locations, f"{package}."):
+        spec = finder.find_spec(name, None)  # importlib's own function of that name imports the package first
+        if spec is not None and spec.loader is not None:
+            text = pattern.search(spec.loader.get_source(name))  # type: ignore[attr-defined] # of files, and of zips
+            if text is not None:
+                found[text[1]] = name
     return found
 
 

@@ -76,6 +76,15 @@ def test_help_lists_every_field_and_every_choice(capsys: pytest.CaptureFixture[s
         assert f"modelexport {command} " in text
 
 
+def test_help_imports_neither_methods_nor_sockets() -> None:
+    """It is to answer at once: names are read from sources, and what only work needs is imported by the work."""
+    code = "import sys\nfrom modelexport.cli import main\ntry: main(['--help'])\nexcept SystemExit: print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    imported = set(done.stdout.splitlines()[-1].split())
+    assert "modelexport.recipe" in imported
+    assert not imported & {"hashlib", "socket", "modelexport.quantization.methods", "modelexport.distributed.config"}
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["--version"])
