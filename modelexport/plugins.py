@@ -14,9 +14,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import pkgutil
+import re
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,7 +27,7 @@ from typing import Any
 from modelexport.errors import UsageError, error_text
 from modelexport.system.small_files import read_small
 
-__all__ = ["GROUP", "add", "modules", "register"]
+__all__ = ["GROUP", "add", "declared", "modules", "register", "require"]
 
 GROUP = "modelexport.plugins"
 _DEFINED = ("FORMAT", "ALGORITHM", "FAMILY", "NAME")
@@ -57,16 +60,50 @@ def modules() -> dict[str, ModuleType]:
     return found
 
 
-def add(found: MutableMapping[str, Any], attribute: str, *, kind: str) -> None:
+@cache
+def declared(package: str, variable: str) -> dict[str, str]:
+    """Returns the texts that modules of a package give a variable, and the modules' names.
+
+    Found in the sources, so that ``--help`` imports none: ``NAME = "gguf"`` on a line of its own.
+    """
+    pattern, found = re.compile(rf'^{variable} = "([\w-]+)"$', re.MULTILINE), {}
+    whole = find_spec(package)
+    assert whole is not None
+    for finder, name, _ in pkgutil.iter_modules(whole.submodule_search_locations, f"{package}."):
+        spec = finder.find_spec(name, None)  # importlib's own function of that name imports the package first
+        if spec is not None and spec.loader is not None:
+            text = pattern.search(spec.loader.get_source(name))  # type: ignore[attr-defined] # of files, and of zips
+            if text is not None:
+                found[text[1]] = name
+    return found
+
+
+def add(found: MutableMapping[str, Any], attribute: str, *, kind: str, needed: Iterable[str]) -> None:
     """Adds to a catalogue, by its ``name``, what each plugin's module defines under a name of that kind.
 
     Raises:
-        UsageError: two have the same name.
+        UsageError: two have the same name; or one lacks a name that is ``needed``, or a method.
     """
     for module in modules().values():
         if hasattr(module, attribute):
             entry = getattr(module, attribute)
+            require(module, entry, needed, kind=kind)
             register(found, entry.name, entry, kind=kind, module=module)
+
+
+def require(module: ModuleType, entry: Any, needed: Iterable[str], *, kind: str) -> None:
+    """Checks that a thing that a plugin's module defines is complete.
+
+    Raises:
+        UsageError: it lacks a name, or a method that its base class leaves to it.
+    """
+    missing = [name for name in needed if not hasattr(entry, name)]
+    missing += sorted(getattr(entry, "__abstractmethods__", ()))
+    if missing:
+        raise UsageError(
+            f"plugin {module.__name__}: {kind} needs {', '.join(missing)}, which it does not define: see "
+            "docs/extending.md"
+        )
 
 
 def register(found: MutableMapping[str, Any], name: str, entry: Any, *, kind: str, module: ModuleType) -> None:

@@ -9,12 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from itertools import product
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from modelexport.errors import UsageError, shown
+from modelexport.errors import PlanError, UsageError, shown
 from modelexport.quantization import algorithms
 from modelexport.quantization.algorithms.base import KINDS, Algorithm, Kind
 from modelexport.settings import Settings, check_choice, check_common, check_sizes, decides_bytes, setting
+
+if TYPE_CHECKING:
+    from modelexport.quantization.formats.base import NumberFormat
 
 GATHERS = ("shm", "nfs", "direct")
 RANGES = ("max", "percentile", "mse")
@@ -215,8 +219,29 @@ class ExportRecipe(Settings):
         check_choice("calib-experts", self.calib_experts, EXPERTS)
         for name in algorithms.names():
             self.settings_of(name)
+        for spec in fields(self):
+            owner = spec.metadata.get("algorithm", self.algorithms[0])
+            if owner not in self.algorithms and getattr(self, spec.name) != spec.default:
+                raise UsageError(
+                    f"--{spec.name.replace('_', '-')} is a setting of {owner}, and --algorithm is {self.algorithm}: "
+                    f"add --algorithm {self._joined_with(owner)}, or leave the setting out"
+                )
         if self.calib_memory is not None and self.calib_memory < 0:
             raise UsageError(f"--calib-memory {self.calib_memory}: a number of bytes is needed, e.g. 4000000000")
+
+    def _joined_with(self, added: str) -> str:
+        """The value of ``--algorithm`` with one more, in place of what it cannot be joined with, and of the default."""
+        kind = algorithms.get(added).kind
+        used = self.of_kind(*KINDS)
+        left = [own.name for own in used if (kind == "fold" or own.kind != kind) and own.name != type(self).algorithm]
+        return "+".join(name for name in algorithms.names() if name in (*left, added))
+
+    def check_number_formats(self, number_formats: Iterable[NumberFormat]) -> None:
+        """Raise a PlanError for one that an algorithm cannot work with."""
+        for algorithm, number_format in product(self.of_kind(*KINDS), dict.fromkeys(number_formats)):
+            refusal = algorithm.refusal(number_format)
+            if refusal is not None:
+                raise PlanError(f"--algorithm {self.algorithm}: {refusal}: choose another of the two")
 
     @property
     def algorithms(self) -> tuple[str, ...]:

@@ -23,6 +23,14 @@ FILES = dict(re.findall(r"^File `(\w+\.py)`:\n\n```python\n(.*?)^```$", DOCUMENT
 ENTRY_POINTS = dict(
     re.findall(r'^([\w-]+) = "(\w+)"$', DOCUMENT.partition("```toml")[2].partition("```")[0], re.MULTILINE)
 )
+WORDLESS = (  # a layout that gptq's checkpoints cannot be made from, though they hold such numbers
+    FILES["fp8_wo.py"]
+    .replace('"fp8-wo"', '"int8-bytes"')
+    .replace('"type": "float"', '"type": "int"')
+    .replace('"strategy": "channel"', '"strategy": "group"')
+    .replace('"group_size": None', '"group_size": 16')
+    .replace("float-quantized", "int-quantized")
+)
 QUANT = ("--quant", "*.self_attn.*=fp8-wo,*.mlp.*=int4:32")
 ALGORITHM = ("--algorithm", "best-scale", "--best-scale-margin", "0.9", "--calib-samples", "4", "--calib-length", "32")
 
@@ -151,9 +159,31 @@ def test_a_name_that_is_taken_is_refused(tmp_path: Path) -> None:
             ["formats", "fp8-wo"],
             "number format fp8-wo has the weight_arguments() and input_arguments() of int8-wo",
         ),
+        (
+            FILES["flat.py"].replace("def lay_out(", "def _lay_out("),
+            ["--help"],
+            "plugin mine: a checkpoint format needs lay_out, which it does not define: see docs/extending.md",
+        ),
+        (
+            FILES["fp8_wo.py"].replace("def _fill(", "def fill(").replace('description: ClassVar[str] = "FP8', 'x = "'),
+            ["formats", "fp8-wo"],
+            "plugin mine: a number format needs description, _fill, which it does not define: see docs/extending.md",
+        ),
+        (
+            FILES["fp8_wo.py"].replace("def grid(", "def values("),
+            ["--quant", "fp8-wo", "--algorithm", "gptq", "--out", "never"],
+            "--algorithm gptq: gptq rounds to the values that a number format's grid has, and fp8-wo (mine) does not "
+            "define grid: choose another of the two",
+        ),
+        (
+            WORDLESS,
+            ["--quant", "int8-bytes", "--format", "gptq", "--out", "never"],
+            "checkpoint format gptq holds 4- and 8-bit integers with activations as they are (--quant int4, int4-asym, "
+            "int8-wo or int8-wo-asym), not int8-bytes: choose one of these, or --format hf",
+        ),
     ],
-    ids=["nothing", "never called", "taken for another"],
+    ids=["nothing", "never called", "taken for another", "no layout", "no method", "no grid", "no words"],
 )
 def test_what_could_not_work_is_refused(content: str, arguments: list[str], said: str, tmp_path: Path) -> None:
     path = install(tmp_path / "plugins", {"mine.py": content}, {"mine": "mine"})
-    assert f"modelexport: {said}" in run(path, *arguments, status=2)
+    assert said in run(path, *arguments, status=1 if "--out" in arguments else 2)

@@ -53,7 +53,7 @@ valid: dict[str, st.SearchStrategy[Any]] = {
     "out": st.none() | st.text(min_size=1),
     "quant": st.sampled_from(["none", "int8", "fp8", "int4", "*.mlp.*=int4:32,*=fp8"]),
     "group_size": st.none() | st.integers(1, 4096) | st.just(-1),
-    "algorithm": st.sampled_from(["rtn", "mse", "gptq", "rotation+smoothquant+awq+gptq"]),
+    "algorithm": st.sampled_from(["rtn", "mse", "gptq", "rotation+autoquant+smoothquant+awq+gptq"]),
     "smoothquant_alpha": st.floats(0, 1),
     "awq_grid": st.integers(1, 100),
     "gptq_damping": st.floats(1e-6, 0.5),
@@ -97,6 +97,8 @@ def test_the_strategies_cover_every_field() -> None:
 def test_yaml_and_arguments_say_the_same(scratch: Path, keys: dict[str, Any], kebab: bool) -> None:
     if keys.get("gather") == "nfs":
         keys.setdefault("workspace", "/shared")
+    used = str(keys.get("algorithm", "rtn")).split("+")
+    keys = {key: value for key, value in keys.items() if FIELDS[key].metadata.get("algorithm", used[0]) in used}
     if keys.get("private") and keys.get("push_to_hub") is None:
         keys["push_to_hub"] = "me/model"
     spelled = {key.replace("_", "-") if kebab else key: value for key, value in keys.items()}
@@ -113,6 +115,12 @@ def test_yaml_and_arguments_say_the_same(scratch: Path, keys: dict[str, Any], ke
         ({"algorithm": "gptq+rotation"}, "the order is rotation"),
         ({"algorithm": "gptq+rtn"}, "one of gptq, mse and rtn"),
         ({"algorithm": "awq+awq"}, "each once"),
+        (
+            {"gptq_damping": 0.1},
+            "--gptq-damping is a setting of gptq, and --algorithm is rtn: add --algorithm gptq",
+        ),
+        ({"algorithm": "awq+mse", "gptq_act_order": False}, "add --algorithm awq+gptq, or leave"),
+        ({"algorithm": "gptq", "awq_grid": 3}, "add --algorithm awq+gptq, or leave"),
         ({"autoquant_bits": 0.0}, "--autoquant-bits 0"),
         ({"smoothquant_alpha": 1.5}, "--smoothquant-alpha 1.5"),
         ({"awq_grid": 0}, "--awq-grid 0"),

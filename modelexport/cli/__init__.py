@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from modelexport.cli.parsers import COMMANDS, export_parser, parser_of
-from modelexport.distributed.environment import external_rank
 from modelexport.errors import ModelExportError, RankFailedError, UsageError
 from modelexport.system.limits import limit_error
 from modelexport.system.startup import exempt_everything, interrupt_no_import
@@ -77,8 +76,14 @@ def _run(arguments: list[str]) -> int:
 def _is_ours_to_say(error: ModelExportError) -> bool:
     """Returns whether this process prints ``error``: under torchrun and the like the first rank does, and the
     culprit."""
-    rank = external_rank()
+    rank = _external_rank()
     return rank in (None, 0) or not isinstance(error, (UsageError, RankFailedError))
+
+
+def _external_rank() -> int | None:
+    from modelexport.distributed.environment import external_rank  # only where something failed: sockets, and more
+
+    return external_rank()
 
 
 def run() -> NoReturn:
@@ -88,12 +93,12 @@ def run() -> NoReturn:
     try:
         status = main()
     except Exception:  # a defect of ours
-        if external_rank() is None:
+        if _external_rank() is None:
             raise
         traceback.print_exc()
         status = 1
     exempt_everything()
-    if status and external_rank() is not None:
+    if status and _external_rank() is not None:
         # Without waiting for threads that still wait for ranks that will not come.
         flush()
         os._exit(status)

@@ -13,10 +13,10 @@ def run(given: Namespace) -> int:
     from modelexport.jobs.hub import push
 
     quiet = given.quiet or given.json
-    url = push(given.checkpoint, given.repository, private=given.private, quiet=quiet)
+    result = push(given.checkpoint, given.repository, private=given.private, quiet=quiet)
     stands = f"{given.checkpoint} is pushed"
     if given.json:
-        show(json.dumps({"checkpoint": str(given.checkpoint), "pushed": url}, indent=1), stands=stands)
+        show(json.dumps(result.as_json(), indent=1), stands=stands)
     elif not quiet:
-        show(f"pushed {given.checkpoint} to {url}", stands=stands)
+        show(f"pushed {given.checkpoint} to {result.url}", stands=stands)
     return 0

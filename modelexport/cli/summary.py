@@ -6,15 +6,20 @@ from collections.abc import Iterator
 from typing import Any
 
 from modelexport.exporting.result import CutRow, ExportResult
+from modelexport.quantization import algorithms
+from modelexport.quantization.algorithms.rtn import RoundToNearest
+from modelexport.recipe import ExportRecipe
 from modelexport.resharding.result import ReshardResult
 from modelexport.system.tables import size_text, table
 from modelexport.system.terminal import columns
+
+_ERROR = f"error: {RoundToNearest.name}"
 
 
 def summary(result: ExportResult) -> str:
     """The whole report of an export or a dry run."""
     calibrated = any(row.error_after is not None for row in result.rows)
-    head = ("module", "count", "format", "bits/weight", "size", "worst SQNR", "error: rtn", "written")
+    head = ("module", "count", "format", "bits/weight", "size", "worst SQNR", _ERROR, "written")
     rows = [
         (
             row.name,
@@ -29,14 +34,14 @@ def summary(result: ExportResult) -> str:
         for row in result.rows
     ]
     width = len(head) if calibrated else len(head) - 2
-    optional = ("count", "bits/weight", "error: rtn", "worst SQNR")
+    optional = ("count", "bits/weight", _ERROR, "worst SQNR")
     lines = list(table(head[:width], [row[:width] for row in rows], width=columns(), optional=optional))
     ratio = result.source_bytes / max(1, result.output_bytes)
     lines.append("")
     lines.append(
         f"weights: {size_text(result.source_bytes)} -> {size_text(result.output_bytes)} ({ratio:.2f} times "
         f"smaller) in {len(result.files)} file{'s' if len(result.files) > 1 else ''}"
-        f"{'' if result.format == 'hf' and not result.target else _written_for(result)}"
+        f"{'' if result.format == ExportRecipe.format and not result.target else _written_for(result)}"
     )
     lines += (f"note: {note}" for note in result.notes)
     lines += _notes("not quantised", result.unquantised)
@@ -46,7 +51,8 @@ def summary(result: ExportResult) -> str:
         what = "calibrated on" if calibrated else "static scales from"
         lines.append(f"{what} {seen['samples']} samples of {seen['length']} tokens of {seen['text']}")
         lines += _notes("rounded to nearest" if calibrated else "scale of its siblings", _unseen(seen))
-        lines += _notes("gptq", seen.get("notes", {}))
+        rounding = [algorithm.name for algorithm in algorithms.used(result.algorithm) if algorithm.kind == "round"]
+        lines += _notes("".join(rounding), seen.get("notes", {}))
         lines += _notes("seen little", {name: f"{n} tokens" for name, n in seen.get("rare_experts", {}).items()})
     sizes = ", ".join(map(str, result.tensor_parallel_sizes))
     lines.append(f"loads at tensor-parallel sizes: {sizes}")

@@ -259,7 +259,8 @@ def _check_work(recipe: ExportRecipe, plan: ExportPlan) -> None:
     """Refuse algorithms that there is nothing for.
 
     Raises:
-        PlanError: the model's family does not say what scales into what.
+        PlanError: the model's family does not say what scales into what; or an algorithm cannot work with one of the
+            number formats.
         UsageError: no linear is quantised, and an algorithm is for those that are.
     """
     idle = [found.name for found in recipe.of_kind("assign", "fold", "round") if found.name != ExportRecipe.algorithm]
@@ -269,6 +270,7 @@ def _check_work(recipe: ExportRecipe, plan: ExportPlan) -> None:
             f"nothing for {' and '.join(idle)} to do: choose a number format, e.g. --quant int4, or leave out "
             "--algorithm"
         )
+    recipe.check_number_formats(plan.formats().values())
     folding = [algorithm.name for algorithm in recipe.of_kind("fold")]
     if folding and not plan.family.scalings:
         rounding = [name for name, algorithm in algorithms.registered().items() if algorithm.kind == "round"]

@@ -44,8 +44,8 @@ def pushed(result: ExportResult, recipe: ExportRecipe) -> ExportResult:
     assert recipe.push_to_hub is not None
     quiet = recipe.quiet or recipe.json
     try:
-        url = hub.push(Path(result.out), recipe.push_to_hub, private=recipe.private, quiet=quiet)
+        upload = hub.push(Path(result.out), recipe.push_to_hub, private=recipe.private, quiet=quiet)
     except HubError as error:
         error.result = result
         raise
-    return replace(result, pushed=url)
+    return replace(result, pushed=upload.url)

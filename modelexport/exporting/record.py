@@ -18,7 +18,7 @@ from modelexport.checkpoints.formats.hf import RECORD, SideFiles
 from modelexport.exporting.plan import ExportPlan
 from modelexport.exporting.prepare import PreparedExport, quantization_files
 from modelexport.inspection.card import model_card
-from modelexport.inspection.record.reading import read_record
+from modelexport.inspection.record.reading import ExportRecord, read_record
 from modelexport.jobs.side_files import cards, files_digest, inputs_of, source_config
 from modelexport.jobs.target_directory import TargetDirectory, TargetDirectorySpec
 from modelexport.quantization.assignment import KEEP
@@ -163,14 +163,14 @@ def _model_facts(prepared: PreparedExport) -> dict[str, Any]:
     }
 
 
-def _inherited(before: Mapping[str, Any] | None, made: Mapping[str, Any]) -> dict[str, Any]:
+def _inherited(before: ExportRecord | None, made: Mapping[str, Any]) -> dict[str, Any]:
     """The parts of the source's record that hold for re-encoded numbers: their rounding, and what was folded or
     rotated."""
     if before is None:
         return {}
     keys = ("calibration", "changed", "output_error")
-    algorithm = before["recipe"].get("algorithm", made["recipe"]["algorithm"])
-    kept = {key: before[key] for key in keys if before.get(key) is not None}
+    algorithm = before.recipe.get("algorithm", made["recipe"]["algorithm"])
+    kept = {key: before.content[key] for key in keys if before.content.get(key) is not None}
     return {"recipe": {**made["recipe"], "algorithm": algorithm}, **kept}
 
 

@@ -95,7 +95,8 @@ class ExportResult:
     evaluation: Evaluation | None = None
     cuts: list[CutRow] = field(default_factory=list)
     kernels: str = "fused"
-    format: str = "hf"
+    format: str = ExportRecipe.format
+    algorithm: str = ExportRecipe.algorithm
     target: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     calibration: dict[str, Any] | None = None
@@ -140,6 +141,7 @@ def _result(
         cuts=_cuts(plan),
         kernels=_kernels(plan),
         format=target.format,
+        algorithm=record.get("recipe", {}).get("algorithm", recipe.algorithm),
         target=list(target.plan.describe()) if target.plan.parallelism.size > 1 else [],
         warnings=list(prepared.warnings),
         calibrated_bytes=_calibrated_bytes(plan, recipe),

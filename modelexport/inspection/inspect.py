@@ -7,7 +7,7 @@ takes a fraction of a second whatever the size.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from modelexport.checkpoints.safetensors.file import INDEX_NAME, Checkpoint
 from modelexport.errors import CheckpointError, quoted
 from modelexport.inspection.opened import Contents, open_contents
-from modelexport.inspection.record.reading import read_record
+from modelexport.inspection.record.reading import ExportRecord, read_record
 from modelexport.inspection.verify.structure import check_structure
 from modelexport.models.engines import loadable_tp
 from modelexport.models.modules import Architecture, StoredModule
@@ -247,15 +247,15 @@ def _quantization_summary(quantization: QuantizationConfig) -> dict[str, Any]:
     }
 
 
-def _record_summary(record: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def _record_summary(record: ExportRecord | None) -> dict[str, Any] | None:
     if record is None:
         return None
-    worst = min(((value, name) for name, value in record["sqnr_db"].items()), default=None)
+    worst = min(((value, name) for name, value in record.sqnr_db.items()), default=None)
     return {
-        "source": record.get("source"),
-        "recipe": record["recipe"],
-        "producer": record["producer"],
-        "versions": record["versions"],
+        "source": record.source,
+        "recipe": record.recipe,
+        "producer": record.producer,
+        "versions": record.versions,
         "worst_sqnr": None if worst is None else {"module": worst[1], "db": worst[0]},
     }
 

@@ -11,6 +11,7 @@ import os
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from modelexport.errors import HubError, UsageError, error_text, shown
 from modelexport.models.opening import open_model
 from modelexport.recipe import check_repo_id
 
-__all__ = ["check_login", "push"]
+__all__ = ["PushResult", "check_login", "push"]
 
 _STALE = (
     *("*.safetensors", "*.safetensors.index.json", "*.gguf", "*.distcp", ".metadata", "common.pt", "metadata.json"),
@@ -27,6 +28,27 @@ _STALE = (
 )
 """Files that are weights, or say where weights are: those that are not pushed now are deleted from the repository."""
 _IS_CHECKPOINT = ("config.json", "modelexport.json", ".metadata")
+
+
+@dataclass(frozen=True)
+class PushResult:
+    """A push that is done.
+
+    Attributes:
+        checkpoint: the directory.
+        repository, url: the repository's name, and its address.
+        commit, commit_url: the commit that holds the checkpoint, a revision of the repository, and its address.
+    """
+
+    checkpoint: str
+    repository: str
+    url: str
+    commit: str
+    commit_url: str
+
+    def as_json(self) -> dict[str, str]:
+        """JSON-able form, for ``--json``."""
+        return {"checkpoint": self.checkpoint, "pushed": self.url}
 
 
 def check_login(repo_id: str) -> None:
@@ -41,14 +63,11 @@ def check_login(repo_id: str) -> None:
         _api().whoami()
 
 
-def push(directory: str | os.PathLike[str], repo_id: str, *, private: bool = False, quiet: bool = False) -> str:
+def push(directory: str | os.PathLike[str], repo_id: str, *, private: bool = False, quiet: bool = False) -> PushResult:
     """Uploads a checkpoint's directory; makes the repository where it is not there yet.
 
     Args:
         private: whether the repository is to be private; one that is there and public is refused.
-
-    Returns:
-        Its address.
 
     Raises:
         UsageError: no checkpoint, or the id cannot be one.
@@ -59,8 +78,8 @@ def push(directory: str | os.PathLike[str], repo_id: str, *, private: bool = Fal
     Example:
         ::
 
-            >>> modelexport.push("ckpt", "me/demo-int4", quiet=True).endswith("me/demo-int4")
-            True
+            >>> modelexport.push("ckpt", "me/demo-int4", quiet=True).repository
+            'me/demo-int4'
     """
     directory = Path(directory)
     check_repo_id(repo_id)
@@ -76,13 +95,13 @@ def push(directory: str | os.PathLike[str], repo_id: str, *, private: bool = Fal
                 f"{repo_id} is there already, and is public: nothing was pushed; make it private in its settings, or "
                 "give another id, or leave out --private"
             )
-        api.upload_folder(
+        commit = api.upload_folder(
             repo_id=repo_id,
             folder_path=str(directory),
             commit_message=f"Checkpoint written by modelexport {__version__}",
             delete_patterns=list(_STALE),
         )
-    return str(url)
+    return PushResult(str(directory), repo_id, str(url), commit.oid, commit.commit_url)
 
 
 def _api() -> Any:

@@ -28,7 +28,7 @@ def cards(source: Path) -> tuple[frozenset[str], dict[str, str]]:
     """
     try:
         record = read_record(source)
-        own = record is not None and read_small(source / CARD) == model_card(record).encode()
+        own = record is not None and read_small(source / CARD) == model_card(record.content).encode()
     except CheckpointError:  # damaged, or gone: nobody can tell, so it is kept
         own = False
     return (frozenset({CARD}), {}) if own else (frozenset(), {CARD: SOURCE_CARD})

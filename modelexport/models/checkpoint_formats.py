@@ -7,27 +7,24 @@ writes without a format module; sharded, it is one like the others.
 from __future__ import annotations
 
 import importlib
-import pkgutil
-import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from modelexport import plugins
-from modelexport.checkpoints import formats as package
 from modelexport.errors import UsageError, nearest
-from modelexport.quantization.methods import Method, methods, of_format, of_method
 
 if TYPE_CHECKING:  # --help needs the names alone
     from modelexport.checkpoints.safetensors.file import Checkpoint, Layout
+    from modelexport.quantization.methods import Method
     from modelexport.sharding.rules import TensorRule
     from modelexport.sharding.shard_plan import ShardPlan
 
     Rules = Callable[..., list[TensorRule]]
 
-_NAME = re.compile(r'^NAME = "([\w-]+)"$', re.MULTILINE)
+_NEEDED = ("DESCRIPTION", "SIDE_FILES", "lay_out", "side_files", "recognises", "open")
 
 
 class CheckpointFormat(Protocol):
@@ -58,17 +55,11 @@ class CheckpointFormat(Protocol):
 
 @cache
 def containers() -> dict[str, str]:
-    """The containers' names, in order, and their modules: found in the sources, so that ``--help`` imports none."""
-    found = {}
-    for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-        spec = find_spec(module.name)
-        assert spec is not None
-        assert spec.loader is not None
-        name = _NAME.search(spec.loader.get_source(module.name))  # type: ignore[attr-defined] # of files, and of zips
-        if name is not None:
-            found[name[1]] = module.name
+    """Returns the containers' names, in order, and their modules."""
+    found = dict(plugins.declared("modelexport.checkpoints.formats", "NAME"))
     for plugin in plugins.modules().values():
         if hasattr(plugin, "NAME"):
+            plugins.require(plugin, plugin, _NEEDED, kind="a checkpoint format")
             plugins.register(found, plugin.NAME, plugin.__name__, kind="a checkpoint format", module=plugin)
     return dict(sorted(found.items()))
 
@@ -81,8 +72,7 @@ def formats() -> dict[str, CheckpointFormat]:
 
 def names() -> list[str]:
     """The names that ``--format`` takes: containers, and quantisation methods in Hugging Face's."""
-    own = {method.FORMAT for method in methods().values() if method.FORMAT is not None}
-    return sorted({*containers(), *own})
+    return sorted({*containers(), *plugins.declared("modelexport.quantization.methods", "FORMAT")})
 
 
 def get(name: str) -> CheckpointFormat:
@@ -96,11 +86,42 @@ def get(name: str) -> CheckpointFormat:
     return formats()[name if name in containers() else "hf"]
 
 
+@dataclass(frozen=True)
+class CardFacts:
+    """The facts of a checkpoint format that a model card has, declared by its module, or its method's.
+
+    Attributes:
+        library: the library by which the Hub loads it, ``HUB_LIBRARY``; None where there is none.
+        tag: by which the Hub finds it, ``HUB_TAG``, by default its name; None: that of the quantisation method.
+        loads_tensor_parallel: True if engines divide it among tensor-parallel ranks, ``LOADS_TENSOR_PARALLEL``.
+    """
+
+    library: str | None
+    tag: str | None
+    loads_tensor_parallel: bool
+
+    @classmethod
+    def of(cls, name: str) -> CardFacts:
+        """The facts of a ``--format``; of one that is not known here, its name."""
+        found = _described(name)
+        return cls(
+            getattr(found, "HUB_LIBRARY", None),
+            getattr(found, "HUB_TAG", name),
+            getattr(found, "LOADS_TENSOR_PARALLEL", True),
+        )
+
+
 def description_of(name: str) -> str:
     """Returns the line that describes a ``--format`` to people."""
-    found = formats().get(name) or of_format(name)
+    found = _described(name)
     assert found is not None
     return found.DESCRIPTION
+
+
+def _described(name: str) -> CheckpointFormat | Method | None:
+    from modelexport.quantization.methods import of_format
+
+    return formats().get(name) or of_format(name)
 
 
 def method_of(name: str) -> Method:
@@ -109,5 +130,7 @@ def method_of(name: str) -> Method:
     Raises:
         UsageError: there is no such format; the message has the nearest.
     """
+    from modelexport.quantization.methods import of_format, of_method
+
     own = getattr(get(name), "QUANT_METHOD", None)
     return of_format(name) or of_method(own or "compressed-tensors")

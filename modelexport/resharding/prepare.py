@@ -7,12 +7,11 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from modelexport.checkpoints.safetensors.file import Checkpoint
 from modelexport.checkpoints.staging import check_target, resolve_target
 from modelexport.errors import UsageError
-from modelexport.inspection.record.reading import read_record
+from modelexport.inspection.record.reading import ExportRecord, read_record
 from modelexport.models import checkpoint_formats as formats
 from modelexport.models.draft_layers import without_drafts
 from modelexport.models.opening import open_model
@@ -40,7 +39,7 @@ class PreparedReshard:
     checkpoint: Checkpoint
     target: TargetPlan
     steps: list[ReshardStep]
-    record: dict[str, Any] | None
+    record: ExportRecord | None
     warnings: tuple[str, ...] = ()
     drafts: Mapping[str, str] = field(default_factory=dict)
 

@@ -106,16 +106,16 @@ def _target(prepared: PreparedReshard) -> TargetDirectory:
         if found is None:
             return {}
         digests = {name: file_sha256(path) for name, path in sorted(beside.items())}
-        kept = {key: value for key, value in found["recipe"].items() if not key.startswith("target_")}
+        kept = {key: value for key, value in found.recipe.items() if not key.startswith("target_")}
         ways = target_of(recipe.tp, recipe.pp, recipe.ep)
         written = {**kept, "format": recipe.format, "max_shard_bytes": recipe.max_shard_bytes, **ways}
         changed = {
             "file_sha256": digests,
             "recipe": written,
             "warnings": [*prepared.warnings, *engine_warnings(recipe, found)],
-            "left_out": {**(found.get("left_out") or {}), **prepared.drafts},
+            "left_out": {**found.left_out, **prepared.drafts},
         }
-        return {key: changed.get(key, value) for key, value in found.items()}
+        return {key: changed.get(key, value) for key, value in found.content.items()}
 
     fingerprint = {
         "checkpoint": str(checkpoint.directory.resolve()),
@@ -140,10 +140,9 @@ def _target(prepared: PreparedReshard) -> TargetDirectory:
     return TargetDirectory(recipe.out, files, overwrite=recipe.overwrite, quiet=recipe.quiet)
 
 
-def engine_warnings(recipe: ReshardRecipe, record: Mapping[str, Any]) -> list[str]:
+def engine_warnings(recipe: ReshardRecipe, record: ExportRecord) -> list[str]:
     """Warnings of engines known to refuse a recorded checkpoint in the form about to be written."""
-    kind = (record.get("model") or {}).get("model_type", "")
-    return warnings(recipe.format, linears_of(ExportRecord.of(record)), tp=recipe.tp, model=kind)
+    return warnings(recipe.format, linears_of(record), tp=recipe.tp, model=record.model.model_type or "")
 
 
 def _job(prepared: PreparedReshard, done: dict[str, Any], *, spread: bool) -> ReshardJob:

@@ -9,10 +9,8 @@ no file but takes bytes, a pipe or a terminal, is written into.
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
-import secrets
 import stat
 from io import BufferedReader
 from pathlib import Path
@@ -150,6 +148,8 @@ def file_sha256(path: Path) -> str:
     Raises:
         CheckpointError: it cannot be read.
     """
+    import hashlib  # which takes as long as the rest of --help's imports from here
+
     digest = hashlib.sha256()
     with open_regular(path) as file:
         try:
@@ -227,6 +227,8 @@ def _place(path: str | os.PathLike[str], label: str, error: type[ModelExportErro
 
 
 def _replace(path: Path, content: bytes, mode: int | None) -> None:
+    import secrets
+
     temporary = path.with_name(f".modelexport-{secrets.token_hex(8)}")  # without path's name, which may be a long one
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)

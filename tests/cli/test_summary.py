@@ -137,3 +137,10 @@ def test_the_summary_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> 
     assert "int4" in head[2]
     assert "102 kB" in head[2]
     assert head[-1].startswith("(no room: count, bits/weight")
+
+
+@pytest.mark.parametrize("algorithm", ["gptq", "rotation+gptq"])
+def test_what_was_out_of_the_ordinary_is_said_by_the_algorithm_that_rounds(algorithm: str) -> None:
+    calibration = {"samples": 4, "length": 32, "text": "a text", "unseen_experts": [], "notes": {"a.b": "its inputs"}}
+    text = summary(replace(RESULT, algorithm=algorithm, calibration=calibration))
+    assert "\ngptq: a.b (its inputs)\n" in text

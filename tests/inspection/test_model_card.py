@@ -329,7 +329,7 @@ def test_hostile_names_stay_text(demo: Path) -> None:
     record["model"]["model_type"] = HOSTILE
     record["model"] |= {"license": HOSTILE, "base_model": HOSTILE, "language": [HOSTILE]}
     record["unquantised"] = {HOSTILE: HOSTILE}
-    record["calibration"] = {"text": HOSTILE, "samples": HOSTILE, "length": 1}
+    record["calibration"] = {"text": HOSTILE, "samples": 2, "length": 1, "unseen_experts": []}
     record["recipe"]["format"] = HOSTILE
     record["layers"][1]["modules"][HOSTILE] = record["layers"][1]["modules"].pop("self_attn.q_proj")
     card = model_card(record)
@@ -343,20 +343,6 @@ def test_hostile_names_stay_text(demo: Path) -> None:
     assert [line.split()[1] for line in headings[1:]] == ["What", "How", "Quality", "Loading", "Checking"]
     assert "\u202e" not in body
     assert {line.count(" | ") for line in body.splitlines() if line.startswith("| ")} == {5}
-
-
-@pytest.mark.parametrize(
-    "record",
-    [
-        {},
-        {"layers": None, "recipe": 3, "model": [], "sqnr_db": "x", "evaluation": 7, "output_error": [], "sha256": 1},
-        {"layers": [3, {"modules": 4}, {"name": "a", "modules": {"b": 5, "c": {"shape": "x", "tensors": []}}}]},
-        {"evaluation": {"comparison": {"model": {"perplexity": "NaN"}, "mean_kl": None}}},
-        {"tensor_parallel_sizes": [None, "x"], "unquantised": {"a": 5}, "versions": {"torch": None}},
-    ],
-)
-def test_a_record_that_is_none_gives_a_card_all_the_same(record: dict[str, Any]) -> None:
-    assert model_card(record).startswith("---\n")
 
 
 # ------------------------------------------------------------------- evaluation

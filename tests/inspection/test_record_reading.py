@@ -19,6 +19,9 @@ from tests.helpers.models import copy_checkpoint, make_llama
 CALIB: dict[str, Any] = {"calib_samples": 4, "calib_length": 16, "evaluate": False, "quiet": True}
 
 
+ATTENTION = ("layers", 1, "modules", "self_attn.q_proj")
+
+
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Calibrated: a record that has everything."""
@@ -29,7 +32,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "ckpt"
 
 
-def damaged(exported: Path, directory: Path, where: tuple[str, ...], value: Any) -> Path:
+def damaged(exported: Path, directory: Path, where: tuple[Any, ...], value: Any) -> Path:
     copied = copy_checkpoint(exported, directory)
     record = copy.deepcopy(json.loads((exported / "modelexport.json").read_text()))
     inner = record
@@ -43,8 +46,9 @@ def damaged(exported: Path, directory: Path, where: tuple[str, ...], value: Any)
 def test_what_an_export_writes_is_read(exported: Path) -> None:
     record = read_record(exported)
     assert record is not None
-    assert record["calibration"]["samples"] == 4
-    assert record["output_error"]["after"]
+    assert record.calibration["samples"] == 4
+    assert record.output_error_after
+    assert {module.label for module in record.modules} == {None, "int4:32"}
 
 
 @pytest.mark.parametrize(
@@ -62,10 +66,19 @@ def test_what_an_export_writes_is_read(exported: Path) -> None:
         (("output_error", "after"), [1], "'output_error.after' is a list, not an object"),
         (("output_error", "before"), {"\x1b[31m": "x"}, r"'output_error.before.\x1b[31m' is a text, not a number"),
         (("sqnr_db",), {"x": "good"}, "sqnr_db of x is good, no number of decibels"),
+        (("changed",), "everything", "'changed' is a text, not a list"),
+        (("changed",), [3], "'changed.0' is a whole number, not a text"),
+        (("unquantised",), [1], "'unquantised' is a list, not an object"),
+        (("evaluation",), {"comparison": {"reference": []}}, "'evaluation.comparison.reference' is a list"),
+        (("layers", 0), 3, "'layers.0' is a whole number, not an object"),
+        (("layers", 1, "modules"), None, "'layers.1.modules' is missing, not an object"),
+        ((*ATTENTION, "kind"), 3, "'layers.1.modules.self_attn.q_proj.kind' is a whole number, not a text"),
+        ((*ATTENTION, "shape"), [-1, "x"], "q_proj.shape' is [-1, 'x'], not a list of sizes"),
+        ((*ATTENTION, "tensors", "weight_packed", "dtype"), "X9", "weight_packed.dtype': "),
     ],
 )
 def test_what_is_of_another_kind_is_one_sentence(
-    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], where: tuple[str, ...], value: Any, words: str
+    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], where: tuple[Any, ...], value: Any, words: str
 ) -> None:
     copied = damaged(exported, tmp_path / "copy", where, value)
     with pytest.raises(CheckpointError) as caught:
@@ -100,15 +113,8 @@ def test_the_card_says_no_more_than_is_known(exported: Path) -> None:
     assert "tensor-parallel ranks" not in model_card({**record, "tensor_parallel_sizes": [1]}), "of no plan, or of one"
 
 
-def test_a_record_leaves_out_what_is_of_another_kind_and_says_so() -> None:
-    tensors = {"weight": {"dtype": "BF16", "shape": [2, 3]}, "other": {"dtype": "X", "shape": [1]}, "none": 3}
-    layer = {"name": "a.0", "index": 0, "modules": {"e.1.w": {"shape": "x", "tensors": tensors}, "b": 5}}
-    found = ExportRecord.of(
-        {"layers": [3, {"modules": 4}, layer], "sqnr_db": {"x": "good", "y": 3}, "recipe": 3, "changed": "all"}
-    )
+def test_figures_that_are_not_finite_are_left_out_and_named(exported: Path) -> None:
+    record = json.loads((exported / "modelexport.json").read_text())
+    found = ExportRecord.of({**record, "sqnr_db": {"x": float("inf"), "y": 3}})
     assert found.sqnr_db == {"y": 3.0}
-    assert [(m.name, m.path, m.label, m.shape) for m in found.modules] == [("a.0.e.1.w", "e.*.w", None, (0,))]
-    assert found.modules[0].tensors == (("BF16", 12), ("X", 0))
-    assert found.recipe == {}
-    assert list(found.problems) == ["changed", "recipe", "sqnr_db"]
-    assert ExportRecord.of({}) == ExportRecord()
+    assert found.problems == ["1 of sqnr_db are no finite numbers"]

@@ -355,7 +355,7 @@ def test_markup_in_every_string_of_a_record_stays_text(copy: Path) -> None:
         return f"{value}{markup}" if isinstance(value, str) else value
 
     record = record_of(copy) | {"warnings": ["a warning"], "left_out": {"a": "reason"}, "source": "a source"}
-    kept = {key: record[key] for key in ("sqnr_db", "output_error")}  # of figures alone
+    kept = {key: record[key] for key in ("sqnr_db", "output_error", "layers")}  # of figures, shapes and dtypes
     figures = {"text": "a text", "windows": 1, "window": 2, "model": {"perplexity": 2.0}}
     change(copy, **marked({**record, "evaluation": figures}) | kept)
     page = page_of(copy)
@@ -385,7 +385,7 @@ def test_a_strangers_words_stay_words(copy: Path, tmp_path: Path) -> None:
         warnings=[evil, 7, {evil: evil}] * 400,
         sqnr_db={**record["sqnr_db"], evil: 3.0},
         output_error={"before": {evil: 2.0}, "after": {evil: 1.0}},
-        evaluation={"comparison": {"mean_kl": evil, "reference": [], "loss_difference": math.inf}, "windows": evil},
+        evaluation={"comparison": {"mean_kl": evil, "reference": {}, "loss_difference": math.inf}, "windows": evil},
         calibration={"samples": 8, "length": 64, "text": evil, "unseen_experts": [evil], "notes": {evil: evil}},
     )
     hostile = Path(shutil.move(copy, tmp_path / "<script>alert(3)<"))

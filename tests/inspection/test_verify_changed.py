@@ -77,7 +77,7 @@ def test_without_the_record_saying_so_it_is_another_model(folded: Path, tmp_path
     assert NORM not in problems
     edit_record(bad, lambda record: record.update(changed="everything"))
     problems = "\n".join(verify_checkpoint(bad, make_llama(**SHAPE)).problems)
-    assert "modelexport.json: 'changed' is not a list of names: everything" in problems
+    assert "'changed' is a text, not a list; the record is damaged" in problems
     assert f"{NORM}: not equal to the source's" in problems
 
 

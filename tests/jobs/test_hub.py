@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -174,8 +175,9 @@ class Client:
     def repo_info(self, repo_id: str) -> Client:
         return self
 
-    def upload_folder(self, **settings: Any) -> None:
+    def upload_folder(self, **settings: Any) -> SimpleNamespace:
         self.calls.append(("upload", settings["repo_id"], settings))
+        return SimpleNamespace(oid="c0ffee", commit_url="https://hub.example/me/x/commit/c0ffee")
 
 
 def test_a_public_repository_is_not_taken_for_a_private_one(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +187,9 @@ def test_a_public_repository_is_not_taken_for_a_private_one(checkpoint: Path, mo
         hub.push(checkpoint, "me/x", private=True)
     assert [call[0] for call in client.calls] == ["create"]
     client.private = True
-    assert hub.push(checkpoint, "me/x", private=True) == "https://hub.example/me/x"
+    pushed = hub.push(checkpoint, "me/x", private=True)
+    url = "https://hub.example/me/x"
+    assert pushed == hub.PushResult(str(checkpoint), "me/x", url, "c0ffee", f"{url}/commit/c0ffee")
     assert client.calls[-1][2]["folder_path"] == str(checkpoint)
 
 

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from modelexport import plugins
 from modelexport.errors import CheckpointError, PlanError
-from modelexport.models.checkpoint_formats import formats
+from modelexport.models.checkpoint_formats import containers, formats
 from modelexport.models.opening import config_path, open_model, read_config
 from modelexport.models.rules import tensor_rules
+from modelexport.quantization.methods import methods
 from modelexport.resharding import reshard
 from tests.helpers.models import copy_checkpoint, make_llama
 
@@ -207,3 +209,9 @@ def test_more_heads_than_anybody_has(tmp_path: Path) -> None:
     source = copy_checkpoint(make_llama(), tmp_path / "source", config={"num_attention_heads": 10**7})
     with pytest.raises(CheckpointError, match=r"num_attention_heads is 10,000,000; at most 8,192"):
         reshard(checkpoint=str(source), out=str(tmp_path / "out"), tp=2, quiet=True)
+
+
+def test_names_read_from_sources_are_those_that_modules_define() -> None:
+    own = {method.FORMAT for method in methods().values() if method.FORMAT is not None}
+    assert set(plugins.declared("modelexport.quantization.methods", "FORMAT")) == own
+    assert {name: module.NAME for name, module in formats().items()} == {name: name for name in containers()}

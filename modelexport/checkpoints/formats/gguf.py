@@ -50,6 +50,8 @@ from modelexport.system.small_files import LARGEST_CONFIG, has_file, open_regula
 
 NAME = "gguf"
 DESCRIPTION = "one file for llama.cpp"
+HUB_LIBRARY = "gguf"
+LOADS_TENSOR_PARALLEL = False
 SIDE_FILES = ()
 READS_SOURCE = True  # its tokenizer is part of the file: lay_out wants the source's directory
 FILE = "model.gguf"

@@ -31,6 +31,8 @@ from modelexport.system.small_files import LARGEST_CONFIG, has_file, read_json
 
 NAME = "hf"
 DESCRIPTION = "safetensors with Hugging Face's names, compressed-tensors; sharded: a set of files for each rank"
+HUB_LIBRARY = "transformers"
+HUB_TAG = None  # that of its quantisation method
 SIDE_FILES = ()
 SHARDING_KEY = "DCP_SHARDING_INFO"
 SHARD_KEY = "modelexport_shard"

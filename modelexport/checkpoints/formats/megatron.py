@@ -35,6 +35,7 @@ from modelexport.system.small_files import has_file
 
 NAME = "megatron"
 DESCRIPTION = "Megatron-core's torch_dist"
+LOADS_TENSOR_PARALLEL = False
 HOLDS_QUANTISED = False
 _TYPES = frozenset({"llama", "mistral", "mixtral", "phi3", "qwen2"})
 SIDE_FILES = (".metadata", "metadata.json", "common.pt")

@@ -39,6 +39,7 @@ from modelexport.system.small_files import LARGEST_CONFIG, has_file, read_json
 
 NAME = "vllm-sharded"
 DESCRIPTION = 'vLLM\'s load_format="sharded_state"'
+HUB_TAG = "vllm"
 HOLDS_QUANTISED = False
 SIDE_FILES = ()
 VOCABULARY_UNIT = 64

@@ -10,7 +10,8 @@ from modelexport.errors import PlanError, UsageError
 from modelexport.exporting.calibrated.samples import forward_reader, tokens_of
 from modelexport.exporting.plan import full_name
 from modelexport.models.architecture import Dimensions, Family, family_of, read_dimensions
-from modelexport.quantization import formats, sensitivity
+from modelexport.quantization import sensitivity
+from modelexport.quantization.algorithms.autoquant import AutoQuant
 from modelexport.quantization.calibration.layers import LayerRunner
 from modelexport.quantization.formats.base import NumberFormat
 from modelexport.recipe import ExportRecipe
@@ -44,27 +45,26 @@ def assigned(
         PlanError: no choice is within the budget, or no candidate fits a linear.
         CheckpointError: a weight, or a hidden state, is not finite.
     """
-    config, settings = checkpoint.config or {}, recipe.settings_of("autoquant")
-    candidates = settings.candidates
+    config, settings = checkpoint.config or {}, recipe.settings_of(AutoQuant.name)
     family = family_of(config)
     dimensions = read_dimensions(config, family)
     groups, shapes = _groups(family, dimensions)
     missing = [name for name in shapes if f"{name}.weight" not in checkpoint.infos]
     if missing:
-        raise PlanError(f"{checkpoint.directory}: {missing[0]}.weight is missing, so autoquant cannot weigh it")
-    chosen_from = _candidates(candidates, recipe.group_size)
+        raise PlanError(f"{checkpoint.directory}: {missing[0]}.weight is missing, so {AutoQuant.name} cannot weigh it")
+    chosen_from = settings.number_formats(recipe.group_size)
     for name, number_format in chosen_from.items() if refusal is not None else ():
         assert refusal is not None
         reasons = [refusal(number_format, shape) for shape in sorted(set(shapes.values()))]
         if number_format.quantised and all(reasons):
-            raise UsageError(f"--autoquant-candidates {candidates}: {name}: {reasons[0]}")
+            raise UsageError(f"{settings.candidates_flag}: {name}: {reasons[0]}")
     tokens = tokens_of(checkpoint, recipe, tokenizer)
     tokens = tokens[: max(1, sensitivity.TOKENS // tokens.shape[1])]
     dtype = torch_dtype(checkpoint.infos[f"{next(iter(shapes))}.weight"].dtype)
 
     def tell(done: int, all_: int) -> None:
         if progress is not None:
-            progress(f"autoquant: layer {done} of {all_}")
+            progress(f"{AutoQuant.name}: layer {done} of {all_}")
 
     reader = Reader(checkpoint)
     try:
@@ -88,20 +88,6 @@ def assigned(
             )
     finally:
         reader.close()
-
-
-def _candidates(text: str, group_size: int | None) -> dict[str, NumberFormat]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    found = {}
-    for spelled in names:
-        name, _, size = spelled.partition(":")
-        if size and size != "-1" and not size.isdecimal():
-            raise UsageError(f"--autoquant-candidates {text}: '{size}' is no group size; e.g. {name}:64")
-        own = int(size) if size else group_size if formats.has_groups(name) else None
-        found[spelled if size or own is None else f"{name}:{own}"] = formats.get(name, group_size=own)
-    if len(found) < 2:
-        raise UsageError(f"--autoquant-candidates {text}: at least two number formats are needed, e.g. int4,fp8,none")
-    return found
 
 
 def _groups(family: Family, dimensions: Dimensions) -> tuple[list[list[list[str]]], dict[str, tuple[int, int]]]:

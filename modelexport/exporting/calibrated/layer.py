@@ -19,6 +19,7 @@ from modelexport.exporting.calibrated.recut import from_rows, to_rows
 from modelexport.exporting.plan import ExportStep, full_name
 from modelexport.exporting.scales import ScaleAgreement
 from modelexport.quantization.algorithms.base import CalibratedLinear, Folding, Rounding
+from modelexport.quantization.algorithms.rtn import RoundToNearest
 from modelexport.quantization.calibration import static_ranges
 from modelexport.quantization.calibration.cut import WHOLE, ForwardShard
 from modelexport.quantization.calibration.statistics import InputStatistics
@@ -176,7 +177,8 @@ class CalibratedLayer:
                     raise ValuesError(f"{broken} holds NaN or Inf: check the model")
                 raise ValuesError(
                     f"the inputs of {name} are not finite on the calibration text: there is NaN or Inf in a weight "
-                    "before it, or it overflows; check the model, or choose --algorithm rtn with --quant fp8 or int8"
+                    "before it, or it overflows; check the model, or choose --algorithm "
+                    f"{RoundToNearest.name} with --quant fp8 or int8"
                 )
 
     def _errors_to_nearest(self) -> OutputErrors:

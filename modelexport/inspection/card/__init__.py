@@ -16,13 +16,12 @@ from modelexport.inspection.card.markdown import code, plain, table
 from modelexport.inspection.card.recipe import recipe_lines
 from modelexport.inspection.record.reading import EvaluationFigures, ExportRecord
 from modelexport.inspection.record.rows import RecordRow, rows_of, stored_of
+from modelexport.models.checkpoint_formats import CardFacts, method_of
 from modelexport.quantization import algorithms
 from modelexport.system.tables import size_text
 
 __all__ = ["model_card"]
 
-_LIBRARIES = {"hf": "transformers", "awq": "transformers", "gptq": "transformers", "gguf": "gguf"}
-_TAGS = {"hf": "compressed-tensors", "fp8-block": "fp8", "vllm-sharded": "vllm", "trtllm": "tensorrt-llm"}
 _TAG = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _MOST_NAMES = 3
 
@@ -31,7 +30,10 @@ def model_card(content: Mapping[str, Any]) -> str:
     """Returns the text of README.md.
 
     Args:
-        content: of modelexport.json; what is missing in it, or of another kind, is left out.
+        content: of modelexport.json.
+
+    Raises:
+        CheckpointError: it is not what an export writes.
     """
     record = ExportRecord.of(content)
     rows = rows_of(record)
@@ -58,16 +60,17 @@ def _front_matter(record: ExportRecord) -> Iterator[str]:
         fields["base_model"] = known["base_model"][0]
         if quantised:
             fields["base_model_relation"] = "quantized"
-    if stored.format in _LIBRARIES and not stored.sharded:
-        fields["library_name"] = _LIBRARIES[stored.format]
+    facts = CardFacts.of(stored.format)
+    if facts.library is not None and not stored.sharded:
+        fields["library_name"] = facts.library
     fields |= {key: known[key] for key in ("license", "license_name", "license_link", "language") if key in known}
     architecture = record.model.architecture or ""
     if not architecture.endswith("ForConditionalGeneration"):  # the inputs that it takes besides are not known here
         fields["pipeline_tag"] = "text-generation"
     names = {label.partition(":")[0] for label in stored.number_formats} if quantised else set()
-    method = _TAGS.get(stored.format, stored.format)
-    methods = [] if stored.format == "hf" and not quantised else [method]
-    tags = {"modelexport", *methods, *names, *_algorithms(record)}
+    if facts.tag is not None or quantised:
+        names.add(facts.tag or method_of(stored.format).METHOD)
+    tags = {"modelexport", *names, *_algorithms(record)}
     fields["tags"] = sorted(tag for tag in tags if _TAG.fullmatch(tag))
     text = yaml.safe_dump(fields, sort_keys=True, allow_unicode=True, width=10**6)
     yield from ("---", *text.rstrip("\n").split("\n"), "---")
@@ -181,8 +184,8 @@ def _checking(record: ExportRecord) -> Iterator[str]:
     yield ""
     errors = " and each linear's error" if record.sqnr_db else ""
     yield (
-        f"`modelexport.json` has the SHA-256 of {record.tensors:,} tensors and of the files beside them, the recipe "
-        f"and the versions{errors}. `CKPT` is the directory that this card is in:"
+        f"`modelexport.json` has the SHA-256 of {len(record.sha256):,} tensors and of the files beside them, the "
+        f"recipe and the versions{errors}. `CKPT` is the directory that this card is in:"
     )
     yield ""
     yield from ("```", "modelexport verify CKPT                     # hashes, structure, no NaN or Inf")

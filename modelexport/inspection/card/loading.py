@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from modelexport.inspection.card.markdown import code, plain
 from modelexport.inspection.record.reading import ExportRecord
 from modelexport.inspection.record.rows import linears_of, stored_of
+from modelexport.models.checkpoint_formats import CardFacts
 from modelexport.models.engines import warnings
 from modelexport.models.loading import CheckpointKind, Loading, Verdict, candidates
 
@@ -43,7 +44,7 @@ def loading_lines(record: ExportRecord) -> Iterator[str]:
         yield from (f"- {plain(line)}" for line in refused)
         yield ""
     sizes = record.tensor_parallel_sizes
-    if not stored.sharded and len(sizes) > 1 and stored.format not in ("gguf", "megatron", "dcp"):
+    if not stored.sharded and len(sizes) > 1 and CardFacts.of(stored.format).loads_tensor_parallel:
         yield (
             f"Heads, widths and groups can be divided among {', '.join(map(plain, sizes))} tensor-parallel ranks "
             "(worked out from the shapes)."

@@ -15,7 +15,7 @@ from typing import Any
 from modelexport.checkpoints.formats.hf import CARD, RECORD
 from modelexport.errors import CheckpointError, UsageError
 from modelexport.inspection.card import model_card
-from modelexport.inspection.record.reading import read_record
+from modelexport.inspection.record.reading import ExportRecord, read_record
 from modelexport.system.small_files import has_file, read_small, write_small
 
 __all__ = ["HELD_OUT", "check_record_is_there", "save_evaluation"]
@@ -27,20 +27,22 @@ _DIGITS = 9
 _KEPT = ("text", "windows", "windows_in_text", "window", "dtype", "comparison", "model")
 
 
-def check_record_is_there(directory: Path) -> None:
-    """Refuse, before an hour of evaluation, a checkpoint that its figures could not be kept in.
+def check_record_is_there(directory: Path) -> ExportRecord:
+    """The record of a checkpoint, which figures are to be kept in; refused before an hour of evaluation.
 
     Raises:
         UsageError: it was not exported by this program.
         CheckpointError: its record is damaged, or cannot be written.
     """
-    if read_record(directory) is None:
+    record = read_record(directory)
+    if record is None:
         raise UsageError(
             f"{directory} has no {RECORD}, which figures are kept in: leave out --save (checkpoints that modelexport "
             "wrote have one)"
         )
     if not os.access(directory, os.W_OK):
         raise CheckpointError(f"{directory} cannot be written to, and --save keeps the figures there")
+    return record
 
 
 def save_evaluation(directory: Path, figures: Mapping[str, Any]) -> None:
@@ -53,12 +55,10 @@ def save_evaluation(directory: Path, figures: Mapping[str, Any]) -> None:
         UsageError: the checkpoint has no record.
         CheckpointError: the record is damaged, or cannot be written.
     """
-    check_record_is_there(directory)
-    record = read_record(directory)
-    assert record is not None
-    card = model_card(record)
+    found = check_record_is_there(directory)
+    card = model_card(found.content)
     kept = {key: figures[key] for key in _KEPT if figures.get(key) is not None}
-    record["evaluation"] = _rounded(kept)
+    record = {**found.content, "evaluation": _rounded(kept)}
     write_small(directory / RECORD, (json.dumps(record, indent=1) + "\n").encode(), error=CheckpointError)
     path = directory / CARD
     if not has_file(directory, CARD) or read_small(path) == card.encode():  # a card that somebody has edited is theirs

@@ -84,6 +84,7 @@ def _number_format(name: str) -> dict[str, Any]:
         "default_group_size": form.default_group_size,
         "rounds_activations": form.quantised and form.input_arguments() is not None,
         "checkpoint_formats": [each for each in checkpoint_formats.names() if _holds(each, name)],
+        "algorithms": [each for each in algorithms.names() if algorithms.get(each).refusal(form) is None],
     }
 
 
@@ -142,6 +143,8 @@ def _described(found: dict[str, Any]) -> Iterator[str]:
         yield f"  bits a weight: {_bits(number)} (4096 x 4096, scales included)"
         yield f"  groups: {_groups(number)}"
         yield f"  held by --format {', '.join(number['checkpoint_formats'])}"
+        if len(number["algorithms"]) < len(algorithms.names()):
+            yield f"  made by --algorithm {_some(number['algorithms'], list(algorithms.names()))}"
     if checkpoint is not None:
         yield f"--format {checkpoint['name']}: {checkpoint['description']}"
         yield f"  holds --quant {_some(checkpoint['number_formats'], number_formats.names())}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,29 @@ from modelexport.checkpoints.safetensors.file import tensor_nbytes
 from modelexport.errors import CheckpointError, shown
 from modelexport.system.small_files import has_file, read_json
 
-__all__ = ["EvaluationFigures", "ExportRecord", "RecordedModel", "RecordedModule", "is_figure", "read_record"]
+__all__ = [
+    "EvaluationFigures",
+    "ExportRecord",
+    "RecordedModel",
+    "RecordedModule",
+    "RecordedTensor",
+    "is_figure",
+    "read_record",
+]
 
 Kind = type | tuple[type, ...]
 _NEEDED = {"recipe": dict, "sha256": dict, "sqnr_db": dict, "layers": list, "producer": dict, "versions": dict}
-_OPTIONAL = dict.fromkeys(("file_sha256", "model", "calibration", "output_error", "left_out"), dict)
+_OPTIONAL = {
+    **dict.fromkeys(("file_sha256", "model", "calibration", "evaluation", "output_error"), dict),
+    **dict.fromkeys(("unquantised", "left_out"), dict),
+    **dict.fromkeys(("changed", "tensor_parallel_sizes", "warnings"), list),
+}
 _OF_CALIBRATION = {"samples": int, "length": int, "text": str, "unseen_experts": list}
 _OF_CALIBRATION_OPTIONAL = {"notes": dict, "rare_experts": dict}
+_OF_COMPARISON = {"model": dict, "reference": dict}
+_OF_LAYER = {"name": str, "modules": dict}
+_OF_MODULE = {"kind": str, "role": str, "partition": str, "number_format": str, "shape": list, "tensors": dict}
+_OF_TENSOR = {"dtype": str, "shape": list}
 _KINDS = {
     dict: "an object",
     list: "a list",
@@ -31,16 +47,16 @@ _KINDS = {
 }
 
 
-def read_record(directory: Path) -> dict[str, Any] | None:
+def read_record(directory: Path) -> ExportRecord | None:
     """Returns the content of modelexport.json; None where there is none.
 
     Raises:
         CheckpointError: it cannot be read, or is not what an export writes.
     """
-    path = directory / RECORD
-    if not has_file(directory, RECORD):
-        return None
-    record = read_json(path)
+    return ExportRecord.of(read_json(directory / RECORD), directory / RECORD) if has_file(directory, RECORD) else None
+
+
+def _check_record(path: Path, record: Mapping[str, Any]) -> None:
     for key, kind in _NEEDED.items():
         if not isinstance(record.get(key), kind):
             raise CheckpointError(f"{path}: has no '{key}'; it is damaged, or of another version of modelexport")
@@ -52,19 +68,28 @@ def read_record(directory: Path) -> dict[str, Any] | None:
     _check(path, errors, dict.fromkeys(errors, dict), "output_error.")
     for when, values in errors.items():
         _check(path, values, dict.fromkeys(values, (int, float)), f"output_error.{shown(when)}.", needed=True)
-    if record.get("calibration") is not None:
-        _check_calibration(path, record["calibration"])
-    return record
+    _check_items(path, record.get("changed") or [], str, "changed.")
+    _check_calibration(path, record.get("calibration"))
+    evaluation = record.get("evaluation") or {}
+    _check(path, evaluation, {"model": dict, "comparison": dict}, "evaluation.")
+    _check(path, evaluation.get("comparison") or {}, _OF_COMPARISON, "evaluation.comparison.")
+    _check_items(path, record["layers"], dict, "layers.")
 
 
-def _check_calibration(path: Path, calibration: Mapping[str, Any]) -> None:
+def _check_calibration(path: Path, calibration: Mapping[str, Any] | None) -> None:
     """Checks what the summary of an export that keeps the numbers prints again."""
+    if calibration is None:
+        return
     _check(path, calibration, _OF_CALIBRATION, "calibration.", needed=True)
     _check(path, calibration, _OF_CALIBRATION_OPTIONAL, "calibration.")
-    unseen = dict(enumerate(calibration["unseen_experts"]))
-    _check(path, unseen, dict.fromkeys(unseen, str), "calibration.unseen_experts.", needed=True)
+    _check_items(path, calibration["unseen_experts"], str, "calibration.unseen_experts.")
     notes = calibration.get("notes") or {}
     _check(path, notes, dict.fromkeys(notes, str), "calibration.notes.", needed=True)
+
+
+def _check_items(path: Path, items: list[Any], kind: type, where: str) -> None:
+    if not all(isinstance(item, kind) for item in items):
+        _check(path, dict(enumerate(items)), dict.fromkeys(range(len(items)), kind), where, needed=True)
 
 
 def _check(path: Path, values: Mapping[Any, Any], kinds: Mapping[Any, Kind], where: str, needed: bool = False) -> None:
@@ -76,8 +101,6 @@ def _check(path: Path, values: Mapping[Any, Any], kinds: Mapping[Any, Kind], whe
             wanted = "a number" if isinstance(kind, tuple) else _KINDS[kind]
             raise CheckpointError(f"{path}: '{where}{shown(key)}' is {found}, not {wanted}; the record is damaged")
 
-
-# ---------------------------------------------------------------------- typed
 
 _DEFAULT_GROUP = 128  # of every number format that has groups of several sizes
 _NUMBER_IN_PATH = re.compile(r"\.\d+(?=\.|$)")
@@ -110,24 +133,45 @@ class RecordedModel:
 
 
 @dataclass(frozen=True)
+class RecordedTensor:
+    """A tensor as it was written."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+    @classmethod
+    def of(cls, tensor: Mapping[str, Any], where: str, path: Path) -> RecordedTensor:
+        """Reads one of a module's ``tensors``."""
+        _check(path, tensor, _OF_TENSOR, where, needed=True)
+        shape = _shape(path, tensor, where)
+        try:
+            return cls(tensor["dtype"], shape, tensor_nbytes(tensor["dtype"], shape))
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: '{where}dtype': {error}; the record is damaged") from error
+
+
+@dataclass(frozen=True)
 class RecordedModule:
     """A module as it was written.
 
     Attributes:
         name: its full name; ``path``: within its decoder layer, ``*`` for an expert's number.
+        kind, role, partition: see :class:`~modelexport.layers.ModuleConfig`.
         number_format: None where it is not quantised.
-        shape: of its weight; ``(0,)`` where not recorded.
-        tensors: dtype and bytes of each tensor; 0 bytes where no such dtype is known.
+        shape: of its weight.
+        tensors: by their names within the module.
     """
 
     name: str
     path: str
+    kind: str
     role: str
     partition: str
     number_format: str | None
     group_size: int | None
     shape: tuple[int, ...]
-    tensors: tuple[tuple[str, int], ...]
+    tensors: Mapping[str, RecordedTensor]
 
     @property
     def label(self) -> str | None:
@@ -140,32 +184,33 @@ class RecordedModule:
         )
 
     @classmethod
-    def all_of(cls, layers: object) -> Iterator[RecordedModule]:
+    def all_of(cls, layers: Sequence[Mapping[str, Any]], path: Path) -> Iterator[RecordedModule]:
         """Reads the record's ``layers``."""
-        for layer in layers if isinstance(layers, list) else ():
-            if isinstance(layer, Mapping):
-                for path, module in _mapping(layer.get("modules")).items():
-                    if isinstance(module, Mapping):
-                        name = ".".join(part for part in (str(layer.get("name", "")), path) if part)
-                        yield cls._of(name, path if layer.get("index") is not None else name, module)
+        for number, layer in enumerate(layers):
+            where = f"layers.{number}."
+            _check(path, layer, _OF_LAYER, where, needed=True)
+            _check(path, layer["modules"], dict.fromkeys(layer["modules"], dict), f"{where}modules.", needed=True)
+            for inner, module in layer["modules"].items():
+                name = ".".join(part for part in (layer["name"], inner) if part)
+                within = name if layer.get("index") is None else inner
+                yield cls._of(name, within, module, f"{where}modules.{shown(inner)}.", path)
 
     @classmethod
-    def _of(cls, name: str, path: str, module: Mapping[str, Any]) -> RecordedModule:
-        number_format, size = module.get("number_format"), module.get("group_size")
-        tensors = [_mapping(tensor) for tensor in _mapping(module.get("tensors")).values()]
+    def _of(cls, name: str, within: str, module: Mapping[str, Any], where: str, path: Path) -> RecordedModule:
+        _check(path, module, _OF_MODULE, where, needed=True)
+        _check(path, module, {"group_size": int}, where)
+        tensors, inside = module["tensors"], f"{where}tensors."
+        _check(path, tensors, dict.fromkeys(tensors, dict), inside, needed=True)
         return cls(
             name=name,
-            path=_NUMBER_IN_PATH.sub(".*", path),
-            role=str(module.get("role", "")),
-            partition=str(module.get("partition", "replicated")),
-            number_format=number_format if isinstance(number_format, str) and number_format != "none" else None,
-            group_size=size if isinstance(size, int) else None,
-            shape=_shape(module),
-            tensors=tuple(
-                (dtype, _nbytes(dtype, _shape(tensor)))
-                for tensor in tensors
-                if isinstance(dtype := tensor.get("dtype"), str)
-            ),
+            path=_NUMBER_IN_PATH.sub(".*", within),
+            kind=module["kind"],
+            role=module["role"],
+            partition=module["partition"],
+            number_format=None if module["number_format"] == "none" else module["number_format"],
+            group_size=module.get("group_size"),
+            shape=_shape(path, module, where),
+            tensors={key: RecordedTensor.of(tensor, f"{inside}{shown(key)}.", path) for key, tensor in tensors.items()},
         )
 
 
@@ -195,8 +240,8 @@ class EvaluationFigures:
     @classmethod
     def of(cls, evaluation: Mapping[str, Any]) -> EvaluationFigures:
         """Reads the record's ``evaluation``."""
-        comparison = _mapping(evaluation.get("comparison"))
-        model, reference = comparison.get("model") or evaluation.get("model"), comparison.get("reference")
+        comparison = evaluation.get("comparison") or {}
+        model, reference = comparison.get("model") or evaluation.get("model") or {}, comparison.get("reference") or {}
         windows, window = evaluation.get("windows"), evaluation.get("window")
         return cls(
             text=str(evaluation.get("text", cls.text)),
@@ -207,83 +252,82 @@ class EvaluationFigures:
             loss_standard_error=_figure(comparison.get("loss_standard_error")),
             mean_kl=_figure(comparison.get("mean_kl")),
             kl_standard_error=_figure(comparison.get("kl_standard_error")),
-            perplexity=_figure(_mapping(model).get("perplexity")),
-            reference_perplexity=_figure(_mapping(reference).get("perplexity")),
+            perplexity=_figure(model.get("perplexity")),
+            reference_perplexity=_figure(reference.get("perplexity")),
             has_reference=bool(comparison),
         )
 
 
 @dataclass(frozen=True)
 class ExportRecord:
-    """The content of modelexport.json: keys that are missing, or of another kind than an export writes, are empty.
+    """The content of modelexport.json.
 
     Attributes:
+        content: all of it, as it was read, for whoever writes it again.
         source: name of the model; None where not recorded.
         recipe, producer, versions, calibration, evaluation: as recorded.
+        sha256: name of a tensor -> of its bytes; file_sha256: the same of files beside the weights.
         sqnr_db: module -> SQNR in dB; output_error_before, output_error_after: module -> error of its outputs.
         unquantised, left_out: name of a module or tensor -> the reason.
         changed: tensors, or modules, whose values differ from the source's on purpose.
         tensor_parallel_sizes, warnings: as recorded.
-        tensors: number of tensors whose SHA-256 is recorded.
-        problems: key -> what of it was left out, and why.
+        problems: figures that were left out, and why: a line each.
     """
 
-    source: str | None = None
-    recipe: dict[str, Any] = field(default_factory=dict)
-    producer: dict[str, Any] = field(default_factory=dict)
-    versions: dict[str, Any] = field(default_factory=dict)
-    calibration: dict[str, Any] = field(default_factory=dict)
-    evaluation: dict[str, Any] = field(default_factory=dict)
-    model: RecordedModel = field(default_factory=RecordedModel)
-    modules: tuple[RecordedModule, ...] = ()
-    sqnr_db: dict[str, float] = field(default_factory=dict)
-    output_error_before: dict[str, float] = field(default_factory=dict)
-    output_error_after: dict[str, float] = field(default_factory=dict)
-    unquantised: dict[str, str] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
-    changed: frozenset[str] = frozenset()
-    tensor_parallel_sizes: tuple[Any, ...] = ()
-    warnings: tuple[Any, ...] = ()
-    tensors: int = 0
-    problems: dict[str, str] = field(default_factory=dict)
+    content: Mapping[str, Any]
+    source: str | None
+    recipe: Mapping[str, Any]
+    producer: Mapping[str, Any]
+    versions: Mapping[str, Any]
+    calibration: Mapping[str, Any]
+    evaluation: Mapping[str, Any]
+    model: RecordedModel
+    modules: tuple[RecordedModule, ...]
+    sha256: Mapping[str, Any]
+    file_sha256: Mapping[str, Any]
+    sqnr_db: Mapping[str, float]
+    output_error_before: Mapping[str, float]
+    output_error_after: Mapping[str, float]
+    unquantised: Mapping[str, str]
+    left_out: Mapping[str, str]
+    changed: frozenset[str]
+    tensor_parallel_sizes: Sequence[Any]
+    warnings: Sequence[Any]
+    problems: Sequence[str]
 
     @classmethod
-    def of(cls, content: Mapping[str, Any]) -> ExportRecord:
-        """Reads a record, of this version or another, whoever wrote it."""
-        problems: dict[str, str] = {}
+    def of(cls, content: Mapping[str, Any], path: Path = Path(RECORD)) -> ExportRecord:
+        """Reads the content of modelexport.json, whoever wrote it.
 
-        def mapping(key: str) -> dict[str, Any]:
-            value = content.get(key)
-            if value is not None and not isinstance(value, dict):
-                problems[key] = f"'{key}' is not an object"
-            return value if isinstance(value, dict) else {}
+        Raises:
+            CheckpointError: it is not what an export writes.
+        """
+        _check_record(path, content)
+        problems: list[str] = []
 
-        def figures(key: str, values: object) -> dict[str, float]:
-            found = _mapping(values)
-            good = {name: float(value) for name, value in found.items() if is_figure(value)}
-            if len(good) < len(found):
-                problems[key] = f"{len(found) - len(good)} of {key} are no finite numbers"
+        def figures(key: str, values: Mapping[str, Any]) -> dict[str, float]:
+            good = {name: float(value) for name, value in values.items() if is_figure(value)}
+            if len(good) < len(values):
+                problems.append(f"{len(values) - len(good)} of {key} are no finite numbers")
             return good
 
-        changed = content.get("changed", [])
-        if not isinstance(changed, list) or not all(isinstance(name, str) for name in changed):
-            problems["changed"], changed = f"'changed' is not a list of names: {shown(changed)}", []
-        errors = mapping("output_error")
-        plain = {key: mapping(key) for key in ("recipe", "producer", "versions", "calibration", "evaluation")}
+        errors = content.get("output_error") or {}
         return cls(
-            **plain,
+            content=content,
             source=_text(content.get("source")),
-            model=RecordedModel.of(mapping("model")),
-            modules=tuple(RecordedModule.all_of(content.get("layers"))),
-            sqnr_db=figures("sqnr_db", content.get("sqnr_db")),
-            output_error_before=figures("output_error.before", errors.get("before")),
-            output_error_after=figures("output_error.after", errors.get("after")),
-            unquantised={name: str(reason) for name, reason in mapping("unquantised").items()},
-            left_out={name: str(reason) for name, reason in mapping("left_out").items()},
-            changed=frozenset(changed),
-            tensor_parallel_sizes=_items(content.get("tensor_parallel_sizes")),
-            warnings=_items(content.get("warnings")),
-            tensors=len(mapping("sha256")),
+            **{key: content.get(key) or {} for key in ("recipe", "producer", "versions", "calibration", "evaluation")},
+            model=RecordedModel.of(content.get("model") or {}),
+            modules=tuple(RecordedModule.all_of(content["layers"], path)),
+            sha256=content["sha256"],
+            file_sha256=content.get("file_sha256") or {},
+            sqnr_db=figures("sqnr_db", content["sqnr_db"]),
+            output_error_before=figures("output_error.before", errors.get("before") or {}),
+            output_error_after=figures("output_error.after", errors.get("after") or {}),
+            unquantised={name: str(reason) for name, reason in (content.get("unquantised") or {}).items()},
+            left_out={name: str(reason) for name, reason in (content.get("left_out") or {}).items()},
+            changed=frozenset(content.get("changed") or ()),
+            tensor_parallel_sizes=content.get("tensor_parallel_sizes") or (),
+            warnings=content.get("warnings") or (),
             problems=problems,
         )
 
@@ -307,24 +351,11 @@ def _figure(value: Any) -> float | None:
     return float(value) if is_figure(value) else None
 
 
-def _shape(value: Mapping[str, Any]) -> tuple[int, ...]:
-    shape = value.get("shape")
-    return tuple(shape) if isinstance(shape, list) and all(isinstance(n, int) and n >= 0 for n in shape) else (0,)
-
-
-def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
-    try:
-        return tensor_nbytes(dtype, shape)
-    except CheckpointError:
-        return 0
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
-def _items(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, list) else ()
+def _shape(path: Path, value: Mapping[str, Any], where: str) -> tuple[int, ...]:
+    shape = value["shape"]
+    if not all(type(size) is int and size >= 0 for size in shape):
+        raise CheckpointError(f"{path}: '{where}shape' is {shown(shape)}, not a list of sizes; the record is damaged")
+    return tuple(shape)
 
 
 def _text(value: Any) -> str | None:

@@ -46,13 +46,13 @@ def rows_of(record: ExportRecord) -> list[RecordRow]:
     """Returns one row for each name and number format, in the order of the record."""
     found: dict[tuple[str, str], RecordRow] = {}
     for module in record.modules:
-        written = module.label or next((dtype.lower() for dtype, _ in module.tensors), "-")
+        written = module.label or next((tensor.dtype.lower() for tensor in module.tensors.values()), "-")
         is_cache = module.role.endswith("_cache")  # scales of the KV cache: they belong to no weight
         name = f"{module.path} (KV cache scales)" if is_cache else module.path
         row = found.setdefault((name, written), RecordRow(name, written, module.label is not None))
         row.count += 1
         row.weights += 0 if is_cache else math.prod(module.shape)
-        row.nbytes += sum(nbytes for _, nbytes in module.tensors)
+        row.nbytes += sum(tensor.nbytes for tensor in module.tensors.values())
         error = record.sqnr_db.get(module.name)
         if error is not None and (row.sqnr_db is None or error < row.sqnr_db):
             row.sqnr_db, row.worst = error, module.name

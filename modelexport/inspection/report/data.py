@@ -30,6 +30,7 @@ from modelexport.inspection.report.figures import (
 )
 from modelexport.inspection.report.scales import ScaleCounts, bin_edge, count_scales
 from modelexport.models.modules import Architecture, StoredModule
+from modelexport.quantization import algorithms
 from modelexport.quantization.methods import QuantizationConfig, of_method
 
 __all__ = ["ModuleGroup", "ModuleRow", "Report", "StoredBytes", "gather"]
@@ -141,6 +142,11 @@ class Report:
         return " ".join(map(str, self.producer.values())) or "an unnamed program"
 
     @property
+    def algorithm_in_words(self) -> str:
+        """The end of "quantised to int4"; empty where no algorithm is recorded."""
+        return algorithms.in_words(self.recipe.get("algorithm"))
+
+    @property
     def evaluation_figures(self) -> EvaluationFigures:
         """The figures of ``evaluation``."""
         return EvaluationFigures.of(self.evaluation)
@@ -201,18 +207,17 @@ def gather(directory: Path, config: Path | None = None) -> Report:
         modules=[],
         warnings=list(inspection.warnings),
     )
-    figures: dict[str, float] = {}
+    figures: Mapping[str, float] = {}
     try:
-        content = read_record(checkpoint.directory)
+        record = read_record(checkpoint.directory)
     except CheckpointError:  # inspection's warnings have it
-        content = None
-    if content is not None:
-        record = ExportRecord.of(content)
+        record = None
+    if record is not None:
         figures = record.sqnr_db
         _add_record(report, record, kinds)
     report.modules = _module_rows(inspection, modules, kinds, figures)
     if not report.unquantised:
-        report.unquantised = _kept(inspection, kinds, recorded=content is not None)
+        report.unquantised = _kept(inspection, kinds, recorded=record is not None)
     report.warnings += _engine_warnings(contents)
     scaled = {name: [m for m in group if m.stored.quantised] for name, group in kinds.groups.items()}
     try:
@@ -231,7 +236,7 @@ def _add_record(report: Report, record: ExportRecord, kinds: ModuleKinds) -> Non
     for key in ("recipe", "producer", "versions", "calibration", "evaluation"):
         setattr(report, key, _pruned(getattr(record, key)))
     report.warnings += [str(_pruned(text)) for text in record.warnings]
-    report.warnings += [f"{RECORD}: {problem}: left out of this report" for problem in record.problems.values()]
+    report.warnings += [f"{RECORD}: {problem}: left out of this report" for problem in record.problems]
     report.sqnr = make_grid(record.sqnr_db, kinds)
     report.outliers = outliers(record.sqnr_db, kinds)
     before, after = record.output_error_before, record.output_error_after

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from modelexport.checkpoints.formats.hf import RECORD
 from modelexport.checkpoints.replicas import odd_replicas
 from modelexport.checkpoints.safetensors.file import Checkpoint
 from modelexport.errors import CheckpointError, PlanError, UsageError
-from modelexport.inspection.record.reading import read_record
+from modelexport.inspection.record.reading import ExportRecord, read_record
 from modelexport.inspection.verify.comparison import HeaderComparison, compare_headers, plan_items
 from modelexport.inspection.verify.record import check_record
 from modelexport.inspection.verify.structure import check_structure
@@ -168,7 +168,7 @@ def _check_values(
     architecture: Architecture,
     comparison: HeaderComparison,
     source: Checkpoint | None,
-    record: Mapping[str, Any] | None,
+    record: ExportRecord | None,
     quantization: QuantizationConfig | None,
     threads: int | None,
 ) -> None:
@@ -188,8 +188,8 @@ def _check_values(
         checks = run_audit(items, checkpoint, source, {}, threads=threads, thorough=True)
     finally:
         torch.set_num_threads(before)
-    recorded = {} if record is None else record["sqnr_db"]
-    hashes = {} if record is None else record["sha256"]
+    recorded = {} if record is None else record.sqnr_db
+    hashes = {} if record is None else record.sha256
     for check in checks:
         result.problems += check.faults
         for name, digest in check.sha256.items():
@@ -238,9 +238,9 @@ def _judge_bytes(result: Verification, items: Sequence[AuditItem], checks: Seque
     result.requantised = sum(not check.unlike for check in checks if check.unlike is not None)
 
 
-def _compensated(record: Mapping[str, Any] | None) -> str:
+def _compensated(record: ExportRecord | None) -> str:
     """Returns the algorithm that rounded weights for the least error of outputs rather than of their own, or ""."""
-    used = algorithms.used((record or {}).get("recipe", {}).get("algorithm"))
+    used = [] if record is None else algorithms.used(record.recipe.get("algorithm"))
     return next((found.name for found in used if found.compensates), "")
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from modelexport.checkpoints.formats.hf import RECORD
 from modelexport.checkpoints.safetensors.file import Checkpoint, TensorInfo
 from modelexport.errors import CheckpointError, shown
 from modelexport.inspection.record.reading import ExportRecord
@@ -49,17 +48,15 @@ def compare_headers(
     checkpoint: Checkpoint,
     modules: Sequence[StoredModule],
     architecture: Architecture,
-    record: Mapping[str, Any] | None,
+    record: ExportRecord | None,
     source: Checkpoint | None,
 ) -> HeaderComparison:
     """Pairs the tensors of a checkpoint with those of its source; empty where there is none."""
     result = HeaderComparison()
     if source is None:
         return result
-    recorded = ExportRecord.of(record or {})
-    changed = recorded.changed
-    if "changed" in recorded.problems:
-        result.problems.append(f"{RECORD}: {recorded.problems['changed']}")
+    changed: frozenset[str] = frozenset() if record is None else record.changed
+    left_out = {} if record is None else record.left_out
     head = _untied_head(checkpoint, modules, architecture, source)
     differences = list(_config_differences(checkpoint.config or {}, source.config or {}, untied=head is not None))
     result.problems += _clipped(differences, "keys differ")
@@ -100,7 +97,8 @@ def compare_headers(
             elif other is not None:
                 result.sources[info.name] = other
     if other_values:
-        algorithm = shown(recorded.recipe.get("algorithm"))
+        assert record is not None
+        algorithm = shown(record.recipe.get("algorithm"))
         result.notes.append(
             f"{other_values} tensors hold other values than the source's, since {algorithm} scaled or rotated them so "
             f"that the model computes the same: not compared here; modelexport eval {checkpoint.directory} "
@@ -111,7 +109,7 @@ def compare_headers(
         dims = replace(dims, prediction_layers=max(draft_counts(source.config or {}).values(), default=0))
     tied = ties_embeddings(checkpoint.config)
     for name in left:
-        if name in recorded.left_out or (tied and name == "lm_head.weight"):
+        if name in left_out or (tied and name == "lm_head.weight"):
             continue
         if family is not None and dims is not None and family.left_out(name, dims) is not None:
             continue

@@ -9,7 +9,8 @@ from typing import Any
 from modelexport import __version__
 from modelexport.checkpoints.formats.hf import RECORD
 from modelexport.checkpoints.safetensors.file import Checkpoint
-from modelexport.errors import error_text, quoted, shown
+from modelexport.errors import UsageError, quoted, shown
+from modelexport.inspection.record.reading import ExportRecord, RecordedModule
 from modelexport.models.modules import StoredModule
 from modelexport.quantization import algorithms
 from modelexport.quantization.methods import QuantizationConfig
@@ -25,32 +26,30 @@ _KEYS = {
 
 
 def check_record(
-    record: Mapping[str, Any],
+    record: ExportRecord,
     checkpoint: Checkpoint,
     modules: Sequence[StoredModule],
     quantization: QuantizationConfig | None,
 ) -> list[str]:
     """Tensors missing or added, dtypes and shapes, side files, and the config groups of the recorded formats."""
-    problems = list(_key_problems(record))
-    problems += _name_problems(record["sha256"], checkpoint)
-    try:
-        problems += _layer_problems(record["layers"], checkpoint, modules, quantization)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        problems.append(f"{RECORD}: its layers are damaged ({type(error).__name__}: {error_text(error)})")
-    problems += _file_problems(record, checkpoint)
-    return problems
+    return [
+        *_key_problems(record),
+        *_name_problems(record.sha256, checkpoint),
+        *_module_problems(record.modules, checkpoint, modules, quantization),
+        *_file_problems(record, checkpoint),
+    ]
 
 
-def _key_problems(record: Mapping[str, Any]) -> Iterator[str]:
+def _key_problems(record: ExportRecord) -> Iterator[str]:
     """Keys that this version writes into no record; another version may have others."""
-    if record["producer"].get("version") != __version__:
+    if record.producer.get("version") != __version__:
         return
-    named = str(record["recipe"].get("algorithm")).split("+")
+    named = str(record.recipe.get("algorithm")).split("+")
     if not set(named) <= set(algorithms.names()):  # a plugin's, with settings that are not known here
         return
     recipe = {field.name for field in fields(ExportRecipe)} | recorded_names(named).keys()
-    added = [key for key in record if key not in _KEYS]
-    added += [f"recipe.{key}" for key in record["recipe"] if key not in recipe]
+    added = [key for key in record.content if key not in _KEYS]
+    added += [f"recipe.{key}" for key in record.recipe if key not in recipe]
     yield from (f"{RECORD} has the key {shown(key)}, which no export writes: it has been edited" for key in added)
 
 
@@ -60,8 +59,8 @@ def _name_problems(hashes: Mapping[str, Any], checkpoint: Checkpoint) -> Iterato
     yield from (f"{name} was not exported: {RECORD} does not know it" for name in found if name not in hashes)
 
 
-def _file_problems(record: Mapping[str, Any], checkpoint: Checkpoint) -> Iterator[str]:
-    for name, recorded in (record.get("file_sha256") or {}).items():
+def _file_problems(record: ExportRecord, checkpoint: Checkpoint) -> Iterator[str]:
+    for name, recorded in record.file_sha256.items():
         path = checkpoint.directory / name
         if not path.is_file():
             yield f"{name} is missing, though it was exported"
@@ -69,49 +68,57 @@ def _file_problems(record: Mapping[str, Any], checkpoint: Checkpoint) -> Iterato
             yield f"{name} is not the file that was exported: it has been edited or replaced"
 
 
-def _layer_problems(
-    layers: Sequence[Mapping[str, Any]],
+def _module_problems(
+    recorded: Sequence[RecordedModule],
     checkpoint: Checkpoint,
     modules: Sequence[StoredModule],
     quantization: QuantizationConfig | None,
 ) -> Iterator[str]:
     present = {module.name: module for module in modules}
-    groups: dict[tuple[str, int | None], Recorded] = {}
-    for layer in layers:
-        for path, recorded in layer["modules"].items():
-            name = ".".join(part for part in (layer["name"], path) if part)
-            for suffix, tensor in recorded["tensors"].items():
-                info = checkpoint.infos.get(f"{name}.{suffix}")
-                if info is not None and (info.dtype, list(info.shape)) != (tensor["dtype"], list(tensor["shape"])):
-                    yield (
-                        f"{info.name} is {info.dtype} {list(info.shape)}, "
-                        f"{tensor['dtype']} {tensor['shape']} was exported"
-                    )
-            if name in present and recorded["kind"] in ("linear", "head"):
-                key = recorded["number_format"], recorded["group_size"]
-                if key not in groups:
-                    groups[key] = Recorded.of(*key)
-                yield from _scheme_problems(name, groups[key], quantization)
+    formats: dict[str | None, RecordedFormat | UsageError] = {}
+    for module in recorded:
+        for suffix, tensor in module.tensors.items():
+            info = checkpoint.infos.get(f"{module.name}.{suffix}")
+            if info is not None and (info.dtype, info.shape) != (tensor.dtype, tensor.shape):
+                yield (
+                    f"{info.name} is {info.dtype} {list(info.shape)}, {tensor.dtype} {list(tensor.shape)} was exported"
+                )
+        if module.name in present and module.kind in ("linear", "head"):
+            if module.label not in formats:
+                try:
+                    formats[module.label] = RecordedFormat.of(module)
+                except UsageError as error:  # a plugin's that is not installed, or a damaged name: said once
+                    formats[module.label] = error
+                    yield f"{RECORD}: {module.name}: {error}"
+            wanted = formats[module.label]
+            if isinstance(wanted, RecordedFormat):
+                yield from _scheme_problems(module.name, wanted, quantization)
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """A number format as the record has it; ``group`` is what compressed-tensors says of it."""
+class RecordedFormat:
+    """A number format as the record has it; ``group`` is what compressed-tensors says of it, None if unquantised."""
 
     spelled: str
     group: dict[str, Any] | None
 
     @classmethod
-    def of(cls, number_format: str, group_size: int | None) -> Recorded:
-        """By name and group size."""
+    def of(cls, module: RecordedModule) -> RecordedFormat:
+        """The number format of a module.
+
+        Raises:
+            UsageError: there is none of that name, or not with groups of that size.
+        """
         from modelexport.quantization import formats
 
-        spelled = number_format + (f" in groups of {group_size}" if group_size else "")
-        size = group_size if formats.has_groups(number_format) else None
-        return cls(spelled, formats.get(number_format, group_size=size).config_group())
+        if module.number_format is None:
+            return cls("none", None)
+        spelled = module.number_format + (f" in groups of {module.group_size}" if module.group_size else "")
+        size = module.group_size if formats.has_groups(module.number_format) else None
+        return cls(spelled, formats.get(module.number_format, group_size=size).config_group())
 
 
-def _scheme_problems(name: str, recorded: Recorded, quantization: QuantizationConfig | None) -> Iterator[str]:
+def _scheme_problems(name: str, recorded: RecordedFormat, quantization: QuantizationConfig | None) -> Iterator[str]:
     """The config must say of a linear what it was exported as, or engines compute something else."""
     spelled, group = recorded.spelled, recorded.group
     scheme = quantization.scheme_of(name) if quantization is not None else None

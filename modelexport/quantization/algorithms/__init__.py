@@ -17,7 +17,7 @@ from modelexport.errors import UsageError
 if TYPE_CHECKING:
     from modelexport.quantization.algorithms.base import Algorithm
 
-__all__ = ["get", "names", "registered", "used"]
+__all__ = ["get", "in_words", "names", "registered", "used"]
 
 
 @cache
@@ -31,7 +31,7 @@ def registered() -> dict[str, type[Algorithm]]:
 
     own = [name for _, name, _ in pkgutil.iter_modules(__path__) if name != "base" and not name.startswith("_")]
     found = {name: importlib.import_module(f"{__name__}.{name}").ALGORITHM for name in own}
-    plugins.add(found, "ALGORITHM", kind="an algorithm")
+    plugins.add(found, "ALGORITHM", kind="an algorithm", needed=("name", "description", "kind"))
     for name, algorithm in found.items():
         rounds = issubclass(algorithm, Rounding) and algorithm.quantise is not Rounding.quantise
         if rounds and not algorithm.needs_samples:
@@ -50,6 +50,14 @@ def names() -> tuple[str, ...]:
 def get(name: str) -> type[Algorithm]:
     """Returns the algorithm of that name."""
     return registered()[name]
+
+
+def in_words(setting: object) -> str:
+    """Returns the end of "quantised to int4" for the algorithms of a recipe or a record; "" where it names none."""
+    if not setting:
+        return ""
+    own = "".join(algorithm.in_words for algorithm in used(setting) if algorithm.name == setting)
+    return f", {own}" if own else f" by {setting}"
 
 
 def used(setting: object) -> list[type[Algorithm]]:

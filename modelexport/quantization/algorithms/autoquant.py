@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from modelexport.quantization.formats.base import NumberFormat
+
 __all__ = ["ALGORITHM", "STATES", "AutoQuant", "AutoQuantSettings", "choose", "patterns"]
 
 STATES = 1 << 14
@@ -47,6 +49,30 @@ class AutoQuantSettings:
             raise UsageError(
                 f"--autoquant-bits {self.bits:g}: a number above 0, at most 32, is needed, e.g. --autoquant-bits 5"
             )
+
+    @property
+    def candidates_flag(self) -> str:
+        """The flag as it was given, for messages."""
+        return f"--autoquant-candidates {self.candidates}"
+
+    def number_formats(self, group_size: int | None) -> dict[str, NumberFormat]:
+        """The candidates by how ``--quant`` spells them; ``group_size``: of those that name none.
+
+        Raises:
+            UsageError: one is unknown, or there are fewer than two.
+        """
+        from modelexport.quantization import formats
+
+        found = {}
+        for spelled in (name.strip() for name in self.candidates.split(",") if name.strip()):
+            name, _, size = spelled.partition(":")
+            if size and size != "-1" and not size.isdecimal():
+                raise UsageError(f"{self.candidates_flag}: '{size}' is no group size; e.g. {name}:64")
+            own = int(size) if size else group_size if formats.has_groups(name) else None
+            found[spelled if size or own is None else f"{name}:{own}"] = formats.get(name, group_size=own)
+        if len(found) < 2:
+            raise UsageError(f"{self.candidates_flag}: at least two number formats are needed, e.g. int4,fp8,none")
+        return found
 
 
 class AutoQuant(Algorithm):

@@ -155,6 +155,8 @@ class Algorithm(ABC):
         needs_samples: whether samples run through the model for it.
         observer: how number formats choose scales under it, see :class:`NumberFormat`.
         compensates: whether it makes the error of a linear's outputs small at the cost of the weights' own.
+        uses_grid: whether it rounds by itself to what ``NumberFormat.grid`` says can be stored.
+        in_words: the end of "quantised to int4, ...", where it is not "by" and its name.
     """
 
     name: ClassVar[str]
@@ -165,6 +167,8 @@ class Algorithm(ABC):
     needs_samples: ClassVar[bool] = True
     observer: ClassVar[str] = "amax"
     compensates: ClassVar[bool] = False
+    uses_grid: ClassVar[bool] = False
+    in_words: ClassVar[str] = ""
 
     def __init__(self, settings: Any = None, ranks: RankGroup | None = None, *, seed: int = 0) -> None:
         """
@@ -176,6 +180,17 @@ class Algorithm(ABC):
         self.settings = self.Settings() if settings is None else settings
         self.ranks = RankGroup() if ranks is None else ranks
         self.seed = seed
+
+    @classmethod
+    def refusal(cls, number_format: NumberFormat) -> str | None:
+        """Returns why it cannot work with a number format; None where it can."""
+        missing = number_format.without_grid if cls.uses_grid and number_format.quantised else ()
+        if not missing:
+            return None
+        return (
+            f"{cls.name} rounds to the values that a number format's grid has, and {number_format.name} "
+            f"({type(number_format).__module__}) does not define {' and '.join(missing)}"
+        )
 
 
 class Folding(Algorithm):

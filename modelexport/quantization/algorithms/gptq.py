@@ -78,6 +78,7 @@ class Gptq(Rounding):
     wants: ClassVar[frozenset[Want]] = frozenset({"hessian"})
     observer: ClassVar[str] = "mse"
     compensates: ClassVar[bool] = True
+    uses_grid: ClassVar[bool] = True
 
     def __init__(self, settings: Any = None, ranks: RankGroup | None = None, *, seed: int = 0) -> None:
         super().__init__(settings, ranks, seed=seed)

@@ -13,6 +13,7 @@ class RoundToNearest(Rounding):
     name: ClassVar[str] = "rtn"
     description: ClassVar[str] = "round to nearest; scales from the largest magnitudes"
     needs_samples: ClassVar[bool] = False
+    in_words: ClassVar[str] = "rounded to nearest"
 
 
 ALGORITHM = RoundToNearest

@@ -32,13 +32,15 @@ _OWN_KINDS = (
 )
 """The formats that :func:`_own_kind` tells, so that checkpoints of these are looked at without torch."""
 
+_NEEDED = ("name", "description", "weight_bits", "checkpoint_format")
+
 
 @cache
 def _catalogue() -> dict[str, Any]:
     """Every format by its name: a plugin's class, or the name of the package's own module."""
     own = (name for _, name, _ in pkgutil.iter_modules(__path__) if name != "base" and not name.startswith("_"))
     found: dict[str, Any] = {name.replace("_", "-"): f"{__name__}.{name}" for name in own}
-    plugins.add(found, "FORMAT", kind="a number format")
+    plugins.add(found, "FORMAT", kind="a number format", needed=_NEEDED)
     return dict(sorted(found.items()))
 
 

@@ -312,6 +312,12 @@ class NumberFormat(ABC):
         """Writes the rows' numbers, float32 as :meth:`Grid.numbers` has them, as they are stored."""
         raise ValueError(f"number format {self.name} has no scales")
 
+    @property
+    def without_grid(self) -> tuple[str, ...]:
+        """Names of the methods that a format lacks for :meth:`store`, which not every algorithm needs."""
+        names = ("grid", "_put")
+        return tuple(name for name in names if getattr(type(self), name) is getattr(NumberFormat, name))
+
     def store(self, values: Tensor, tensors: Mapping[str, Tensor]) -> None:
         """Fills native tensors whose scales are there with what is nearest to ``values``, float32 ``[rows, cols]``.
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 METHOD = "awq"
 FORMAT = "awq"
 DESCRIPTION = "AutoAWQ's gemm words, in Hugging Face's files"
+HUB_LIBRARY = "transformers"
 SCALES = "F16"
 """What AutoAWQ, GPTQModel and auto-round write, and the one dtype that all of their kernels compute in. vLLM takes any
 dtype and rounds it to that of the model as it loads; transformers runs such models in float16."""

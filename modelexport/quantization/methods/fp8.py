@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 METHOD = "fp8"
 FORMAT = "fp8-block"
 DESCRIPTION = "DeepSeek's weight_scale_inv, in Hugging Face's files"
+HUB_TAG = "fp8"
 SCALES = "F32"
 KV_SCALES: Mapping[str, str] = {}
 KV_SHAPE: tuple[int, ...] = ()

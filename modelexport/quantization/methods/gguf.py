@@ -133,6 +133,12 @@ def refusal(number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str 
         )
     if found is None:
         return f"GGUF has no blocks for {scheme.describe()}; choose {_WHAT_HOLDS}"
+    packing = _COMPRESSED.get(found, "pack-quantized")
+    if number_format.checkpoint_format != packing:
+        return (
+            f"GGUF's {found} is made of the words of '{packing}', and number format {number_format.name} is laid out "
+            f"as '{number_format.checkpoint_format}'; choose {_WHAT_HOLDS}"
+        )
     if shape[1] % BLOCK:
         return f"{shape[1]} input features are no multiple of {BLOCK}, a block of GGUF's {found}; keep it unquantised"
     return None

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 METHOD = "gptq"
 FORMAT = "gptq"
 DESCRIPTION = "GPTQ's words, in Hugging Face's files"
+HUB_LIBRARY = "transformers"
 SCALES = "F16"
 """What AutoGPTQ and GPTQModel write, and the one dtype that all of their kernels compute in. vLLM takes any dtype and
 rounds it to that of the model as it loads."""
@@ -157,6 +158,7 @@ def refusal(number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str 
         or weights.get("num_bits") not in _BITS
         or weights.get("strategy") not in ("group", "channel")
         or number_format.input_arguments() is not None
+        or number_format.checkpoint_format != "pack-quantized"  # whose words encode() takes
     ):
         return (
             "checkpoint format gptq holds 4- and 8-bit integers with activations as they are (--quant int4, int4-asym, "

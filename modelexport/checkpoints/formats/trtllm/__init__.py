@@ -45,6 +45,7 @@ from modelexport.system.small_files import LARGEST_CONFIG, has_file, read_json
 
 NAME = "trtllm"
 DESCRIPTION = "TensorRT-LLM's config.json and rankN.safetensors"
+HUB_TAG = "tensorrt-llm"
 SIDE_FILES = ("config.json", "hf_config.json")
 MODEL_CONFIG = "hf_config.json"
 _LAYER = "transformer.layers.{layer}."
