@@ -23,6 +23,7 @@ from modelexport.models.rules import tensor_rules
 from modelexport.sharding.boxes import slices
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.shard_plan import ShardPlan, build_shard_plan
+from tests.helpers.marks import extended
 from tests.helpers.models import copy_checkpoint, make_llama
 from tests.helpers.shard_plans import layers_of
 from tests.helpers.tiny_models import tiny_checkpoint
@@ -92,11 +93,23 @@ def run_transformers(out: Path, ranks: int, models: dict[str, Path]) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_each_rank_holds_in_transformers_what_our_plan_gives_it(tmp_path: Path, ranks: int) -> None:
+SOME = ("llama", "mixtral")
+
+
+@pytest.mark.parametrize(
+    ("names", "ranks"),
+    [
+        (SOME, 2),
+        extended(tuple(name for name in MODELS if name not in SOME or name == "mixtral"), 2),
+        pytest.param(tuple(MODELS), 4, marks=pytest.mark.slow),
+    ],
+)
+def test_each_rank_holds_in_transformers_what_our_plan_gives_it(
+    tmp_path: Path, names: tuple[str, ...], ranks: int
+) -> None:
     from transformers import AutoModelForCausalLM
 
-    models = {name: checkpoint(name) for name in MODELS}
+    models = {name: checkpoint(name) for name in names}
     run_transformers(tmp_path, ranks, {**models, "ep-mixtral": models["mixtral"]})
     for name, directory in {**models, "ep-mixtral": models["mixtral"]}.items():
         whole = load_file(directory / "model.safetensors")
