@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
+import json
 import re
 import subprocess
 import sys
@@ -110,6 +112,17 @@ UNPICKLE = {
 }
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """All nodes of a module's tree."""
+    return tuple(ast.walk(tree_of(path)))
+
+
 def module_name(path: Path) -> str:
     parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -160,6 +173,7 @@ def imports_in(source: str, importer: str, *, package: bool, names: set[str]) ->
     return found
 
 
+@functools.cache
 def all_imports() -> list[Import]:
     return [
         item
@@ -331,82 +345,81 @@ def test_light_modules_import_nothing_heavy() -> None:
     assert result.stdout == "light\n"
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
+def test_answers_that_need_no_torch(tmp_path: Path) -> None:
+    """One process gives them all, so that the first culprit is named."""
+    there = str(tmp_path)  # a target that is there, or a model without a tokenizer
+    answers = [
         ["--help"],
         ["--version"],
         *([command, "--help"] for command in COMMANDS),
         ["--nonsense"],
         ["--tp", "0"],
         ["--push-to-hub", "nonsense"],
-        ["--out", "EXISTS", "--tp", "4", "--algorithm", "gptq"],
-        ["--model", "EXISTS", "--out", "ckpt", "--algorithm", "gptq"],
-        ["reshard", "EXISTS", "--out", "EXISTS"],
-    ],
-)
-def test_answers_that_need_no_torch(arguments: list[str], tmp_path: Path) -> None:
-    """EXISTS: a target that is there, or a model without a tokenizer."""
-    arguments = [str(tmp_path) if word == "EXISTS" else word for word in arguments]
+        ["--out", there, "--tp", "4", "--algorithm", "gptq"],
+        ["--model", there, "--out", "ckpt", "--algorithm", "gptq"],
+        ["reshard", there, "--out", there],
+    ]
     code = (
-        "import sys\n"
+        "import json, sys\n"
         "from modelexport.cli import main\n"
-        "try:\n"
-        "    main(sys.argv[2:])\n"
-        "except SystemExit:\n"
-        "    pass\n"
-        "print([h for h in sys.argv[1].split(',') if h in sys.modules], file=sys.stderr)\n"
+        "for arguments in json.loads(sys.argv[2]):\n"
+        "    try:\n"
+        "        main(arguments)\n"
+        "    except SystemExit:\n"
+        "        pass\n"
+        "    heavy = [h for h in sys.argv[1].split(',') if h in sys.modules]\n"
+        "    assert not heavy, f'{arguments} imports {heavy}'\n"
+        "print('light', file=sys.stderr)\n"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code, ",".join(HEAVY), *arguments],
+        [sys.executable, "-c", code, ",".join(HEAVY), json.dumps(answers)],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
         cwd=PACKAGE.parent,
     )
-    assert result.stderr.splitlines()[-1:] == ["[]"], result.stderr
+    assert result.stderr.splitlines()[-1:] == ["light"], result.stderr
 
 
 # ----------------------------------------------------------------------- habits
-
-
-def sources() -> list[object]:
-    return [pytest.param(path, id=module_name(path)) for path in MODULES]
 
 
 def called(node: ast.Call) -> str:
     return ast.unparse(node.func)
 
 
-@pytest.mark.parametrize("path", sources())
-def test_no_code_from_data(path: Path) -> None:
+def test_no_code_from_data() -> None:
     """Nothing is unpickled, nor evaluated, nor loaded by torch without weights_only=True; YAML is safe."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
-            loaders = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"} & set(names)
-            assert not loaders or module_name(path) in UNPICKLE, f"line {node.lineno} imports {loaders}"
-        if not isinstance(node, ast.Call):
-            continue
-        name, keywords = called(node), {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-        if name == "torch.load":
-            assert keywords.get("weights_only") == "True", f"line {node.lineno}: torch.load without weights_only=True"
-        assert name not in ("eval", "exec", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "os.system"), (
-            f"line {node.lineno}: {name}"
-        )
-        assert keywords.get("allow_pickle", "False") == "False", f"line {node.lineno}"
-        assert keywords.get("trust_remote_code", "False") == "False", f"line {node.lineno}"
-        assert keywords.get("shell", "False") == "False", f"line {node.lineno}"
+    for path in MODULES:
+        where = module_name(path)
+        for node in nodes_of(path):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+                loaders = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"} & set(names)
+                assert not loaders or where in UNPICKLE, f"{where}:{node.lineno} imports {loaders}"
+            if not isinstance(node, ast.Call):
+                continue
+            name, keywords = called(node), {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            if name == "torch.load":
+                assert keywords.get("weights_only") == "True", (
+                    f"{where}:{node.lineno}: torch.load without weights_only=True"
+                )
+            assert name not in ("eval", "exec", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "os.system"), (
+                f"{where}:{node.lineno}: {name}"
+            )
+            assert keywords.get("allow_pickle", "False") == "False", f"{where}:{node.lineno}"
+            assert keywords.get("trust_remote_code", "False") == "False", f"{where}:{node.lineno}"
+            assert keywords.get("shell", "False") == "False", f"{where}:{node.lineno}"
 
 
-@pytest.mark.parametrize("path", sources())
-def test_text_habits(path: Path) -> None:
-    text = path.read_bytes().decode("ascii")
-    assert not text or text.endswith("\n")
-    assert "\t" not in text
-    assert "\r" not in text
+def test_text_habits() -> None:
+    for path in MODULES:
+        where = module_name(path)
+        text = path.read_bytes().decode("ascii")
+        assert not text or text.endswith("\n"), where
+        assert "\t" not in text, where
+        assert "\r" not in text, where
 
 
 def is_public(name: str) -> bool:
@@ -420,29 +433,34 @@ def undocumented(tree: ast.Module) -> list[str]:
     return [node.name for node in public if ast.get_docstring(node) is None]
 
 
-@pytest.mark.parametrize("path", sources())
-def test_what_is_public_says_what_it_does(path: Path) -> None:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    if tree.body:
-        assert ast.get_docstring(tree), "the module says nothing"
-    assert undocumented(tree) == []
+def test_what_is_public_says_what_it_does() -> None:
+    for path in MODULES:
+        where = module_name(path)
+        tree = tree_of(path)
+        if tree.body:
+            assert ast.get_docstring(tree), f"{where} says nothing"
+        assert undocumented(tree) == [], where
 
 
-@pytest.mark.parametrize("path", sources())
-def test_nothing_happens_at_import(path: Path) -> None:
+def test_nothing_happens_at_import() -> None:
     """No logging is configured, nothing is printed, no thread or process is started at a module's top level."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            assert called(node) not in ("logging.basicConfig", "logging.disable", "warnings.simplefilter"), node.lineno
-    for statement in tree.body:
-        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) or is_main_guard(statement):
-            continue
-        for node in ast.walk(statement):
+    for path in MODULES:
+        where = module_name(path)
+        for node in nodes_of(path):
             if isinstance(node, ast.Call):
-                word = called(node)
-                assert word not in ("print", "os.environ.setdefault", "torch.set_num_threads"), f"{word} at import"
-                assert not word.endswith(".start"), f"{word} at import"
+                assert called(node) not in ("logging.basicConfig", "logging.disable", "warnings.simplefilter"), (
+                    f"{where}:{node.lineno}"
+                )
+        for statement in tree_of(path).body:
+            if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) or is_main_guard(statement):
+                continue
+            for node in ast.walk(statement):
+                if isinstance(node, ast.Call):
+                    word = called(node)
+                    assert word not in ("print", "os.environ.setdefault", "torch.set_num_threads"), (
+                        f"{word} at import of {where}"
+                    )
+                    assert not word.endswith(".start"), f"{word} at import of {where}"
 
 
 def is_main_guard(node: ast.stmt) -> bool:
@@ -452,17 +470,18 @@ def is_main_guard(node: ast.stmt) -> bool:
 def test_a_class_name_stands_for_one_thing() -> None:
     homes: dict[str, list[str]] = {}
     for path in MODULES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path):
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(module_name(path))
     assert not {name: found for name, found in homes.items() if len(found) > 1}
 
 
-@pytest.mark.parametrize("path", sources())
-def test_docstrings_say_what_a_thing_is(path: Path) -> None:
+def test_docstrings_say_what_a_thing_is() -> None:
     """None is a riddle that begins with What or Whether."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            text = ast.get_docstring(node) or ""
-            begins = re.match(r"(What|Whatever|Whether|Who|Whoever|How|Why|Where|When|Which)\b", text)
-            assert not begins, f"{getattr(node, 'name', 'the module')}: {text.partition(chr(10))[0]}"
+    for path in MODULES:
+        where = module_name(path)
+        for node in nodes_of(path):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                text = ast.get_docstring(node) or ""
+                begins = re.match(r"(What|Whatever|Whether|Who|Whoever|How|Why|Where|When|Which)\b", text)
+                assert not begins, f"{where}, {getattr(node, 'name', 'the module')}: {text.partition(chr(10))[0]}"

@@ -6,8 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import yaml
 
 from modelexport.assets import demo_model_path
 from tests.helpers.models import copy_checkpoint, make_llama
+from tests.helpers.warm import run_warm
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
@@ -50,9 +49,7 @@ def install(directory: Path, files: dict[str, str], points: dict[str, str]) -> P
 def run(plugins: Path | None, *arguments: str, status: int = 0) -> str:
     """Runs modelexport with the plugins on the path; returns what it printed."""
     path = os.pathsep.join(str(place) for place in (plugins, ROOT) if place is not None)
-    command = [sys.executable, "-m", "modelexport", *arguments]
-    environment = {**os.environ, "PYTHONPATH": path}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    result = run_warm("-m", "modelexport", *arguments, env={**os.environ, "PYTHONPATH": path})
     assert result.returncode == status, result.stderr
     return result.stdout if status == 0 else result.stderr
 

@@ -7,7 +7,6 @@ import math
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -23,6 +22,7 @@ from modelexport.checkpoints.safetensors import writer as safetensors_writer
 from modelexport.checkpoints.safetensors.file import Reader, Writer, dtype_name, open_checkpoint, plan_layout
 from modelexport.errors import CheckpointError
 from tests.checkpoints._samples import TWO, save
+from tests.helpers.warm import run_warm
 
 
 @pytest.fixture(params=["mapped", "no mappings", "not mappable", "short writes"])
@@ -239,24 +239,30 @@ def test_creating_again_keeps_what_is_complete(tmp_path: Path) -> None:
     assert layout.create(tmp_path) == ()
 
 
-WRITER_PROCESS = """
-import sys, torch
+WRITERS = """
+import multiprocessing, sys, torch
 from modelexport.checkpoints.safetensors.file import Writer, plan_layout
-directory, rank, world = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+directory, world = sys.argv[1], 3
 layout = plan_layout([("pad", "U8", (5,)), ("cols", "I16", (500, 301)), ("rows", "I16", (301, 50))])
-def part(n):
-    return n * rank // world, n * (rank + 1) // world
 cols = torch.arange(500 * 301).reshape(500, 301).to(torch.int16)
 rows = torch.arange(301 * 50).reshape(301, 50).to(torch.int16)
-print("ready", flush=True)
-sys.stdin.readline()
-with Writer(layout, directory) as writer:
-    writer.start_writeback()
-    a, b = part(301)
-    for start in range(0, 500, 50):
-        writer.write("cols", cols[start : start + 50, a:b], offset=(start, a))
-    writer.write("rows", rows[a:b], offset=(a, 0))
-    writer.sync()
+def write(rank, barrier):
+    a, b = 301 * rank // world, 301 * (rank + 1) // world
+    barrier.wait(60)
+    with Writer(layout, directory) as writer:
+        writer.start_writeback()
+        for start in range(0, 500, 50):
+            writer.write("cols", cols[start : start + 50, a:b], offset=(start, a))
+        writer.write("rows", rows[a:b], offset=(a, 0))
+        writer.sync()
+context = multiprocessing.get_context("fork")
+barrier = context.Barrier(world)
+ranks = [context.Process(target=write, args=(rank, barrier)) for rank in range(world)]
+for rank in ranks:
+    rank.start()
+for rank in ranks:
+    rank.join()
+print([rank.exitcode for rank in ranks])
 """
 
 
@@ -264,29 +270,8 @@ with Writer(layout, directory) as writer:
 def test_several_processes_fill_the_same_pages(tmp_path: Path) -> None:
     layout = plan_layout([("pad", "U8", (5,)), ("cols", "I16", (500, 301)), ("rows", "I16", (301, 50))])
     layout.create(tmp_path)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", WRITER_PROCESS, str(tmp_path), str(rank), "3"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    try:
-        for rank in ranks:
-            assert rank.stdout is not None
-            assert rank.stdin is not None
-            assert rank.stdout.readline() == "ready\n"
-        for rank in ranks:  # all are past their imports: now they write at the same time
-            print("go", file=rank.stdin, flush=True)
-        failures = [rank.communicate(timeout=60)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate(timeout=20)
-    assert [rank.returncode for rank in ranks] == [0, 0, 0], failures
+    done = run_warm("-c", WRITERS, str(tmp_path))
+    assert done.stdout == "[0, 0, 0]\n", done.stderr
     checkpoint = open_checkpoint(tmp_path)
     with Reader(checkpoint) as reader:
         for name, shape in (("cols", (500, 301)), ("rows", (301, 50))):
@@ -346,13 +331,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def run_out_of_room(directory: Path, before: str = "") -> list[tuple[bool, str, list[str]]]:
     """(whether blocks could be reserved, the error, the files left) for whole rows and for columns."""
-    done = subprocess.run(
-        [sys.executable, "-c", before + FULL_DISK, str(directory)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = run_warm("-c", before + FULL_DISK, str(directory))
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 

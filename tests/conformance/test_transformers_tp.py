@@ -1,6 +1,6 @@
 """Our shard plans against transformers: its own tensor and expert parallelism, and what a rank's part computes.
 
-transformers cuts with DTensors under torchrun; here each rank saves what it holds, and that must be the slice that
+transformers cuts with DTensors; here each rank saves what it holds, and that must be the slice that
 :class:`~modelexport.sharding.shard_plan.ShardPlan` gives. It refuses fewer key/value heads than ranks, gathers the
 outputs of what is fused on disk, and leaves DeepSeek-V3's attention whole; for these, a rank's part is made a small
 model of its own, and the sum over the ranks of what their parts compute must be what the whole computes.
@@ -23,9 +23,11 @@ from modelexport.models.rules import tensor_rules
 from modelexport.sharding.boxes import slices
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.shard_plan import ShardPlan, build_shard_plan
+from tests.helpers.marks import extended
 from tests.helpers.models import copy_checkpoint, make_llama
 from tests.helpers.shard_plans import layers_of
 from tests.helpers.tiny_models import tiny_checkpoint
+from tests.helpers.warm import run_warm
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -79,24 +81,40 @@ def in_memory(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def run_transformers(out: Path, ranks: int, models: dict[str, Path]) -> None:
     arguments = [f"{name}={directory}" for name, directory in models.items()]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = subprocess.run(
-        [sys.executable, *launcher, "-m", "tests.conformance._transformers_tp_rank", str(out), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[2],
-    )
+    program = "tests.conformance._transformers_tp_rank"
+    if ranks == 2:
+        done = run_warm("-m", program, str(ranks), str(out), *arguments)
+    else:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        done = subprocess.run(
+            [sys.executable, *launcher, "-m", program, str(out), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            cwd=Path(__file__).parents[2],
+        )
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_each_rank_holds_in_transformers_what_our_plan_gives_it(tmp_path: Path, ranks: int) -> None:
+SOME = ("llama", "mixtral")
+
+
+@pytest.mark.parametrize(
+    ("names", "ranks"),
+    [
+        (SOME, 2),
+        extended(tuple(MODELS), 2),
+        pytest.param(tuple(MODELS), 4, marks=pytest.mark.slow),
+    ],
+)
+def test_each_rank_holds_in_transformers_what_our_plan_gives_it(
+    tmp_path: Path, names: tuple[str, ...], ranks: int
+) -> None:
     from transformers import AutoModelForCausalLM
 
-    models = {name: checkpoint(name) for name in MODELS}
+    models = {name: checkpoint(name) for name in names}
     run_transformers(tmp_path, ranks, {**models, "ep-mixtral": models["mixtral"]})
     for name, directory in {**models, "ep-mixtral": models["mixtral"]}.items():
         whole = load_file(directory / "model.safetensors")

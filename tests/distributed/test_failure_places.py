@@ -198,7 +198,8 @@ def test_a_warm_launcher_and_what_a_killed_one_leaves(tmp_path: Path) -> None:
         run_well(path)
 
 
-def test_launches_from_several_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("launches", few([8, 20], 8))
+def test_launches_from_several_threads(launches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each changes this process's environment for a moment, which must not be seen after.
 
     And each start looks after all of multiprocessing's children: a rank's exit status must reach its own launcher.
@@ -211,7 +212,7 @@ def test_launches_from_several_threads(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(forkserver, "read_signed", read_slowly)
     with leaving_nothing(path), ThreadPoolExecutor(4) as pool:
-        for launch in [pool.submit(run_well, path) for _ in range(20)]:
+        for launch in [pool.submit(run_well, path) for _ in range(launches)]:
             launch.result()
     assert dict(os.environ) == before
 

@@ -211,6 +211,10 @@ def test_a_warm_parent_can_launch() -> None:
 def test_spawn() -> None:
     events = launch(targets.describe, 2, launch_method="spawn")
     assert [event["sum"] for _, event in events] == [1, 1]
+
+
+@pytest.mark.extended  # fast, by the fork server: test_the_rank_that_failed_is_named
+def test_a_rank_that_failed_after_spawn() -> None:
     error, _ = failing(targets.fail, 2, "SIGKILL", 1, launch_method="spawn")
     assert error.rank == 1
 

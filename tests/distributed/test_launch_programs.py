@@ -182,40 +182,32 @@ def test_ctrl_c_ends_the_ranks(hanging: Callable) -> None:
     wait_until(lambda: not any(map(alive, pids)))
 
 
-def test_two_launchers_share_a_world() -> None:
+def test_two_launchers_share_a_world_and_a_failure() -> None:
     code = """
 import sys
 from modelexport.distributed.launch import MultiprocessConfig, launch_subprocesses
-from tests.distributed._launch_targets import describe
+from tests.distributed._launch_targets import describe, fail
 def on_event(rank, event):
     print(rank, event["sum"], event["variables"]["LOCAL_RANK"], flush=True)
-cfg = MultiprocessConfig(world_size=4, local_world_size=2, master_port=int(sys.argv[2]), on_event=on_event)
+ports = map(int, sys.argv[2:])
+cfg = MultiprocessConfig(world_size=4, local_world_size=2, master_port=next(ports), on_event=on_event)
 launch_subprocesses(describe, cfg, None, int(sys.argv[1]))
-"""
-    port = free_port()
-    programs = [start_program(code, offset, port) for offset in ("0", "2")]
-    outputs = [finish(program) for program in programs]
-    assert sorted(outputs[0][0].splitlines()) == ["0 6 0", "1 6 1"]
-    assert sorted(outputs[1][0].splitlines()) == ["2 6 0", "3 6 1"]
-    assert [err for _, err in outputs] == ["", ""]
-
-
-def test_a_failure_at_another_launcher() -> None:
-    code = """
-import sys
-from modelexport.distributed.launch import MultiprocessConfig, launch_subprocesses
-from tests.distributed._launch_targets import fail
-cfg = MultiprocessConfig(world_size=4, local_world_size=2, master_port=int(sys.argv[2]))
+cfg = MultiprocessConfig(world_size=4, local_world_size=2, master_port=next(ports))
 launch_subprocesses(fail, cfg, None, int(sys.argv[1]), "raise", 3)
 """
-    port = free_port()
-    programs = [start_program(code, offset, port) for offset in ("0", "2")]
-    outputs = [finish(program, status=1)[1] for program in programs]
-    for output in outputs:  # the launcher that did not start rank 3 knows as well
-        assert "RankFailedError: rank 3 failed while the fatal step: KeyError: 'two'" in output
+    ports = [free_port(), free_port()]
+    programs = [start_program(code, offset, *ports) for offset in ("0", "2")]
+    outputs = [finish(program, status=1) for program in programs]
+    assert sorted(outputs[0][0].splitlines()) == ["0 6 0", "1 6 1"]
+    assert sorted(outputs[1][0].splitlines()) == ["2 6 0", "3 6 1"]
+    for _, errors in outputs:  # the launcher that did not start rank 3 knows as well
+        assert errors.startswith("Traceback")
+        assert "RankFailedError: rank 3 failed while the fatal step: KeyError: 'two'" in errors
 
 
-def test_torchrun_as_the_launcher(tmp_path: Path) -> None:
+@pytest.fixture
+def under_torchrun(tmp_path: Path) -> Callable[[str], subprocess.Popen]:
+    """Starts two ranks by torchrun, whose program launches as many ranks as one says."""
     script = tmp_path / "script.py"
     script.write_text("""
 import sys
@@ -231,7 +223,15 @@ launch_subprocesses(work, cfg, None, 0, "hello")
 """)
     torchrun = "import sys; from torch.distributed.run import main; sys.exit(main())"
     arguments = ["--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", free_port()]
-    finish(start_program(torchrun, *arguments, str(script), str(tmp_path), "2"))
+    return lambda ranks: start_program(torchrun, *arguments, str(script), str(tmp_path), ranks)
+
+
+def test_torchrun_as_the_launcher(tmp_path: Path, under_torchrun: Callable) -> None:
+    finish(under_torchrun("2"))
     assert [(tmp_path / name).read_text() for name in "01"] == ["hello 2 2 0", "hello 2 2 11"]
-    _, err = finish(start_program(torchrun, *arguments, str(script), str(tmp_path), "3"), status=1)
+
+
+@pytest.mark.extended  # fast, for an export: tests/jobs/test_hosts.py
+def test_torchrun_with_another_number_of_ranks(under_torchrun: Callable) -> None:
+    _, err = finish(under_torchrun("3"), status=1)
     assert "3 ranks are asked for, but the launcher of this process started 2" in err

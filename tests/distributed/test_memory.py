@@ -20,18 +20,17 @@ from hypothesis import strategies as st
 
 from modelexport.distributed.transport import memory, segments
 from modelexport.errors import GatherError
+from tests.helpers.warm import run_warm
 
 
 def run_script(text: str, *before: str, **environment: str) -> str:
-    done = subprocess.run(
-        [*before, sys.executable, "-W", "error", "-c", textwrap.dedent(text)],
-        env={**os.environ, **environment},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    code = "import warnings\nwarnings.simplefilter('error')\n" + textwrap.dedent(text)
+    env = {**os.environ, **environment}
+    if before:
+        command, root = [*before, sys.executable, "-c", code], Path(__file__).parents[2]
+        done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=60, check=False)
+    else:
+        done = run_warm("-c", code, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

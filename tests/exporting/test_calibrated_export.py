@@ -30,6 +30,8 @@ from tests.helpers.models import copy_checkpoint, make_llama
 pytestmark = pytest.mark.timeout(300)
 
 FEW: dict[str, Any] = {"calib_samples": 6, "calib_length": 96, "evaluate": False, "quiet": True}
+FEWER = {**FEW, "calib_samples": 2, "calib_length": 48}
+"""Where two exports are compared, and not how good they are."""
 TINY = {
     "mixtral": {"model_type": "mixtral", "hidden": 256, "heads": 4},
     "qwen3_moe": {"model_type": "qwen3_moe", "hidden": 256, "heads": 4},
@@ -58,7 +60,7 @@ def ids(tmp_path: Path) -> str:
 def test_the_bytes_do_not_depend_on_the_number_of_ranks(tmp_path: Path, algorithm: str) -> None:
     found = []
     for tp in (1, 3):
-        export(out=str(tmp_path / f"tp{tp}"), quant="int4", algorithm=algorithm, tp=tp, **FEW)
+        export(out=str(tmp_path / f"tp{tp}"), quant="int4", algorithm=algorithm, tp=tp, **FEWER)
         found.append(digests(tmp_path / f"tp{tp}"))
     assert found[0] == found[1]
     assert not verify_checkpoint(tmp_path / "tp3", demo_model_path()).problems
@@ -146,7 +148,7 @@ def test_what_runs_is_what_is_written(
 def test_a_run_that_is_cut_off_is_taken_up_at_its_layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    settings: dict[str, Any] = {"quant": "int4", "algorithm": "gptq", **FEW}
+    settings: dict[str, Any] = {"quant": "int4", "algorithm": "gptq", **FEWER}
     monkeypatch.setenv("FAULT", f"{kind} 1 3")
     with monkeypatch.context() as patch:
         patch.setattr(export_rank, "run_rank", faults.misbehave)
@@ -168,7 +170,7 @@ def test_a_run_that_is_cut_off_is_taken_up_at_its_layer(
 
 
 def test_without_what_went_into_a_layer_all_are_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings: dict[str, Any] = {"quant": "int4", "algorithm": "awq", "awq_grid": 4, **FEW}
+    settings: dict[str, Any] = {"quant": "int4", "algorithm": "awq", "awq_grid": 4, **FEWER}
     monkeypatch.setenv("FAULT", "raise 0 3")
     with monkeypatch.context() as patch:
         patch.setattr(export_rank, "run_rank", faults.misbehave)
@@ -273,8 +275,8 @@ def test_static_ranges_follow_the_setting(tmp_path: Path) -> None:
 
 
 def test_hidden_states_on_the_disk_are_the_same(tmp_path: Path) -> None:
-    export(out=str(tmp_path / "memory"), quant="int4", algorithm="gptq", **FEW)
-    export(out=str(tmp_path / "disk"), quant="int4", algorithm="gptq", calib_memory=0, **FEW)
+    export(out=str(tmp_path / "memory"), quant="int4", algorithm="gptq", **FEWER)
+    export(out=str(tmp_path / "disk"), quant="int4", algorithm="gptq", calib_memory=0, **FEWER)
     assert digests(tmp_path / "memory") == digests(tmp_path / "disk")
 
 
@@ -303,7 +305,7 @@ def test_what_would_do_nothing_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_setting_that_differs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings: dict[str, Any] = {"quant": "int4", "algorithm": "gptq", **FEW}
+    settings: dict[str, Any] = {"quant": "int4", "algorithm": "gptq", **FEWER}
     monkeypatch.setenv("FAULT", "raise 0 2")
     with monkeypatch.context() as patch:
         patch.setattr(export_rank, "run_rank", faults.misbehave)
@@ -335,7 +337,7 @@ def test_folded_biases_do_not_depend_on_the_number_of_ranks(tmp_path: Path, ids:
 
 
 def test_what_is_converted_keeps_what_was_rotated(tmp_path: Path) -> None:
-    export(out=str(tmp_path / "gptq"), quant="int4", algorithm="rotation+gptq", format="gptq", **FEW)
+    export(out=str(tmp_path / "gptq"), quant="int4", algorithm="rotation+gptq", format="gptq", **FEWER)
     export(model=str(tmp_path / "gptq"), out=str(tmp_path / "hf"), quant="keep", quiet=True)
     assert record_of(tmp_path / "hf")["changed"] == record_of(tmp_path / "gptq")["changed"]
     verification = verify_checkpoint(tmp_path / "hf", demo_model_path())

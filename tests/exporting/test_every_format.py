@@ -114,7 +114,7 @@ def write(source: str, out: Path, case: Case, **settings: object) -> dict[str, s
 
 
 FAST = {
-    *(Case("int8"), Case("mxfp4"), Case("w4a8", algorithm="mse"), Case("int4", "gptq", 128), Case("nvfp4", "modelopt")),
+    *(Case("int8"), Case("int4", "gptq", 128), Case("nvfp4", "modelopt")),
     *(Case("int4-asym", "awq", 64), Case("fp8-block", "fp8-block"), Case("int4", "gguf", 32)),
 }
 """Each checkpoint format once."""

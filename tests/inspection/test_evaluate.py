@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +19,7 @@ from modelexport.inspection import evaluate as ev
 from modelexport.quantization import formats
 from modelexport.quantization.methods.base import ModelQuantization
 from modelexport.quantization.methods.compressed_tensors import quantization_files
+from tests.helpers.warm import run_warm
 
 
 class Bigram(nn.Module):
@@ -222,5 +221,5 @@ def test_neither_transformers_at_import_nor_compressed_tensors_ever(tmp_path: Pa
         f"model = ev.load_dequantised({str(checkpoint)!r})\n"
         "print(type(model).__name__, model.dtype)\n"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    run = run_warm("-c", code)
     assert run.stdout.split() == ["LlamaForCausalLM", "torch.float32"], run.stderr

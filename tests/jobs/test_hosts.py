@@ -11,12 +11,14 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from modelexport.errors import UsageError
+from modelexport.checkpoints.safetensors.file import open_checkpoint
+from modelexport.cli import main
+from modelexport.errors import CheckpointError, UsageError
 from modelexport.exporting import export
 from modelexport.exporting.run import launcher_config
 from modelexport.jobs import hosts as export_hosts
@@ -24,7 +26,7 @@ from modelexport.recipe import ExportRecipe
 from modelexport.resharding import reshard
 from tests.exporting.test_export import AWKWARD, digests
 from tests.helpers.hosts import Host, finish, torchrun, two_hosts, why_not
-from tests.helpers.marks import extended, few
+from tests.helpers.marks import few
 from tests.helpers.models import make_llama
 
 pytestmark = pytest.mark.timeout(240)
@@ -58,12 +60,14 @@ def nothing_left(shared: Path) -> None:
     assert [path.name for path in shared.iterdir() if path.name.startswith(".")] == []
 
 
-@pytest.mark.parametrize("gather", few(["nfs", "direct"], "nfs"))
-def test_two_machines_write_what_one_process_does(hosts: tuple[Host, Host], shared: Path, gather: str) -> None:
+@pytest.mark.parametrize(("gather", "per_host"), few([("nfs", 1), ("nfs", 2), ("direct", 2)], ("nfs", 1)))
+def test_two_machines_write_what_one_process_does(
+    hosts: tuple[Host, Host], shared: Path, gather: str, per_host: int
+) -> None:
     source = str(make_llama(**AWKWARD))
-    arguments = ["modelexport", "--tp", "4", "--gather", gather, "--workspace", str(shared / "workspace")]
+    arguments = ["modelexport", "--tp", str(2 * per_host), "--gather", gather, "--workspace", str(shared / "workspace")]
     arguments += ["--model", source, "--quant", "int4", "--out", str(shared / "out")]
-    statuses, logs = torchrun(hosts, arguments, shared)
+    statuses, logs = torchrun(hosts, arguments, shared, per_host=per_host)
     assert statuses == [0, 0], logs
     assert digests(shared / "out") == alone(shared, model=source, quant="int4")
     assert "wrote" in logs[0], "rank 0 says what was written"
@@ -73,15 +77,16 @@ def test_two_machines_write_what_one_process_does(hosts: tuple[Host, Host], shar
 
 @pytest.mark.extended
 def test_the_demo_model_with_its_evaluation(hosts: tuple[Host, Host], shared: Path) -> None:
-    arguments = ["modelexport", "--tp", "4", "--workspace", str(shared / "workspace"), "--out", str(shared / "out")]
-    statuses, logs = torchrun(hosts, arguments, shared)
+    arguments = ["modelexport", "--tp", "2", "--workspace", str(shared / "workspace"), "--out", str(shared / "out")]
+    statuses, logs = torchrun(hosts, arguments, shared, per_host=1)
     assert statuses == [0, 0], logs
     assert logs[0].count("perplexity") == 1
     assert digests(shared / "out") == alone(shared, evaluate=True)  # the record and the card have the figures
     nothing_left(shared)
 
 
-@pytest.mark.parametrize("exchange", few(["direct", "auto"], "auto"))
+@pytest.mark.extended  # fast, on one machine: tests/resharding/test_reshard.py
+@pytest.mark.parametrize("exchange", ["direct", "auto"])
 def test_two_machines_reshard_as_one_process_does(hosts: tuple[Host, Host], shared: Path, exchange: str) -> None:
     source = make_llama(**AWKWARD)
     reshard(checkpoint=str(source), out=str(shared / "four"), tp=2, quiet=True)
@@ -96,31 +101,44 @@ def test_two_machines_reshard_as_one_process_does(hosts: tuple[Host, Host], shar
     nothing_left(shared)
 
 
-@pytest.mark.parametrize("kind", few(["kill", "raise"], "kill"))
+@pytest.mark.parametrize(("kind", "per_host"), few([("kill", 1), ("kill", 2), ("raise", 1)], ("kill", 1)))
 def test_a_death_on_one_machine_ends_the_job_on_both(
-    hosts: tuple[Host, Host], shared: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+    hosts: tuple[Host, Host],
+    shared: Path,
+    kind: str,
+    per_host: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv("FAULT", f"{kind} 3 3")
+    """The rerun is on both, too, or, where each has one rank, in this process."""
+    ranks, out = 2 * per_host, shared / "out"
+    monkeypatch.setenv("FAULT", f"{kind} {ranks - 1} 3")
     monkeypatch.chdir(ROOT)
-    rest = ["--tp", "4", "--no-evaluate", "--workspace", str(shared / "workspace"), "--out", str(shared / "out")]
-    statuses, logs = torchrun(hosts, ["tests.helpers.faults", *rest], shared)
+    rest = ["--tp", str(ranks), "--no-evaluate", "--workspace", str(shared / "workspace"), "--out", str(out)]
+    statuses, logs = torchrun(hosts, ["tests.helpers.faults", *rest], shared, per_host=per_host)
     assert 0 not in statuses
-    assert "rank 3 failed while quantising model.layers.2" in logs[0], logs[0]
-    assert not (shared / "out").exists()
+    assert f"rank {ranks - 1} failed while quantising model.layers.2" in logs[0], logs[0]
+    assert not out.exists()
     monkeypatch.delenv("FAULT")
-    statuses, logs = torchrun(hosts, ["modelexport", *rest], shared)
-    assert statuses == [0, 0], logs
-    assert "resuming" in logs[0] or "steps are done" in logs[0]
+    if per_host == 1:
+        assert main(["--no-evaluate", "--out", str(out)]) == 0
+        said = "".join(capsys.readouterr())
+    else:
+        statuses, logs = torchrun(hosts, ["modelexport", *rest], shared)
+        assert statuses == [0, 0], logs
+        said = logs[0]
+    assert "resuming" in said
     assert digests(shared / "out") == alone(shared)
     nothing_left(shared)
 
 
+@pytest.mark.extended  # fast, in one process: test_what_a_launchers_ranks_cannot_do
 @pytest.mark.parametrize(
     ("change", "text"),
     [
         ([], "shared memory does not reach the others: add --workspace DIR"),
-        extended(["--tp", "2", "--workspace", "W"], "the launcher started 4 ranks, and --tp is 2"),
-        extended(["--workspace", "W", "--out", "W"], "{W} exists already; choose"),
+        (["--tp", "4", "--workspace", "W"], "the launcher started 2 ranks, and --tp is 4"),
+        (["--workspace", "W", "--out", "W"], "{W} exists already; choose"),
     ],
 )
 def test_wrong_requests_are_refused_once_in_words(
@@ -128,7 +146,8 @@ def test_wrong_requests_are_refused_once_in_words(
 ) -> None:
     text = text.replace("{W}", str(shared / "workspace"))
     change = [str(shared / "workspace") if word == "W" else word for word in change]
-    statuses, logs = torchrun(hosts, ["modelexport", "--tp", "4", "--out", str(shared / "out"), *change], shared)
+    arguments = ["modelexport", "--tp", "2", "--out", str(shared / "out"), *change]
+    statuses, logs = torchrun(hosts, arguments, shared, per_host=1)
     assert 0 not in statuses
     assert text in logs[0], logs[0]
     assert text not in logs[1], "the other machine stays silent"
@@ -136,6 +155,7 @@ def test_wrong_requests_are_refused_once_in_words(
     assert not (shared / "out").exists()
 
 
+@pytest.mark.extended  # fast, in one process: test_a_machine_that_sees_something_else_is_named
 def test_machines_that_see_different_models(hosts: tuple[Host, Host], shared: Path) -> None:
     first, second = make_llama(), make_llama(vocab=160)
     (shared / "model").symlink_to(first)
@@ -171,13 +191,46 @@ def test_a_workspace_that_nobody_needs(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.fixture
+def first_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process has the environment of torchrun's first rank of two, each on a machine of its own."""
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.0.0.1"}
+    for name, value in {**place, "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("first_of_two")
+def test_what_a_launchers_ranks_cannot_do(tmp_path: Path) -> None:
+    recipe = ExportRecipe(tp=2, out=str(tmp_path / "out"))
+    with pytest.raises(UsageError, match="shared memory does not reach the others: add --workspace DIR"):
+        launcher_config(recipe)
+    with pytest.raises(UsageError, match="the launcher started 2 ranks, and --tp is 4"):
+        launcher_config(dataclasses.replace(recipe, tp=4, workspace=str(tmp_path)))
+
+
+def test_a_machine_that_sees_something_else_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    views: list[dict[str, str]] = []
+
+    def meet(local: Callable[[], dict[str, str]], compare: Callable[[list[dict[str, str]]], None]) -> None:
+        views.append(local())
+        compare(views)
+
+    monkeypatch.setattr(export_hosts.ranks, "reduce_and_broadcast", meet)
+    monkeypatch.setattr(export_hosts.socket, "gethostname", lambda: f"host-{'ab'[len(views)]}")
+    recipe = ExportRecipe(tp=2)
+    export_hosts.agree(open_checkpoint(make_llama()), recipe)
+    with pytest.raises(CheckpointError, match=r"rank 1 on host-b sees another model in .* than rank 0 on host-a in "):
+        export_hosts.agree(open_checkpoint(make_llama(vocab=160)), recipe)
+    views.pop()
+    with pytest.raises(UsageError, match="rank 1 on host-b was started with other settings than rank 0 on host-a"):
+        export_hosts.agree(open_checkpoint(make_llama()), dataclasses.replace(recipe, quant="int4"))
+
+
+@pytest.mark.usefixtures("first_of_two")
 def test_direct_is_refused_where_machines_undo_each_others_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two NFS clients may each write back a whole page of which they changed a part."""
-    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.0.0.1"}
-    for name, value in {**place, "MASTER_PORT": "29500"}.items():
-        monkeypatch.setenv(name, value)
     recipe = ExportRecipe(tp=2, out=str(tmp_path / "new" / "out"), workspace=str(tmp_path), gather="direct")
     found = launcher_config(recipe)
     assert found is not None
@@ -211,11 +264,11 @@ def command(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("gather", few(["shm", "direct"], "shm"))
-def test_torchrun_on_one_machine_needs_no_workspace(shared: Path, gather: str) -> None:
-    source, out = str(make_llama(**AWKWARD)), shared / "out"
+@pytest.mark.parametrize(("gather", "ranks"), few([("shm", 2), ("shm", 3), ("direct", 3)], ("shm", 2)))
+def test_torchrun_on_one_machine_needs_no_workspace(shared: Path, gather: str, ranks: int) -> None:
+    source, out, tp = str(make_llama(**AWKWARD)), shared / "out", str(ranks)
     done = command(
-        "torch.distributed.run", "--nproc-per-node", "3", "--master-port", port(), "-m", "modelexport", "--tp", "3",
+        "torch.distributed.run", "--nproc-per-node", tp, "--master-port", port(), "-m", "modelexport", "--tp", tp,
         "--model", source, "--quant", "int8", "--gather", gather, "--out", str(out),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -8,7 +8,6 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +22,7 @@ from modelexport.exporting import export
 from modelexport.jobs import hub
 from tests.helpers.hub_server import TOKEN, Hub, Repository, running_hub
 from tests.helpers.models import make_llama
+from tests.helpers.warm import run_warm
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -47,15 +47,7 @@ def shell(server: Hub, home: Path, *arguments: str, **env: str) -> subprocess.Co
     own = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
     own |= {"HF_ENDPOINT": server.url, "HF_HOME": str(home / "hf"), "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": TOKEN}
     own |= {"PYTHONPATH": str(root), "NO_PROXY": "127.0.0.1", "HF_HUB_DISABLE_TELEMETRY": "1", **env}
-    return subprocess.run(
-        [sys.executable, "-m", "modelexport", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-        cwd=home,
-        env=own,
-    )
+    return run_warm("-m", "modelexport", *arguments, cwd=home, env=own)
 
 
 def assert_pushed(server: Hub, name: str, directory: Path) -> Repository:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +14,7 @@ import modelexport
 from modelexport.errors import UsageError
 from modelexport.quantization import formats, kernels
 from modelexport.quantization.kernels import compiled
+from tests.helpers.warm import run_warm
 from tests.quantization._weights import FORMATS, quantise, random_weight, same_bytes
 
 PACKAGE = Path(modelexport.__file__).parent
@@ -27,16 +26,10 @@ def restored_threads():
     kernels.set_threads(1)
 
 
-def _run(code: str, **environment: str) -> str:
-    """Runs code in a fresh interpreter that sees the package; what it printed."""
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent), **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+def _run(code: str, imported: str = "torch", **environment: str) -> str:
+    """Runs code in an interpreter that has imported one thing and sees the package; what it printed."""
+    env = {**os.environ, "PYTHONPATH": str(PACKAGE.parent), **environment}
+    result = run_warm("-c", textwrap.dedent(code), env=env, imported=imported)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 
@@ -162,7 +155,7 @@ def test_names_of_formats_need_neither_torch_nor_numba() -> None:
         from modelexport.quantization import formats
         print(formats.names(), sorted({"torch", "numba", "numpy"} & set(sys.modules)))
     """
-    assert _run(code) == f"{formats.names()} []"
+    assert _run(code, "json") == f"{formats.names()} []"
 
 
 _KERNEL = """
@@ -188,7 +181,7 @@ def _compiled_or_loaded(directory: Path, before: str = "", **environment: str) -
     (directory / "kernel_of_a_test.py").write_text(_KERNEL)
     (directory / "__pycache__").write_text("a file where numba would make its directory")
     code = before + _COMPILED_OR_LOADED.replace("DIRECTORY", str(directory)).replace("\n    ", "\n")
-    return _run(code, PYTHONDONTWRITEBYTECODE="1", **environment)
+    return _run("import sys; sys.dont_write_bytecode = True\n" + code, "numba.extending", **environment)
 
 
 def test_the_cache_goes_to_the_user_where_the_package_cannot_be_written(tmp_path: Path) -> None:

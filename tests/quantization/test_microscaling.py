@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -18,6 +16,7 @@ from modelexport.errors import CheckpointError, PlanError
 from modelexport.quantization import formats, kernels
 from modelexport.quantization.formats.base import NumberFormat
 from modelexport.quantization.kernels import microscaling_reference as reference
+from tests.helpers.warm import run_warm
 from tests.quantization._weights import DTYPES, as_view, random_weight, raw, same_bytes
 
 pytest.importorskip("numba")
@@ -441,6 +440,5 @@ print(name in sys.modules)
 """
     for wanted, expected in (("reference", "False"), ("fused", "True")):
         environment = {**os.environ, "MODELEXPORT_KERNELS": wanted}
-        command = [sys.executable, "-c", code]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        done = run_warm("-c", code, env=environment)
         assert (done.returncode, done.stdout.strip()) == (0, expected), done.stderr

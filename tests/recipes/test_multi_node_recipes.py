@@ -1,6 +1,6 @@
 """recipes/multi_node.sh under torchrun, and recipes/multi_node.slurm with an srun that sets what SLURM's does.
 
-Two "machines" on this one: agents of torchrun with two ranks each, or four tasks on two nodes by SLURM's account. (The
+Two "machines" on this one: agents of torchrun with two ranks each, or tasks on two nodes by SLURM's account. (The
 SLURM script has also been run by SLURM 22.05 itself, on two nodes.)
 """
 
@@ -18,6 +18,7 @@ import pytest
 from modelexport.assets import demo_model_path
 from modelexport.exporting import export
 from modelexport.inspection.verify import verify_checkpoint
+from tests.helpers.marks import few
 from tests.helpers.models import make_llama
 from tests.recipes._running import RECIPES, ROOT, run_apart
 
@@ -39,7 +40,7 @@ for task in range(per_node * nodes):
 while True:
     states = [task.poll() for task in tasks]
     if any(states):
-        time.sleep(2)
+        time.sleep(1)
         for task in tasks:
             task.kill()
         sys.exit(next(state for state in states if state) % 256)
@@ -139,10 +140,11 @@ def srun(tmp_path: Path) -> str:
     return f"{program.parent}:{os.environ['PATH']}"
 
 
-def slurm(srun: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The batch script as sbatch starts it on the first of two nodes, two tasks on each."""
+def slurm(srun: str, *arguments: str, per_node: int = 1) -> subprocess.CompletedProcess[str]:
+    """The batch script as sbatch starts it on the first of two nodes."""
     job = environment(
-        PATH=srun, SLURM_JOB_ID=str(os.getpid()), SLURM_NTASKS="4", SLURM_NTASKS_PER_NODE="2", SLURM_JOB_NUM_NODES="2",
+        PATH=srun, SLURM_JOB_ID=str(os.getpid()), SLURM_NTASKS=str(2 * per_node),
+        SLURM_NTASKS_PER_NODE=str(per_node), SLURM_JOB_NUM_NODES="2",
         SLURM_CPUS_PER_TASK="1", SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_NODEID="0",
     )  # fmt: skip
     script = str(RECIPES / "multi_node.slurm")
@@ -151,14 +153,15 @@ def slurm(srun: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_slurm_on_two_nodes(srun: str, alone: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("per_node", few([1, 2], 1))
+def test_slurm_on_two_nodes(srun: str, alone: bytes, tmp_path: Path, per_node: int) -> None:
     arguments = [str(demo_model_path()), str(tmp_path / "out"), "--quant", "int8", "--no-evaluate"]
-    done = slurm(srun, *arguments)
+    done = slurm(srun, *arguments, per_node=per_node)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("wrote") == 1
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == alone
     assert {path.name for path in tmp_path.iterdir()} == {"out", "bin"}, "the workspace is gone"
-    again = slurm(srun, *arguments)  # requeued after it had finished
+    again = slurm(srun, *arguments, per_node=per_node)  # requeued after it had finished
     assert (again.returncode, again.stdout) == (0, f"{tmp_path / 'out'} exists already\n")
 
 

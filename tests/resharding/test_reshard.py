@@ -108,6 +108,7 @@ def test_one_process_needs_no_torch(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
+@pytest.mark.extended  # fast, for an export: tests/jobs/test_hosts.py
 def test_under_torchrun(tmp_path: Path) -> None:
     source = make_llama(**LLAMA)
     command = [

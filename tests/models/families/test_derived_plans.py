@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from modelexport.models.opening import open_model
 from modelexport.quantization.assignment import Assignment
 from modelexport.sharding.plan import Parallelism
 from tests.helpers.tiny_models import NOT_MADE, causal_types, model_class, tiny_checkpoint
+from tests.helpers.warm import run_warm
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
 
@@ -83,7 +82,7 @@ def test_a_type_is_looked_up_by_name_alone() -> None:
         "except Exception as error:\n    print(error)\n"
         "print(sum(name.startswith('transformers.models.') and '.configuration_' in name for name in sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    done = run_warm("-c", code)
     said, imported = done.stdout.strip().splitlines()
     assert "did you mean 'cohere'" in said
     assert int(imported) < 5
