@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,9 +28,6 @@ from modelexport.inspection.verify import requantised
 from modelexport.inspection.verify.items import AuditItem, ModuleCheck, WrittenPiece
 from modelexport.quantization import kernels
 from modelexport.sharding.plan import scale_range
-
-if TYPE_CHECKING:
-    pass
 
 CHUNK_BYTES = 4 << 20
 # One-byte floats: all of these bits set is NaN (or, for e5m2, Inf).
