@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from modelexport import __version__
@@ -11,9 +13,10 @@ from modelexport.checkpoints.staging import check_target, resolve_target
 from modelexport.distributed import launch
 from modelexport.errors import PlanError, UsageError
 from modelexport.exporting.plan import ExportPlan, build_plan, full_name
+from modelexport.inspection.record.reading import read_record
 from modelexport.models import checkpoint_formats
 from modelexport.models.architecture import why_no_language_model
-from modelexport.models.decoded import decoded
+from modelexport.models.decoded import StoredLinear, decoded
 from modelexport.models.draft_layers import without_drafts
 from modelexport.models.engines import Linear
 from modelexport.models.engines import warnings as engine_warnings
@@ -97,10 +100,31 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> PreparedExpor
         if plan.needs_ranges or plan.calibrated:
             _check_calibration(recipe, source, checkpoint)
         _check_work(recipe, plan)
+        plan = replace(plan, notes=(*plan.notes, *_second_rounding(checkpoint, plan)))
         prepared = PreparedExport(recipe, source, checkpoint, plan, _target(recipe, checkpoint, plan))
         if recipe.quant == KEEP:
             check_source(prepared.target, checkpoint)
         return replace(prepared, warnings=(*dropped, *_warnings(prepared)))
+
+
+def _second_rounding(checkpoint: Checkpoint, plan: ExportPlan) -> Iterator[str]:
+    """Says which numbers were rounded before, and how far, where the source's own record has it."""
+    quantised = {task.info.name for step in plan.steps for task in step.tasks if task.quantised}
+    linears = {name: linear for name, linear in checkpoint.computed.items() if name in quantised}
+    counts = Counter(linear.number_format.name for linear in linears.values() if isinstance(linear, StoredLinear))
+    record = read_record(checkpoint.directory) if counts else None
+    errors = {} if record is None else record.sqnr_db
+    worst = min((errors[name] for name in map(_module_of, linears) if name in errors), default=None)
+    before = "" if worst is None else f" (whose worst SQNR was {worst:.2f} dB, by its record)"
+    for name, count in counts.items():
+        yield (
+            f"{count} linears are {name} in the source{before}: they are decoded and rounded a second time, and errors "
+            "are those against the decoded weights"
+        )
+
+
+def _module_of(weight: str) -> str:
+    return weight.removesuffix(".weight")
 
 
 def _autoquant(recipe: ExportRecipe, source: Source, checkpoint: Checkpoint) -> ExportRecipe:

@@ -7,7 +7,7 @@ result will weigh. Every violation found is listed at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -132,21 +132,8 @@ class _Planner:
             self.unquantised,
             made_cache or bool(kept_cache),
             self.cuts.rows is not None,
-            (*self.family.notes, *self._rounded_again(steps)),
+            self.family.notes,
         )
-
-    def _rounded_again(self, steps: Iterable[ExportStep]) -> Iterator[str]:
-        """Says what is rounded a second time."""
-        quantised = {task.info.name for step in steps for task in step.tasks if task.quantised}
-        found: dict[str, int] = {}
-        for name, linear in self.checkpoint.computed.items():
-            if name in quantised and isinstance(linear, StoredLinear):
-                found[linear.number_format.name] = found.get(linear.number_format.name, 0) + 1
-        for name, count in found.items():
-            yield (
-                f"{count} linears are {name} in the source: they are decoded and rounded a second time, and errors are "
-                "those against the decoded weights"
-            )
 
     def _layer(self, number: int, modules: Iterable[MatchedModule], made_cache: bool) -> ExportStep:
         layer = self.family.layer_prefix.format(i=number)
