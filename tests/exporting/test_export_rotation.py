@@ -22,7 +22,7 @@ from modelexport.models.ties import untie
 from modelexport.quantization.algorithms.rotation import Rotation
 from modelexport.sharding.plan import Parallelism
 from tests.helpers.hard_model import make_hard
-from tests.helpers.models import copy_checkpoint, headers_only, make_llama, quantised_headers
+from tests.helpers.models import copy_checkpoint, headers_only, make_llama
 from tests.helpers.tiny_models import tiny_checkpoint
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -252,11 +252,6 @@ def test_vectors_along_the_residual_stream_are_refused(monkeypatch: pytest.Monke
     family = llama()
     scale = Module(path="layer_scale", kind="vector", role="layer_scale")
     assert "layer_scale" in refusal(monkeypatch, replace(family, layer=(*family.layer, scale)))
-
-
-def test_quantised_sources_are_refused() -> None:
-    with pytest.raises(PlanError, match="--quant none first"):
-        rotation_changes(quantised_headers("int8"))
 
 
 # ------------------------------------------------------------------------------ untied embeddings
