@@ -127,6 +127,7 @@ def test_a_full_disk_is_not_called_offline(monkeypatch: pytest.MonkeyPatch) -> N
         resolve_source("org/name")
 
 
+@pytest.mark.extended
 def test_the_real_client_offline(tmp_path: Path) -> None:
     """Words and exit status when nothing is replaced: the client refuses by itself under HF_HUB_OFFLINE."""
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}

@@ -54,6 +54,7 @@ def test_nothing_is_left_out_silently(tests: list[str], selection: Selection) ->
     assert foreign == []
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(200)
 def test_some_of_every_topic(tests: list[str], tmp_path: Path) -> None:
     known = [name for name in QUICK if name in tests]

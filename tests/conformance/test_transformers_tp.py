@@ -104,7 +104,7 @@ SOME = ("llama", "mixtral")
 @pytest.mark.parametrize(
     ("names", "ranks"),
     [
-        (SOME, 2),
+        extended(SOME, 2),
         extended(tuple(MODELS), 2),
         pytest.param(tuple(MODELS), 4, marks=pytest.mark.slow),
     ],

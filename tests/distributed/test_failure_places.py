@@ -251,7 +251,7 @@ import sys
 from modelexport.distributed.launch import MultiprocessConfig, launch_subprocesses, prestart
 from tests.distributed._failure_targets import gather_everything_twice
 prestart(("torch", "modelexport.distributed.gather"))
-config = MultiprocessConfig(world_size=4, on_event=lambda rank, event: print(rank, flush=True))
+config = MultiprocessConfig(world_size=2, on_event=lambda rank, event: print(rank, flush=True))
 launch_subprocesses(gather_everything_twice, config, None, 0, sys.argv[1])
 """
 
@@ -276,7 +276,7 @@ def test_two_jobs_at_once_among_left_overs_carry_everything(tmp_path: Path) -> N
         environment = {"PYTHONWARNINGS": "ignore:ComplexHalf support:UserWarning"}
         programs = [start_program(JOB, str(path), **environment) for _ in range(2)]
         for output, errors in [finish(program) for program in programs]:
-            assert sorted(output.split()) == ["0", "1", "2", "3"]
+            assert sorted(output.split()) == ["0", "1"]
             assert errors == ""
     assert sorted(directory.name for directory in path.iterdir()) == ["run-living", "run-remote"]
     assert [len(list(directory.iterdir())) for directory in path.iterdir()] == [9, 9]

@@ -75,7 +75,7 @@ FAILURES = [
 
 @pytest.mark.parametrize(
     ("kind", "culprit", "tp", "gather"),
-    few(FAILURES, ("kill", 3, 4, "shm"), ("raise", 2, 4, "direct"), ("exit", 0, 2, "nfs"), ("hang", 2, 4, "nfs")),
+    few(FAILURES, ("kill", 3, 4, "shm"), ("raise", 2, 4, "direct"), ("exit", 0, 2, "nfs")),
 )
 def test_a_failing_rank_is_named_and_the_rerun_resumes(
     tmp_path: Path,

@@ -212,6 +212,7 @@ def test_unquantised_export_is_the_source(tmp_path: Path) -> None:
     assert result.sentence_before == result.sentence_after
 
 
+@pytest.mark.extended
 def test_neither_transformers_at_import_nor_compressed_tensors_ever(tmp_path: Path) -> None:
     checkpoint = quantised_demo("int4", tmp_path / "ckpt")
     code = (

@@ -264,7 +264,8 @@ def command(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize(("gather", "ranks"), few([("shm", 2), ("shm", 3), ("direct", 3)], ("shm", 2)))
+@pytest.mark.extended
+@pytest.mark.parametrize(("gather", "ranks"), [("shm", 2), ("shm", 3), ("direct", 3)])
 def test_torchrun_on_one_machine_needs_no_workspace(shared: Path, gather: str, ranks: int) -> None:
     source, out, tp = str(make_llama(**AWKWARD)), shared / "out", str(ranks)
     done = command(

@@ -165,6 +165,7 @@ def test_slurm_on_two_nodes(srun: str, alone: bytes, tmp_path: Path, per_node: i
     assert (again.returncode, again.stdout) == (0, f"{tmp_path / 'out'} exists already\n")
 
 
+@pytest.mark.extended
 def test_a_failed_slurm_job_says_so(srun: str, tmp_path: Path) -> None:
     done = slurm(srun, str(demo_model_path()), str(tmp_path / "out"), "--quant", "int9")
     assert done.returncode == 2

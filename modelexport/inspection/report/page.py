@@ -5,6 +5,7 @@ The templates are Jinja2's with autoescape; texts of a checkpoint are never part
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,8 +48,9 @@ def render(report: Report) -> str:
     return templates.get_template("page.html.j2").render(shared, sections=sections, version=__version__)
 
 
+@functools.cache
 def environment() -> Environment:
-    """Returns the environment of the templates: whatever is not markup is made fit to be shown, then escaped."""
+    """Returns the process's environment of the templates: what is not markup is made fit to be shown, then escaped."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     found = Environment(
