@@ -184,7 +184,7 @@ class RankExport:
                 if behind is not None:
                     phase(f"handing over the step before {step.id}", waiting=True)
                     behind.result()
-                behind = writing.submit(self.hand_over, step, quantised)
+                behind = writing.submit(self.write_step, step, quantised)
             if behind is not None:
                 phase("waiting for the last step to be written", waiting=True)
                 behind.result()
@@ -252,7 +252,7 @@ class RankExport:
                 tensors = self.cache_scale(step, task)
             elif i in shards.stored:
                 tensors = self._recoded(task, shards.stored[i])
-                kept_source = True  # what a method spells alike is passed on where it was read
+                kept_source = True  # what both methods encode alike is passed on where it was read
             elif weight is None:
                 continue
             elif task.quantised:
@@ -282,7 +282,7 @@ class RankExport:
                 module.tensors[out.name] = TensorShard(out.dtype, out.shape, offset, _extent(box), data)
 
     def encoded(self, task: TensorTask, native: dict[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
-        """Native tensors of this rank's part of a weight, of that shape, as the target's method spells them."""
+        """Native tensors of this rank's part of a weight, of that shape, encoded by the target's method."""
         if self.is_native:
             return native
         box = task.owned_box(self.rank)
@@ -368,9 +368,9 @@ class RankExport:
         """The part of the record on calibration; None where nothing was calibrated."""
         return None
 
-    # --------------------------------------------------- hand over and finish
+    # --------------------------------------------------- write and finish
 
-    def hand_over(self, step: ExportStep, quantised: Quantised) -> None:
+    def write_step(self, step: ExportStep, quantised: Quantised) -> None:
         """Get the step into the checkpoint, and its slots back into use."""
         try:
             self.writer.step(step, quantised.layer, quantised.note)

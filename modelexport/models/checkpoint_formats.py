@@ -125,7 +125,7 @@ def _described(name: str) -> CheckpointFormat | Method | None:
 
 
 def method_of(name: str) -> Method:
-    """The quantisation method that a ``--format`` spells quantised linears by.
+    """The quantisation method by which a ``--format`` encodes quantised linears.
 
     Raises:
         UsageError: there is no such format; the message has the nearest.

@@ -62,7 +62,7 @@ def _prepare(recipe: ReshardRecipe) -> PreparedReshard:
     opened = open_model(source, recipe.config)
     checkpoint, dropped = without_drafts(opened)
     drafts = {name: why for name, why in checkpoint.left_out.items() if name not in opened.left_out}
-    _check_spelling(recipe, checkpoint)
+    _check_encoding(recipe, checkpoint)
     rules = tensor_rules(checkpoint)
     check_ties(checkpoint)
     target = plan_target(
@@ -91,8 +91,8 @@ def check_target_of(recipe: ReshardRecipe) -> None:
         check_target(recipe.out, overwrite=recipe.overwrite)
 
 
-def _check_spelling(recipe: ReshardRecipe, checkpoint: Checkpoint) -> None:
-    """Refuse a ``--format`` that is a way to spell quantised linears, where the checkpoint has another or none."""
+def _check_encoding(recipe: ReshardRecipe, checkpoint: Checkpoint) -> None:
+    """Refuse a ``--format`` that is an encoding of quantised linears, where the checkpoint has another or none."""
     if recipe.format in formats.containers():
         return
     quantization = read_quantization_config(checkpoint.config)

@@ -117,7 +117,7 @@ def test_every_dtype_is_read_by_torch_and_torchs_by_us(tmp_path: Path) -> None:
     chosen = {}
     for name, shape in shapes.items():
         whole = Share(name, tuple((0, n) for n in shape), (0,) * len(shape))
-        chosen[name] = (dcp_container.Spelling(name, shape, (whole,)),)
+        chosen[name] = (dcp_container.StoredKey(name, shape, (whole,)),)
     infos, places = dcp_container.bind(tmp_path / "theirs", metadata, chosen, shapes, "")
     assert_same(read_all(Checkpoint(tmp_path, infos, None, {}, places)), values)
 
@@ -293,9 +293,9 @@ def test_the_rotary_order_by_hand(tmp_path: Path) -> None:
     """One head of four features: theirs pairs neighbours (0 1)(2 3), ours halves (0 2)(1 3)."""
     shape = LlamaShape(hidden=4, heads=1, kv_heads=1, intermediate=4, vocab=4, layers=1)
     rules = {rule.role: rule for rule in rules_of(shape, values_of(shape))}
-    ((spelling,),) = dcp.titan_options(rules["attention.q"], (1, 1, 4))[:1]
+    ((stored,),) = dcp.titan_options(rules["attention.q"], (1, 1, 4))[:1]
     found = {}
-    for share in spelling.shares:
+    for share in stored.shares:
         (start, stop), _ = share.box
         for n in range(stop - start):
             found[start + n] = share.origin[0] + n * (share.steps or (1, 1))[0]

@@ -19,7 +19,7 @@ from modelexport.checkpoints.fused_rows import Heads, heads_of, row_spans
 from modelexport.checkpoints.safetensors.arrays import Array, Share
 from modelexport.checkpoints.safetensors.file import Checkpoint, Layout
 from modelexport.checkpoints.torch_archive import dcp_container as container
-from modelexport.checkpoints.torch_archive.dcp_container import Option, Spelling
+from modelexport.checkpoints.torch_archive.dcp_container import Option, StoredKey
 from modelexport.checkpoints.torch_archive.dcp_metadata import METADATA_NAME, Metadata, metadata_bytes, read_metadata
 from modelexport.errors import CheckpointError, listed, quoted
 from modelexport.sharding.boxes import extent, offset, whole
@@ -85,7 +85,7 @@ def open(directory: Path, config: dict[str, Any] | None, rules: Callable[..., li
     metadata = read_metadata(directory)
     prefix, chosen, shapes = _matched(directory, metadata, config, rules(config, "BF16"))
     infos, places = container.bind(directory, metadata, chosen, shapes, prefix)
-    used = {prefix + spelling.key for option in chosen.values() for spelling in option}
+    used = {prefix + stored.key for option in chosen.values() for stored in option}
     left_out = container.grouped(metadata, used)
     return Checkpoint(directory, infos, config, {}, places, NAME, left_out)
 
@@ -104,7 +104,7 @@ def _matched(
     if config.get("model_type") == "llama" and not config.get("quantization_config"):
         heads = heads_of(expected)
         titan = {rule.name: titan_options(rule, heads) for rule in expected}
-    own = (spelling.key for options in titan.values() for (spelling,) in options)
+    own = (stored.key for options in titan.values() for (stored,) in options)
     titan_prefixes, titan_hits = container.find_prefixes(keys, own)
     if not max(hits, titan_hits):
         raise CheckpointError(
@@ -143,7 +143,7 @@ def _canonical(
             shape = metadata.tensor(key).shape
         except CheckpointError:  # bind says so, with all the others
             shape = ()
-        chosen[name] = (Spelling(name, shape, (Share(name, whole(shape), (0,) * len(shape)),)),)
+        chosen[name] = (StoredKey(name, shape, (Share(name, whole(shape), (0,) * len(shape)),)),)
         shapes[name] = shape
     return dict(sorted(chosen.items(), key=lambda pair: order.get(pair[0], len(order)))), shapes
 
@@ -179,11 +179,11 @@ def titan_options(rule: TensorRule, heads: Heads) -> list[Option]:
     found: list[Option] = []
     for module in _TITAN.get(rule.role, ()):
         shares = tuple(_rotated(rule, 0, rule.shape[0], 0))
-        found.append((Spelling(f"{layer}{module}.weight", rule.shape, shares),))
+        found.append((StoredKey(f"{layer}{module}.weight", rule.shape, shares),))
     if rule.role in ("attention.q", "attention.k", "attention.v"):
         rows, spans = row_spans(rule, heads)
         shares = tuple(share for span in spans for share in _rotated(rule, *span))
-        found.append((Spelling(f"{layer}attention.qkv_linear.wqkv.weight", (rows, *rule.shape[1:]), shares),))
+        found.append((StoredKey(f"{layer}attention.qkv_linear.wqkv.weight", (rows, *rule.shape[1:]), shares),))
     return found
 
 

@@ -24,7 +24,7 @@ from modelexport.checkpoints.fused_rows import Heads, Span, heads_of, row_spans
 from modelexport.checkpoints.safetensors.arrays import Array, Share
 from modelexport.checkpoints.safetensors.file import Checkpoint, Layout
 from modelexport.checkpoints.torch_archive import dcp_container as container
-from modelexport.checkpoints.torch_archive.dcp_container import Option, Spelling
+from modelexport.checkpoints.torch_archive.dcp_container import Option, StoredKey
 from modelexport.checkpoints.torch_archive.dcp_metadata import METADATA_NAME, metadata_bytes, read_metadata
 from modelexport.checkpoints.torch_archive.zip import object_archive
 from modelexport.errors import CheckpointError, PlanError, listed
@@ -101,7 +101,7 @@ class Names:
         found: list[Option] = []
         for suffix in self._parameters(rule):
             for prefix, lead, sizes in self._stacks(rule):
-                found.append((self._spelling(rule, prefix + suffix, lead, sizes),))
+                found.append((self._stored_key(rule, prefix + suffix, lead, sizes),))
             for prefix, lead, sizes in self._stacks(rule):
                 halves = _halves(rule, prefix + suffix, lead, sizes)
                 if halves:
@@ -137,14 +137,14 @@ class Names:
             for inner, index, counts in experts
         ]
 
-    def _spelling(self, rule: TensorRule, key: str, lead: tuple[int, ...], sizes: tuple[int, ...]) -> Spelling:
+    def _stored_key(self, rule: TensorRule, key: str, lead: tuple[int, ...], sizes: tuple[int, ...]) -> StoredKey:
         rows, spans = rule.shape[0], [(0, rule.shape[0], 0)]
         if rule.role in _QKV:
             rows, spans = row_spans(rule, self.heads)
         elif rule.role in ("mlp.gate", "mlp.up", "expert.gate", "expert.up"):
             spans = [(0, rows, rows if rule.role.endswith("up") else 0)]
             rows *= 2
-        return Spelling(key, (*sizes, rows, *rule.shape[1:]), _shares(rule, lead, spans), rule.role in _PADDED)
+        return StoredKey(key, (*sizes, rows, *rule.shape[1:]), _shares(rule, lead, spans), rule.role in _PADDED)
 
 
 def _shares(rule: TensorRule, lead: tuple[int, ...], spans: Iterable[Span]) -> tuple[Share, ...]:
@@ -161,7 +161,7 @@ def _halves(rule: TensorRule, key: str, lead: tuple[int, ...], sizes: tuple[int,
         half = rule.shape[0] // 2
         spans = [(0, half, "_w"), (half, 2 * half, "_v")]
     return tuple(
-        Spelling(
+        StoredKey(
             key + end,
             (*sizes, stop - start, *rule.shape[1:]),
             _shares(rule, lead, [(start, stop, 0)]),
@@ -186,12 +186,12 @@ def arrays(plan: ShardPlan, config: Mapping[str, Any]) -> list[Array]:
     _check(config, rules, kept)
     found: list[Array] = []
     for rank in range(plan.parallelism.size):
-        rectangles: dict[tuple[str, Box], list[tuple[TensorRule, Spelling, Share]]] = defaultdict(list)
+        rectangles: dict[tuple[str, Box], list[tuple[TensorRule, StoredKey, Share]]] = defaultdict(list)
         for rule in rules:
             for _, box in plan.owned(rule.name, rank):
-                ((spelling,),) = kept[rule.name]
-                for share in filter(None, (_within(share, box) for share in spelling.shares)):
-                    rectangles[spelling.key, _beside(share)].append((rule, spelling, share))
+                ((stored,),) = kept[rule.name]
+                for share in filter(None, (_within(share, box) for share in stored.shares)):
+                    rectangles[stored.key, _beside(share)].append((rule, stored, share))
         for (key, _), pieces in rectangles.items():
             found += _joined(f"__{rank}_0{container.SUFFIX}", key, pieces, plan.parallelism.tp)
     return found
@@ -206,10 +206,10 @@ def _check(config: Mapping[str, Any], rules: Sequence[TensorRule], kept: Mapping
     problems = [f"{rule.name} ({rule.role}) has no name in Megatron" for rule in rules if not kept[rule.name]]
     dtypes: dict[str, str] = {}
     for rule in rules:
-        for ((spelling,),) in (kept[rule.name],) if kept[rule.name] else ():
-            first = dtypes.setdefault(spelling.key, rule.dtype)
+        for ((stored,),) in (kept[rule.name],) if kept[rule.name] else ():
+            first = dtypes.setdefault(stored.key, rule.dtype)
             if first != rule.dtype:
-                problems.append(f"{rule.name} is {rule.dtype}, other tensors of Megatron's {spelling.key} are {first}")
+                problems.append(f"{rule.name} is {rule.dtype}, other tensors of Megatron's {stored.key} are {first}")
     if problems:
         raise PlanError(f"--format megatron cannot hold this model, hf and dcp can:{listed(problems)}")
     check_type(config, NAME, _TYPES)
@@ -233,13 +233,13 @@ def _beside(share: Share) -> Box:
     return (*box[:lead], *box[lead + 1 :])
 
 
-def _joined(file: str, key: str, pieces: list[tuple[TensorRule, Spelling, Share]], tp: int) -> list[Array]:
+def _joined(file: str, key: str, pieces: list[tuple[TensorRule, StoredKey, Share]], tp: int) -> list[Array]:
     """One array for each run of adjoining rows; the last of a vocabulary gets its padding."""
-    rule, spelling, first = pieces[0]
+    rule, stored, first = pieces[0]
     lead = len(first.origin) - len(first.box)
     unit = VOCABULARY_UNIT * tp
-    rows = -(-spelling.shape[lead] // unit) * unit if spelling.padded else spelling.shape[lead]
-    shape = (*spelling.shape[:lead], rows, *spelling.shape[lead + 1 :])
+    rows = -(-stored.shape[lead] // unit) * unit if stored.padded else stored.shape[lead]
+    shape = (*stored.shape[:lead], rows, *stored.shape[lead + 1 :])
     runs: list[tuple[int, int, list[Share]]] = []
     for share in sorted((piece[2] for piece in pieces), key=lambda share: share.origin[lead]):
         start = share.origin[lead]
@@ -250,7 +250,7 @@ def _joined(file: str, key: str, pieces: list[tuple[TensorRule, Spelling, Share]
             runs.append((start, stop, [share]))
     found = []
     for start, stop, shares in runs:
-        end = rows if stop == spelling.shape[lead] else stop
+        end = rows if stop == stored.shape[lead] else stop
         corner = (*first.origin[:lead], start, *first.origin[lead + 1 :])
         size = ((1,) * lead) + (end - start, *extent(first.box)[1:])
         moved = tuple(
@@ -323,7 +323,7 @@ def open(directory: Path, config: dict[str, Any] | None, rules: Callable[..., li
     every = rules(config, "BF16", has=lambda name: True)
     names = Names.of(every)
     options = {rule.name: names.options(rule) for rule in every}
-    possible = [spelling.key for kept in options.values() for option in kept for spelling in option]
+    possible = [stored.key for kept in options.values() for option in kept for stored in option]
     prefixes, hits = container.find_prefixes(keys, possible)
     prefix = container.the_prefix(directory, prefixes, hits)
     there = {key.removeprefix(prefix): True for key in keys if key.startswith(prefix)}

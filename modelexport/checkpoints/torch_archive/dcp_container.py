@@ -38,7 +38,7 @@ def sharded_backend(directory: Path) -> str | None:
 
 
 @dataclass(frozen=True)
-class Spelling:
+class StoredKey:
     """The part of a model's tensor that a key of a checkpoint holds.
 
     Attributes:
@@ -59,7 +59,7 @@ class Spelling:
         return tuple(shape) == self.shape or (longer and tuple(shape[1:]) == self.shape[1:])
 
 
-Option = tuple[Spelling, ...]
+Option = tuple[StoredKey, ...]
 """One of the ways in which a checkpoint may keep a tensor: under one key, or in parts under several."""
 
 
@@ -128,7 +128,7 @@ def choose(
     found = {}
     for rule in rules:
         for option in options(rule):
-            if all(spelling.key in keys for spelling in option):
+            if all(stored.key in keys for stored in option):
                 found[rule.name] = option
                 break
     return found
@@ -158,19 +158,19 @@ def bind(
     dtypes: dict[str, str] = {}
     shares: dict[str, list[Share]] = defaultdict(list)
     for name, option in chosen.items():
-        for spelling in option:
-            key = prefix + spelling.key
+        for kept in option:
+            key = prefix + kept.key
             try:
                 tensor = metadata.tensor(key)
             except CheckpointError as error:
                 problems.append(str(error))
                 continue
-            if not spelling.fits(tensor.shape):
-                problems.append(f"{quoted(key)}: its shape is {list(tensor.shape)}, the model's {list(spelling.shape)}")
+            if not kept.fits(tensor.shape):
+                problems.append(f"{quoted(key)}: its shape is {list(tensor.shape)}, the model's {list(kept.shape)}")
             elif dtypes.setdefault(name, tensor.dtype) != tensor.dtype:
                 problems.append(f"{quoted(name)}: parts of it are {dtypes[name]}, others {tensor.dtype}")
             else:
-                shares[key].extend(spelling.shares)
+                shares[key].extend(kept.shares)
     wanted = [metadata.tensor(key) for key in shares]
     stored = _find_all(directory, wanted, problems)
     if problems:

@@ -224,14 +224,14 @@ def _described(pickle: bytes) -> tuple[str, str, int, int, tuple[int, ...], tupl
     if not (isinstance(storage, Persistent) and isinstance(storage.id, tuple) and len(storage.id) == 5):
         raise CheckpointError("its storage is not described as torch.save does")
     _, storage_class, key, _, count = storage.id
-    spelled = storage_class.name if isinstance(storage_class, Name) else ""
-    dtype = _BY_STORAGE.get(spelled)
+    dtype_name = storage_class.name if isinstance(storage_class, Name) else ""
+    dtype = _BY_STORAGE.get(dtype_name)
     size = dtype_bits(dtype) // 8 if dtype else 1  # an untyped storage counts bytes
     if kind == "_rebuild_tensor_v3":
-        spelled = call.args[6].name if isinstance(call.args[6], Name) else ""
-        dtype = dtype_from_torch(spelled)
+        dtype_name = call.args[6].name if isinstance(call.args[6], Name) else ""
+        dtype = dtype_from_torch(dtype_name)
     if dtype is None:
-        raise CheckpointError(f"{spelled or 'its dtype'} is none of {', '.join(_KEPT)}")
+        raise CheckpointError(f"{dtype_name or 'its dtype'} is none of {', '.join(_KEPT)}")
     if not (isinstance(key, str) and _is_size(count) and _is_size(first) and _are_sizes(shape) and _are_sizes(strides)):
         raise CheckpointError("sizes, strides or offset of the tensor are no whole numbers")
     if len(shape) != len(strides):

@@ -37,11 +37,11 @@ def assigned(
         recipe: its candidates, bits (per weight of the decoder's linears, scales included) and group size, and the
             samples.
         tokenizer: the directory that holds the model's.
-        refusal: why the target cannot spell a linear of a shape; None where it can.
+        refusal: why the target cannot encode a linear of a shape; None where it can.
         progress: told what is going on.
 
     Raises:
-        UsageError: an unknown format among the candidates, one that the target cannot spell, or fewer than two.
+        UsageError: an unknown format among the candidates, one that the target cannot encode, or fewer than two.
         PlanError: no choice is within the budget, or no candidate fits a linear.
         CheckpointError: a weight, or a hidden state, is not finite.
     """

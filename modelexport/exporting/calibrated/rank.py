@@ -171,10 +171,10 @@ class CalibratedExport(RankExport):
         self.runner.save(self._kept(index), index)
         self._kept(index - 3).unlink(missing_ok=True)
 
-    def hand_over(self, step: ExportStep, quantised: Quantised) -> None:
+    def write_step(self, step: ExportStep, quantised: Quantised) -> None:
         """See the base; what an earlier run has written stays."""
         if step.id not in self.job.done:
-            super().hand_over(step, quantised)
+            super().write_step(step, quantised)
             return
         for queue, slot in quantised.slots:
             queue.put(slot)

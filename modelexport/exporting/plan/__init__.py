@@ -303,12 +303,12 @@ class _Planner:
         for group in groups.values():
             kinds = {_numbers(task.number_format) for task in group}
             if len(kinds) > 1:
-                spelled = ", ".join(
+                chosen = ", ".join(
                     f"{task.path} {'none' if task.number_format is None else task.number_format.name}"
                     for task in group[:4]
                 )
                 self.format_problems.setdefault(
-                    f"engines join these into one matrix, which has one number format: {spelled}. Give --quant a "
+                    f"engines join these into one matrix, which has one number format: {chosen}. Give --quant a "
                     "pattern that means all of them",
                     {},
                 )[f"{layer}.{group[0].shared_scale}"] = None

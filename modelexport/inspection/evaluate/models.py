@@ -174,7 +174,7 @@ class _Linear:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, reader: Reader, module: StoredModule, scheme: Scheme, known: bool) -> _Linear:
-        """Checked against what its scheme promises; ``known``: config.json tells its shape."""
+        """Checked against its scheme's tensor specs; ``known``: config.json tells its shape."""
         where = checkpoint.directory
         shape = module.stored.shape
         said = module.tensors.get("weight_shape")
@@ -187,15 +187,15 @@ class _Linear:
         size = (shape[0], shape[1])
         spare = extras(scheme, size)
         tensors = {}
-        for suffix, promise in {**tensor_specs(scheme, size), **spare}.items():
+        for suffix, spec in {**tensor_specs(scheme, size), **spare}.items():
             info = module.tensors.get(suffix)
             if info is None:
                 if suffix in spare:
                     continue
                 raise CheckpointError(f"{where}: {module.name}.{suffix} is missing ({scheme.describe()} needs it)")
-            if info.dtype not in promise.dtypes or info.shape not in promise.shapes:
+            if info.dtype not in spec.dtypes or info.shape not in spec.shapes:
                 raise CheckpointError(
-                    f"{where}: {info.name} is {info.dtype} {list(info.shape)}, but {scheme.describe()} stores {promise}"
+                    f"{where}: {info.name} is {info.dtype} {list(info.shape)}, but {scheme.describe()} stores {spec}"
                 )
             tensors[suffix] = info
         return cls(module.name, scheme, size, tensors, where)

@@ -331,12 +331,12 @@ def _engine_warnings(contents: Contents) -> list[str]:
     if quantization is None or contents.architecture.family is None:
         return []
     try:
-        spelled = of_method(quantization.method).FORMAT
+        method_format = of_method(quantization.method).FORMAT
     except PlanError:
         return []
     from modelexport.models.engines import warnings
 
-    name = stored if stored != "hf" else spelled
+    name = stored if stored != "hf" else method_format
     found = _linears(contents.architecture, quantization, contents.modules)
     return [] if name is None else warnings(name, found)
 

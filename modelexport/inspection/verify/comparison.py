@@ -175,13 +175,13 @@ def _decoder(
     if scheme is None or len(weight.shape) != 2:
         return None
     try:
-        promises = tensor_specs(scheme, (weight.shape[0], weight.shape[1]))
+        specs = tensor_specs(scheme, (weight.shape[0], weight.shape[1]))
         number_format = formats.of_scheme(scheme)
     except CheckpointError:  # what is wrong with it is said elsewhere; here it only cannot be decoded
         return None
-    for suffix, promise in promises.items():
+    for suffix, spec in specs.items():
         info = module.tensors.get(suffix)
-        if info is None or info.dtype not in promise.dtypes or info.shape not in promise.shapes:
+        if info is None or info.dtype not in spec.dtypes or info.shape not in spec.shapes:
             return None
     if any(suffix in module.tensors for suffix in extras(scheme, (weight.shape[0], weight.shape[1]))):
         return None  # its inputs are multiplied by them: the weight is not the source's

@@ -48,7 +48,7 @@ class AuditItem:
         source: the unquantised weight, or None where only hashes are wanted.
         number_format: what ``tensors`` hold; None for a module that was passed through, or that is only hashed.
         method: the quantisation method that spells them.
-        scheme: how config.json has it spell them; None: as we write them.
+        scheme: the encoding that config.json names; None: that of our own files.
         shared: names what its scale is shared with, where that reaches over whole weights.
     """
 
@@ -66,8 +66,8 @@ class AuditItem:
         if self.number_format is None or self.source is None:
             return {}
         method, shape = of_method(self.method), (self.source.shape[0], self.source.shape[1])
-        promises = method.tensor_specs(self.scheme or self.number_format.scheme(self.method), shape)
-        return {suffix: promise.axes for suffix, promise in promises.items()}
+        specs = method.tensor_specs(self.scheme or self.number_format.scheme(self.method), shape)
+        return {suffix: spec.axes for suffix, spec in specs.items()}
 
     @property
     def rows_together(self) -> int | None:

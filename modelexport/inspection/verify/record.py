@@ -99,7 +99,7 @@ def _module_problems(
 class RecordedFormat:
     """A number format as the record has it; ``group`` is what compressed-tensors says of it, None if unquantised."""
 
-    spelled: str
+    shown: str
     group: dict[str, Any] | None
 
     @classmethod
@@ -113,18 +113,18 @@ class RecordedFormat:
 
         if module.number_format is None:
             return cls("none", None)
-        spelled = module.number_format + (f" in groups of {module.group_size}" if module.group_size else "")
+        shown = module.number_format + (f" in groups of {module.group_size}" if module.group_size else "")
         size = module.group_size if formats.has_groups(module.number_format) else None
-        return cls(spelled, formats.get(module.number_format, group_size=size).config_group())
+        return cls(shown, formats.get(module.number_format, group_size=size).config_group())
 
 
 def _scheme_problems(name: str, recorded: RecordedFormat, quantization: QuantizationConfig | None) -> Iterator[str]:
     """The config must say of a linear what it was exported as, or engines compute something else."""
-    spelled, group = recorded.spelled, recorded.group
+    shown, group = recorded.shown, recorded.group
     scheme = quantization.scheme_of(name) if quantization is not None else None
     if scheme is None:
         if group is not None:
-            yield f"{name} was exported as {spelled}, but config.json does not quantise it"
+            yield f"{name} was exported as {shown}, but config.json does not quantise it"
         return
     if group is None:
         yield f"{name} was exported unquantised, but {scheme.name} of config.json quantises it"
@@ -135,14 +135,14 @@ def _scheme_problems(name: str, recorded: RecordedFormat, quantization: Quantiza
         "input_activations": scheme.inputs,
         "output_activations": scheme.outputs,
     }
-    if scheme.method != "compressed-tensors":  # other methods spell less of it, and in words of their own
+    if scheme.method != "compressed-tensors":  # other methods say less of it, and in words of their own
         from modelexport.quantization.formats import meaning
 
         said = {"weights": meaning(scheme.weights), "input_activations": meaning(scheme.inputs)}
         group = {key: meaning(group[key]) for key in said}
     for field, value in said.items():
         if value != group.get(field):
-            yield (f"config.json: {scheme.name}.{field} is {_shown(value, group.get(field))}; {spelled} was exported")
+            yield (f"config.json: {scheme.name}.{field} is {_shown(value, group.get(field))}; {shown} was exported")
 
 
 def _shown(value: Any, wanted: Any) -> str:

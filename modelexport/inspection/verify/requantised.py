@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from modelexport.quantization.formats.base import NumberFormat
 
 _ROWS_BYTES = 4 << 20
-_OF_THE_INPUTS = ("input_scale", "input_global_scale", "activation_scaling_factor")  # as any method spells them
+_OF_THE_INPUTS = ("input_scale", "input_global_scale", "activation_scaling_factor")  # under the names of any method
 _LISTED = 3
 
 

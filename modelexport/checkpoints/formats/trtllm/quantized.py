@@ -41,7 +41,7 @@ from modelexport.system.dtypes import FLOATS
 from modelexport.system.json_values import JsonValues
 from modelexport.system.small_files import open_regular
 
-METHOD = "trtllm"  # the quantisation method whose spelling this is
+METHOD = "trtllm"  # the quantisation method whose encoding this is
 CACHE = {"k_scale": "k_cache_scaling_factor", "v_scale": "v_cache_scaling_factor"}
 OLD_CACHE = "kv_cache_scaling_factor"
 PARAMETERS = (
