@@ -14,7 +14,7 @@ from typing import Any
 
 from modelexport.checkpoints.safetensors.file import INDEX_NAME, Checkpoint
 from modelexport.errors import CheckpointError, quoted
-from modelexport.inspection.opened import Contents, open_contents
+from modelexport.inspection.opened import OpenedCheckpoint, open_contents
 from modelexport.inspection.record.reading import ExportRecord, read_record
 from modelexport.inspection.verify.structure import check_structure
 from modelexport.models.engines import loadable_tp
@@ -110,7 +110,7 @@ def inspect_checkpoint(directory: Path | str, config: Path | str | None = None) 
     return describe(open_contents(directory, config))
 
 
-def describe(contents: Contents) -> Inspection:
+def describe(contents: OpenedCheckpoint) -> Inspection:
     """Returns the inspection of a checkpoint that is open."""
     checkpoint, architecture = contents.checkpoint, contents.architecture
     quantization, modules = contents.quantization, contents.modules

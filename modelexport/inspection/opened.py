@@ -10,11 +10,11 @@ from modelexport.models.modules import Architecture, StoredModule, read_architec
 from modelexport.models.opening import open_model
 from modelexport.quantization.methods import QuantizationConfig, read_quantization_config
 
-__all__ = ["Contents", "open_contents"]
+__all__ = ["OpenedCheckpoint", "open_contents"]
 
 
 @dataclass(frozen=True)
-class Contents:
+class OpenedCheckpoint:
     """The content of a checkpoint's headers and of its config.json.
 
     Attributes:
@@ -28,7 +28,7 @@ class Contents:
     modules: list[StoredModule]
 
 
-def open_contents(directory: Path | str, config: Path | str | None = None) -> Contents:
+def open_contents(directory: Path | str, config: Path | str | None = None) -> OpenedCheckpoint:
     """Opens a checkpoint of any format; no tensor is read and torch is not imported.
 
     Args:
@@ -41,4 +41,4 @@ def open_contents(directory: Path | str, config: Path | str | None = None) -> Co
     architecture = read_architecture(checkpoint.config)
     quantization = read_quantization_config(checkpoint.config)
     modules = read_modules(checkpoint, architecture, quantization)
-    return Contents(str(directory), checkpoint, architecture, quantization, modules)
+    return OpenedCheckpoint(str(directory), checkpoint, architecture, quantization, modules)

@@ -12,7 +12,7 @@ from modelexport.quantization import formats
 from modelexport.quantization.algorithms import get
 from modelexport.quantization.algorithms.base import CalibratedLinear, Fold, Folding, RankGroup
 from modelexport.quantization.calibration.statistics import InputStatistics
-from tests.quantization._together import together
+from tests.quantization._thread_ranks import run_ranks
 
 AWQ = get("awq")
 FEATURES = 256
@@ -125,7 +125,7 @@ def test_ranks_agree_to_the_bit(quant: str) -> None:
         each = awq(ranks, grid=4)
         return each.scales(fold(own)), each.clip(own)
 
-    found = together(cuts, work)
+    found = run_ranks(cuts, work)
     for scale, _ in found:
         assert scale is not None
         assert torch.equal(scale, wanted)

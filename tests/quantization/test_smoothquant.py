@@ -12,7 +12,7 @@ from modelexport.quantization import formats
 from modelexport.quantization.algorithms import get
 from modelexport.quantization.algorithms.base import CalibratedLinear, Fold, Folding, RankGroup
 from modelexport.quantization.calibration.statistics import InputStatistics
-from tests.quantization._together import together
+from tests.quantization._thread_ranks import run_ranks
 
 SMOOTHQUANT = get("smoothquant")
 
@@ -124,7 +124,7 @@ def test_ranks_agree_to_the_bit() -> None:
     whole = linear(weight, inputs)
     wanted = smoothquant().scales(fold(whole))
     cuts = [(0, 24), (24, 24), (24, 40)]
-    found = together(
+    found = run_ranks(
         cuts,
         lambda ranks, rows: smoothquant(ranks=ranks).scales(
             fold(replace(whole, weight=weight[rows[0] : rows[1]], rows=rows))

@@ -62,7 +62,7 @@ def assigned(
     tokens = tokens[: max(1, sensitivity.TOKENS // tokens.shape[1])]
     dtype = torch_dtype(checkpoint.infos[f"{next(iter(shapes))}.weight"].dtype)
 
-    def tell(done: int, all_: int) -> None:
+    def on_event(done: int, all_: int) -> None:
         if progress is not None:
             progress(f"{AutoQuant.name}: layer {done} of {all_}")
 
@@ -84,7 +84,7 @@ def assigned(
                 settings.bits,
                 dtype,
                 method=recipe.calib_range,
-                progress=tell,
+                progress=on_event,
             )
     finally:
         reader.close()

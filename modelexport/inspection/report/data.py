@@ -15,7 +15,7 @@ from typing import Any
 from modelexport.checkpoints.formats.hf import RECORD
 from modelexport.errors import CheckpointError, PlanError
 from modelexport.inspection.inspect import Inspection, describe
-from modelexport.inspection.opened import Contents, open_contents
+from modelexport.inspection.opened import OpenedCheckpoint, open_contents
 from modelexport.inspection.record.reading import EvaluationFigures, ExportRecord, read_record
 from modelexport.inspection.report.figures import (
     MOST_ROWS,
@@ -325,7 +325,7 @@ def _module_rows(
     return rows
 
 
-def _engine_warnings(contents: Contents) -> list[str]:
+def _engine_warnings(contents: OpenedCheckpoint) -> list[str]:
     """Returns what engines are known to refuse; empty where the family or the format is not known."""
     quantization, stored = contents.quantization, contents.checkpoint.format
     if quantization is None or contents.architecture.family is None:

@@ -15,7 +15,7 @@ from modelexport.quantization.algorithms.base import RankGroup
 T = TypeVar("T")
 
 
-class Meeting:
+class Rendezvous:
     """Where the ranks of a test leave what they have, and take what all have left."""
 
     def __init__(self, world: int) -> None:
@@ -34,28 +34,28 @@ class Meeting:
 class ThreadRanks(RankGroup):
     """What :class:`RankGroup` does by collectives, between threads; the addition is the same."""
 
-    def __init__(self, rank: int, meeting: Meeting) -> None:
-        self.rank, self.world, self.meeting = rank, meeting.world, meeting
+    def __init__(self, rank: int, rendezvous: Rendezvous) -> None:
+        self.rank, self.world, self.rendezvous = rank, rendezvous.world, rendezvous
 
     def largest(self, value: Tensor) -> Tensor:
-        return value.copy_(torch.stack(self.meeting.exchange(self.rank, value)).amax(dim=0))
+        return value.copy_(torch.stack(self.rendezvous.exchange(self.rank, value)).amax(dim=0))
 
     def total(self, table: Tensor, rows: tuple[int, int], count: int) -> Tensor:
         whole = torch.zeros(count, *table.shape[1:], dtype=torch.float64)
         whole[rows[0] : rows[1]] = table
         alone = RankGroup()
-        return alone.total(torch.stack(self.meeting.exchange(self.rank, whole)).sum(dim=0), (0, count), count)
+        return alone.total(torch.stack(self.rendezvous.exchange(self.rank, whole)).sum(dim=0), (0, count), count)
 
 
-def together(cuts: Sequence[Any], work: Callable[[RankGroup, Any], T]) -> list[T]:
+def run_ranks(cuts: Sequence[Any], work: Callable[[RankGroup, Any], T]) -> list[T]:
     """``work`` with each rank's part of something, all at the same time."""
-    meeting = Meeting(len(cuts))
+    rendezvous = Rendezvous(len(cuts))
 
     def one(rank: int) -> T:
         try:
-            return work(ThreadRanks(rank, meeting), cuts[rank])
+            return work(ThreadRanks(rank, rendezvous), cuts[rank])
         except BaseException:
-            meeting.barrier.abort()
+            rendezvous.barrier.abort()
             raise
 
     with ThreadPoolExecutor(len(cuts)) as pool:
