@@ -40,6 +40,8 @@ class ComputedTensor(Protocol):
     def read(self, reader: Reader, rows: tuple[int, int], cols: tuple[int, int]) -> torch.Tensor:
         """Rows and columns of it, ``[rows, cols]``, in its dtype.
 
+        Of a tensor of another number of dims: rows along dim 0 and columns along dim 1, where it has these.
+
         Raises:
             CheckpointError: a file cannot be read, or its values mean nothing.
         """
@@ -58,7 +60,7 @@ class Checkpoint:
             ``infos`` then tell the whole tensor's dtype, shape and size, but no single place.
         format: the checkpoint format, as ``--format`` spells it.
         left_out: what else the files hold, which is no part of the model -> what it is.
-        computed: matrices of ``infos`` that are computed from what lies in the files.
+        computed: tensors of ``infos`` that are computed from what lies in the files.
     """
 
     directory: Path
@@ -231,7 +233,7 @@ class Reader:
         computed = self._checkpoint.computed.get(info.name)
         if computed is None:
             return self.read_stored(info, rows=rows, cols=cols, out=out)
-        asked = zip(info.shape, (rows, cols), strict=True)
+        asked = zip((*info.shape, 1, 1), (rows, cols), strict=False)
         spans = [(0, size) if span is None else span for size, span in asked]
         found = computed.read(self, spans[0], spans[1])
         return found if out is None else out.copy_(found)
@@ -277,8 +279,20 @@ class Reader:
         Raises:
             CheckpointError: the file cannot be read or has become shorter, or no file holds a part of it.
         """
+        if info.name in self._checkpoint.computed:
+            self._compute(info, box, out)
+            return
         places = self._checkpoint.placements.get(info.name)
         self._gather(info, (whole_place(info),) if places is None else places, box, out)
+
+    def _compute(self, info: TensorInfo, box: Box, out: Array) -> None:
+        """Fill memory with the rectangle of a computed tensor, byte by byte."""
+        import torch
+
+        found = self.read(info, rows=box[0] if box else None, cols=box[1] if len(box) > 1 else None)
+        found = found[(slice(None), slice(None), *slices(box[2:]))] if len(box) > 2 else found
+        held = out.view(torch.uint8) if isinstance(out, torch.Tensor) else torch.from_numpy(out.view("u1"))
+        held.copy_(found.contiguous().view(torch.uint8))
 
     def read_place(self, info: TensorInfo, place: Placement, box: Box, out: Array) -> None:
         """Read the rectangle ``box`` of a tensor from one of its places, even where it lies in others too.
