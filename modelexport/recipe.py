@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from modelexport.errors import PlanError, UsageError, shown
 from modelexport.quantization import algorithms
 from modelexport.quantization.algorithms.base import KINDS, Algorithm, Kind
-from modelexport.quantization.assignment import KEEP
 from modelexport.settings import Settings, check_choice, check_common, check_sizes, decides_bytes, setting
 
 if TYPE_CHECKING:
@@ -196,15 +195,11 @@ class ExportRecipe(Settings):
     json: bool = setting(False, "print the result as JSON")
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "adapter", (self.adapter,) if isinstance(self.adapter, str) else tuple(self.adapter))
         if self.gather is not None:
             check_choice("gather", self.gather, GATHERS)
         check_sizes(tp=self.tp, target_tp=self.target_tp, target_pp=self.target_pp, target_ep=self.target_ep)
         self._check_algorithm()
-        if self.adapter and self.quant == KEEP:
-            raise UsageError(
-                f"--adapter {self.adapter[0]}: --quant {KEEP} keeps the source's numbers, to which nothing can be "
-                "added: choose a number format, or --quant none"
-            )
         if self.kv_cache is not None:
             check_choice("kv-cache", self.kv_cache, KV_CACHES)
         for name, value in (("samples", self.calib_samples), ("length", self.calib_length)):

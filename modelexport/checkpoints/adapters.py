@@ -156,7 +156,7 @@ class Adapter:
         return alpha / (math.sqrt(rank) if self.config.content.get("use_rslora") else rank)
 
     def _patterned(self, key: str, module: str, default: float) -> float:
-        """What the first pattern that the end of the module's name matches says."""
+        """The value of the first pattern that the end of the module's name matches."""
         own = self.config.object(key)
         for pattern in own.content:
             try:
@@ -168,7 +168,7 @@ class Adapter:
         return default
 
     def facts(self) -> dict[str, Any]:
-        """What a record says of it, but for its file's SHA-256: all that the bytes depend on beside its tensors."""
+        """The facts that a record has, but for its file's SHA-256: all that the bytes depend on beside its tensors."""
         patterns = {key: value for key in ("rank_pattern", "alpha_pattern") if (value := self.config.content.get(key))}
         return {
             "name": self.name,

@@ -118,9 +118,14 @@ def _adapters(recipe: ExportRecipe) -> tuple[Adapter, ...]:
     """The adapters of the recipe.
 
     Raises:
-        UsageError: one is not there, or is given twice.
+        UsageError: one is not there, or is given twice; or the source's numbers are kept.
         CheckpointError: one cannot be merged.
     """
+    if recipe.adapter and recipe.quant == KEEP:
+        raise UsageError(
+            f"--adapter {recipe.adapter[0]}: --quant {KEEP} keeps the source's numbers, to which nothing can be added: "
+            "choose a number format, or --quant none"
+        )
     given = [parse_setting(text) for text in recipe.adapter]
     directories = [directory for directory, _ in given]
     for directory in directories:

@@ -37,7 +37,7 @@ _TILE = 1 << 16
 
 @dataclass(frozen=True)
 class Difference:
-    """What one adapter adds to one weight, or to a bias.
+    """The part that one adapter adds to one weight, or to a bias.
 
     Attributes:
         module: its matrices.
@@ -155,7 +155,7 @@ class AdaptedTensor:
         return base
 
     def _lengths(self, reader: Reader, difference: Difference, rows: Range) -> Tensor | None:
-        """What DoRA multiplies the rows of the weight by, ``[rows]``; None: it is none.
+        """The factors of DoRA for rows of the weight, ``[rows]``; None: it is none.
 
         That is the length that was learnt, over the one that the row has with the product added.
         """
@@ -225,7 +225,7 @@ def adapted(checkpoint: Checkpoint, adapters: Sequence[Adapter]) -> tuple[Checkp
 
 
 def without_adapters(tensor: ComputedTensor) -> ComputedTensor | None:
-    """What a computed tensor is computed from before adapters change it; None: it lies in the files."""
+    """Returns a computed tensor as it is before adapters change it; None: it lies in the files."""
     return tensor.base if isinstance(tensor, AdaptedTensor) else tensor
 
 
