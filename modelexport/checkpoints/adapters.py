@@ -1,4 +1,4 @@
-"""Low-rank adapters as PEFT saves them: ``adapter_config.json`` and ``adapter_model.safetensors``.
+"""Low-rank adapters as PEFT saves them: ``adapter_config.json`` and ``adapter_model.safetensors`` (or ``.bin``).
 
 A LoRA adapter (Hu et al., 2021) has for a linear of weight ``W`` ``[out, in]`` two small matrices, ``A`` ``[rank, in]``
 and ``B`` ``[out, rank]``; the adapted linear is ``W + scaling * B @ A``. ``scaling`` is ``alpha / rank``, of rsLoRA
@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from modelexport.checkpoints.safetensors.header import TensorInfo, read_header
+from modelexport.checkpoints.safetensors.placement import Placement
+from modelexport.checkpoints.torch_archive.state_dict import read_state_dict
 from modelexport.errors import CheckpointError, UsageError, quoted, shown
 from modelexport.system.dtypes import FLOATS
 from modelexport.system.json_values import JsonValues
@@ -92,6 +94,7 @@ class Adapter:
         config: ``adapter_config.json``.
         modules: what it adds to, by the module's name in the model that it was trained on.
         replaced: tensors that it has whole (``modules_to_save``, biases), by their names in that model.
+        placements: of its tensors that are not contiguous in the file, where their elements are.
     """
 
     directory: Path
@@ -100,6 +103,7 @@ class Adapter:
     config: JsonValues
     modules: Mapping[str, AdapterModule]
     replaced: Mapping[str, TensorInfo]
+    placements: Mapping[str, tuple[Placement, ...]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -225,11 +229,9 @@ def read_adapter(directory: Path, weight: float = 1.0) -> Adapter:
         raise CheckpointError(f"--adapter {directory}: has no {CONFIG}; give a directory that PEFT saved")
     config = JsonValues(read_json(directory / CONFIG, largest=LARGEST_CONFIG), str(directory / CONFIG))
     _check_kind(directory, config)
-    if not has_file(directory, WEIGHTS):
-        why = f"its weights are a pickle, {_PICKLED}" if has_file(directory, _PICKLED) else "it has no weights"
-        raise CheckpointError(f"--adapter {directory}: {why}; {WEIGHTS} is needed, which newer versions of PEFT save")
-    modules, replaced = _sorted_tensors(directory, read_header(directory / WEIGHTS).infos)
-    adapter = Adapter(directory, weight, directory / WEIGHTS, config, modules, replaced)
+    file, infos, places = _read_tensors(directory)
+    modules, replaced = _sorted_tensors(directory, infos)
+    adapter = Adapter(directory, weight, file, config, modules, replaced, places)
     for name, module in modules.items():
         _check_module(adapter, name, module)
     if replaced and weight != 1:
@@ -238,6 +240,21 @@ def read_adapter(directory: Path, weight: float = 1.0) -> Adapter:
             "cannot be given: leave the weight out"
         )
     return adapter
+
+
+def _read_tensors(directory: Path) -> tuple[Path, Mapping[str, TensorInfo], dict[str, tuple[Placement, ...]]]:
+    """The file, its tensors by their names in it, and the places of those that are not contiguous, as they are here."""
+    if has_file(directory, WEIGHTS):
+        return directory / WEIGHTS, read_header(directory / WEIGHTS).infos, {}
+    if not has_file(directory, _PICKLED):
+        raise CheckpointError(f"--adapter {directory}: has neither {WEIGHTS} nor {_PICKLED}")
+    infos, places = read_state_dict(directory / _PICKLED)
+    return directory / _PICKLED, infos, {_own_name(directory, key): place for key, place in places.items()}
+
+
+def _own_name(directory: Path, key: str) -> str:
+    """The name of a tensor here: apart from the model's, and from other adapters'."""
+    return f"{directory}: {_WRAPPERS.sub('', key.removeprefix(_PREFIX))}"
 
 
 def _check_kind(directory: Path, config: JsonValues) -> None:
@@ -268,7 +285,7 @@ def _sorted_tensors(
         if info.dtype not in (*FLOATS, "F64"):
             raise CheckpointError(f"{info.path}: {quoted(key)} is {info.dtype}; {', '.join(FLOATS)} can be merged")
         name = _WRAPPERS.sub("", key.removeprefix(_PREFIX))
-        own = replace(info, name=f"{directory}: {name}")  # apart from the model's, and from other adapters'
+        own = replace(info, name=_own_name(directory, key))
         match = _PART.fullmatch(name)
         if match is not None:
             held, where, part = parts.setdefault(match[1], {}), match[1], _PARTS[match[2]]
@@ -282,7 +299,7 @@ def _sorted_tensors(
         else:
             replaced[name] = own
     if not infos:
-        raise CheckpointError(f"{directory / WEIGHTS}: holds no tensor")
+        raise CheckpointError(f"--adapter {directory}: holds no tensor")
     return {name: AdapterModule(name, held) for name, held in parts.items()}, replaced
 
 

@@ -106,7 +106,7 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> PreparedExpor
         if plan.needs_ranges or plan.calibrated:
             _check_calibration(recipe, source, checkpoint)
         _check_work(recipe, plan)
-        notes = (*merged, *_unmerged(source, adapters), *_second_rounding(checkpoint, plan))
+        notes = (*checkpoint.notes, *merged, *_unmerged(source, adapters), *_second_rounding(checkpoint, plan))
         plan = replace(plan, notes=(*plan.notes, *notes))
         prepared = PreparedExport(recipe, source, checkpoint, plan, _target(recipe, checkpoint, plan), (), adapters)
         if recipe.quant == KEEP:

@@ -221,7 +221,9 @@ def adapted(checkpoint: Checkpoint, adapters: Sequence[Adapter]) -> tuple[Checkp
         notes.append(_described(adapter))
     if merge.problems:
         raise CheckpointError(f"{checkpoint.directory}:{listed(dict.fromkeys(merge.problems))}")
-    return replace(checkpoint, computed={**checkpoint.computed, **merge.computed()}), notes
+    places = {name: place for adapter in adapters for name, place in adapter.placements.items()}
+    computed = {**checkpoint.computed, **merge.computed()}
+    return replace(checkpoint, computed=computed, placements={**checkpoint.placements, **places}), notes
 
 
 def without_adapters(tensor: ComputedTensor) -> ComputedTensor | None:
