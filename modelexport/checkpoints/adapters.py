@@ -202,7 +202,7 @@ def parse_setting(text: str) -> tuple[Path, float]:
         if not math.isfinite(weight) or weight == 0:
             raise UsageError(f"--adapter {shown(text)}: {shown(number)} is no weight: a number is needed, e.g. =0.5")
     if not directory.is_dir():
-        found = "is a file; give the directory that holds it" if directory.exists() else "does not exist"
+        found = "is a file; give the directory that holds it" if directory.exists() else "is no directory"
         raise UsageError(f"--adapter {shown(text)}: {directory} {found}")
     return directory.resolve(), weight
 

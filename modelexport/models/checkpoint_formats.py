@@ -24,7 +24,8 @@ if TYPE_CHECKING:  # --help needs the names alone
 
     Rules = Callable[..., list[TensorRule]]
 
-_NEEDED = ("DESCRIPTION", "SIDE_FILES", "lay_out", "side_files", "recognises", "open")
+_NEEDED_TO_READ = ("DESCRIPTION", "SIDE_FILES", "recognises", "open")
+_NEEDED = (*_NEEDED_TO_READ, "lay_out", "side_files")
 
 
 class SourceFormat(Protocol):
@@ -79,6 +80,10 @@ def formats() -> dict[str, CheckpointFormat]:
 def sources() -> dict[str, SourceFormat]:
     """Modules of all formats that are read, by name; those that are not written last, in the order of their names."""
     only_read = dict(plugins.declared("modelexport.checkpoints.formats", "READS"))
+    for plugin in plugins.modules().values():
+        if hasattr(plugin, "READS"):
+            plugins.require(plugin, plugin, _NEEDED_TO_READ, kind="a checkpoint format")
+            plugins.register(only_read, plugin.READS, plugin.__name__, kind="a checkpoint format", module=plugin)
     return {
         **formats(),
         **{name: cast(SourceFormat, importlib.import_module(only_read[name])) for name in sorted(only_read)},

@@ -224,7 +224,7 @@ def test_refused(tmp_path: Path, tensors: dict[str, Tensor], config: dict[str, A
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("nowhere", "nowhere does not exist"),
+        ("nowhere", "nowhere is no directory"),
         ("{a}=much", "'much' is no weight|much is no weight"),
         ("{a}=0", "is no weight"),
     ],
