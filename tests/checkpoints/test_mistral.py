@@ -181,6 +181,19 @@ def test_hugging_faces_files_win(tmp_path: Path, indexed: bool) -> None:
     assert left_out == {"consolidated.safetensors": "weights that the checkpoint does not use"}
 
 
+def test_of_two_kinds_of_pickles_hugging_faces_are_read(tmp_path: Path) -> None:
+    (tmp_path / "params.json").write_text("{}")
+    torch.save({"x": torch.zeros(1)}, tmp_path / "consolidated.00.pth")
+    torch.save({"y": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
+    assert list(open_model(tmp_path).infos) == ["y"]
+
+
+def test_safetensors_of_its_own_are_read_before_pickles(tmp_path: Path) -> None:
+    source = save_native(make_llama(**SHAPE), tmp_path / "source")
+    torch.save({"y": torch.zeros(1)}, source / "pytorch_model.bin")
+    assert same(read_all(source), make_llama(**SHAPE))
+
+
 @pytest.mark.parametrize(
     ("params", "message"),
     [

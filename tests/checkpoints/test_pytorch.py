@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -128,3 +130,17 @@ def test_a_directory_with_an_adapter_alone(tmp_path: Path) -> None:
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match="holds an adapter, and not the model"):
         open_model(tmp_path)
+
+
+def test_damage_is_said_and_nothing_else_happens(tmp_path: Path) -> None:
+    """Any byte of the archive's own, and any length."""
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"a": torch.zeros(3, 4), "b": torch.ones(2, dtype=torch.bfloat16).t()}, path)
+    content, random = path.read_bytes(), Random(0)
+    for _ in range(300):
+        damaged = bytearray(content)
+        for _ in range(random.randint(1, 3)):
+            damaged[random.randrange(len(damaged))] = random.randrange(256)
+        path.write_bytes(damaged[: random.choice([len(damaged), random.randrange(len(damaged))])])
+        with suppress(CheckpointError):
+            assert all(value.numel() <= 64 for value in read_all(tmp_path).values())

@@ -33,7 +33,8 @@ _PARAMS = "params.json"
 _INDEX = "consolidated.safetensors.index.json"
 _SAFETENSORS = re.compile(r"consolidated(-\d+-of-\d+)?\.safetensors")
 _PICKLED = re.compile(r"consolidated\.\d+\.pth")
-_OTHERS = re.compile(r"pytorch_model.*\.bin|(?!consolidated|adapter_model).*\.safetensors(\.index\.json)?")
+_OTHERS = re.compile(r"(?!consolidated|adapter_model).*\.safetensors(\.index\.json)?")
+_OTHER_PICKLES = re.compile(r"pytorch_model.*\.bin")
 _BUFFERS = ("rope.freqs",)
 _POSITIONS = 32768
 _OF_THE_MODEL = {
@@ -59,8 +60,10 @@ _WITHOUT_MEANING = {"model_type": "transformer", "activation": "silu", "causal":
 def recognises(directory: Path) -> bool:
     """Returns whether the directory has such files, and no weights by Hugging Face's names."""
     names = os.listdir(directory)
-    own = any(_SAFETENSORS.fullmatch(name) or _PICKLED.fullmatch(name) for name in names)
-    return own and _PARAMS in names and not any(map(_OTHERS.fullmatch, names))
+    if _PARAMS not in names or any(map(_OTHERS.fullmatch, names)):
+        return False
+    own = any(_SAFETENSORS.fullmatch(name) or name == _INDEX for name in names)
+    return own or (any(map(_PICKLED.fullmatch, names)) and not any(map(_OTHER_PICKLES.fullmatch, names)))
 
 
 def open(directory: Path, config: dict[str, Any] | None, rules: Callable[..., list[TensorRule]]) -> Checkpoint:
