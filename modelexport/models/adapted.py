@@ -248,8 +248,11 @@ def _untied(checkpoint: Checkpoint, model: ModelDescription, adapters: Sequence[
     if not ties_embeddings(checkpoint.config):
         return checkpoint
     family = model.family
-    heads = {path for m in family.after if m.kind == "head" for path in (m.path, m.in_memory) if path}
-    ends = heads | {m.path for m in family.before if m.kind == "embedding"}
+    heads, embeddings = (
+        {path for m in modules if m.kind == kind for path in (m.path, m.in_memory) if path}
+        for modules, kind in ((family.after, "head"), (family.before, "embedding"))
+    )
+    ends = heads | embeddings
     for adapter in adapters:
         names = {*adapter.modules, *(name.removesuffix(".weight") for name in adapter.replaced)}
         found = sorted(names & ends)
@@ -276,13 +279,13 @@ class _Merge:
 
     def _saved_names(self) -> Iterator[tuple[str, str]]:
         """The modules whose names in memory, which adapters have, are not those on disk."""
-        for name, place in self.places.items():
-            own = place.module.in_memory.replace("{i}", str(place.layer)).replace("{e}", str(place.expert))
-            if own:
-                yield own, name
         for name, saved, layers in self.model.family.linears:
             for layer in sorted(layers) or (None,):
                 yield name.replace("{i}", str(layer)), saved.replace("{i}", str(layer))
+        for name, place in self.places.items():  # after them: a head that was tied has its own weight now
+            own = place.module.in_memory.replace("{i}", str(place.layer)).replace("{e}", str(place.expert))
+            if own:
+                yield own, name
 
     def _name_of(self, module: str) -> str:
         """The name on disk of a module of the model that an adapter was trained on."""

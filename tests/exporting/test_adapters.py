@@ -130,6 +130,25 @@ def test_linears_that_lie_transposed(tmp_path: Path) -> None:
     assert torch.equal(found, (base.float() + difference(tensors, name).t()).to(base.dtype))
 
 
+@pytest.mark.parametrize("model_type", ["llava", pytest.param("gemma3", marks=pytest.mark.extended)])
+def test_names_in_memory_are_not_those_on_disk(tmp_path: Path, model_type: str) -> None:
+    """An adapter has the names of the model that transformers builds; of a tied head, too, which parts."""
+    from tests.helpers.tiny_models import save_tiny
+
+    model = save_tiny(model_type, tmp_path / "model")
+    base = load_file(model / "model.safetensors")
+    saved = next(name for name in base if "language_model" in name and name.endswith("layers.0.mlp.down_proj.weight"))
+    name, head = "model.language_model.layers.0.mlp.down_proj", "lm_head"
+    embedding = next(name for name in base if name.endswith("embed_tokens.weight"))
+    tensors = lora({name: tuple(base[saved].shape), head: tuple(base[embedding].shape)})
+    found = read_all(model, save_adapter(tmp_path / "a", tensors))
+    assert torch.equal(found[saved], (base[saved].float() + difference(tensors, name)).to(base[saved].dtype))
+    (own,) = (name for name in found if name.endswith("lm_head.weight"))
+    before = base.get(own, base[embedding])
+    assert torch.equal(found[own], (before.float() + difference(tensors, head)).to(before.dtype))
+    assert torch.equal(found[embedding], base[embedding])
+
+
 def test_biases_and_saved_modules_take_the_models_place(tmp_path: Path) -> None:
     model = make_llama(attention_bias=True)
     bias, norm = numbers(128), numbers(128, seed=1)
