@@ -30,7 +30,7 @@ from modelexport.system.small_files import read_small
 __all__ = ["GROUP", "add", "declared", "modules", "register", "require"]
 
 GROUP = "modelexport.plugins"
-_DEFINED = ("FORMAT", "ALGORITHM", "FAMILY", "NAME")
+_DEFINED = ("FORMAT", "ALGORITHM", "FAMILY", "NAME", "READS")
 _LARGEST = 1 << 20  # bytes of an entry_points.txt that is looked at
 
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from itertools import product
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from modelexport.errors import PlanError, UsageError, shown
@@ -105,6 +106,13 @@ class ExportRecipe(Settings):
         None, "checkpoint directory or hub id (default: the embedded demo model)", metavar="DIR|ID"
     )
     revision: str | None = setting(None, "branch, tag or commit of a hub id", metavar="REV")
+    adapter: tuple[str, ...] = setting(
+        (),
+        "LoRA adapter, as PEFT saves it, to merge first, perhaps with a weight; may be given several times",
+        metavar="DIR[=W]",
+        several=True,
+        decides_bytes=True,
+    )
     out: str | None = setting(None, "target directory; must not exist (see --overwrite)", metavar="DIR")
     quant: str = setting(
         "fp8",
@@ -187,6 +195,7 @@ class ExportRecipe(Settings):
     json: bool = setting(False, "print the result as JSON")
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "adapter", (self.adapter,) if isinstance(self.adapter, str) else tuple(self.adapter))
         if self.gather is not None:
             check_choice("gather", self.gather, GATHERS)
         check_sizes(tp=self.tp, target_tp=self.target_tp, target_pp=self.target_pp, target_ep=self.target_ep)
@@ -267,15 +276,17 @@ class ExportRecipe(Settings):
     def recorded(self) -> dict[str, Any]:
         """Returns the "recipe" of a checkpoint's record: the deciding settings but those of calibration.
 
-        The settings of the algorithms used have their short names; the parallelism is left out where there is none.
+        The settings of the algorithms used have their short names; parallelism and adapters are left out where there
+        are none, and of adapters their directories' names are kept.
         """
         found: dict[str, Any] = {}
         for spec in fields(self):
             value = getattr(self, spec.name)
             elsewhere = is_calibration(spec.name) or "algorithm" in spec.metadata
-            if not decides_bytes(spec) or elsewhere or (spec.name.startswith("target_") and value == 1):
+            idle = value == () or (spec.name.startswith("target_") and value == 1)
+            if not decides_bytes(spec) or elsewhere or idle:
                 continue
-            found[spec.name] = value
+            found[spec.name] = [Path(text).absolute().name for text in value] if isinstance(value, tuple) else value
             if spec.name == "algorithm":
                 found |= self.algorithm_settings
         return found

@@ -28,17 +28,21 @@ def setting(
     choices: tuple[str, ...] | None = None,
     metavar: str = "",
     pairs: bool = False,
+    several: bool = False,
     decides_bytes: bool = False,
 ) -> Any:
     """A field with its text for ``--help``.
 
     Args:
+        several: whether the flag may be given several times; the field is a tuple of texts, in a recipe a list or one.
         pairs: whether a list of (key, value) is taken as well, for ``key=value,key=value``.
         decides_bytes: whether other bytes are written with another value: such a setting is part of the fingerprint by
             which an interrupted run is resumed, of the checkpoint's record and of its card.
     """
     texts = {"help": help_text, "choices": choices, "metavar": metavar}
-    return field(default=default, metadata={**texts, "pairs": pairs, "decides_bytes": decides_bytes})
+    return field(
+        default=default, metadata={**texts, "pairs": pairs, "several": several, "decides_bytes": decides_bytes}
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +69,9 @@ class Settings:
         return cls(**_checked(cls, keys, where))
 
     def deciding(self) -> dict[str, Any]:
-        """Returns the settings that decide the bytes that are written, in the order of their fields."""
-        return {spec.name: getattr(self, spec.name) for spec in dataclasses.fields(self) if decides_bytes(spec)}
+        """Returns the settings that decide the bytes that are written, as JSON has them, in their fields' order."""
+        found = {spec.name: getattr(self, spec.name) for spec in dataclasses.fields(self) if decides_bytes(spec)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
 
 def decides_bytes(spec: dataclasses.Field[Any]) -> bool:
@@ -140,6 +145,8 @@ def _coerce(spec: dataclasses.Field[Any], value: Any, where: str) -> Any:
     declared = str(spec.type).split(" | ")
     if value is None and "None" in declared:
         return None
+    if spec.metadata.get("several"):
+        return _texts(spec.name, value, where)
     if spec.metadata.get("pairs") and isinstance(value, (list, tuple)):
         return _joined_pairs(spec.name, value, where)
     expected: Any = kinds[declared[0]]
@@ -150,6 +157,14 @@ def _coerce(spec: dataclasses.Field[Any], value: Any, where: str) -> Any:
         return float(value) if declared[0] == "float" else value
     except OverflowError:
         raise UsageError(f"{where}: {spec.name} is {shown(value)}: no float holds it") from None
+
+
+def _texts(name: str, value: Any, where: str) -> tuple[str, ...]:
+    """A text, or a list of them, as a tuple."""
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, (list, tuple)) or not all(isinstance(item, str) for item in items):
+        raise UsageError(f"{where}: {name} must be a text or a list of texts, found {quoted(value)}")
+    return tuple(items)
 
 
 def _joined_pairs(name: str, items: Iterable[Any], where: str) -> str:

@@ -50,6 +50,7 @@ def test_every_field_says_what_it_is() -> None:
 valid: dict[str, st.SearchStrategy[Any]] = {
     "model": st.none() | st.text(min_size=1),
     "revision": st.none() | st.text(min_size=1),
+    "adapter": st.lists(st.text(min_size=1)).map(tuple),
     "out": st.none() | st.text(min_size=1),
     "quant": st.sampled_from(["none", "int8", "fp8", "int4", "*.mlp.*=int4:32,*=fp8"]),
     "group_size": st.none() | st.integers(1, 4096) | st.just(-1),

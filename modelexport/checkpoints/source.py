@@ -22,6 +22,8 @@ _NOT_NEEDED = [
     "*.pkl",
     "original/*",
 ]
+_PICKLED = ["pytorch_model*.bin", "pytorch_model.bin.index.json", "consolidated.*.pth"]
+"""The pickles that are read, where there is nothing else: without running anything in them."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,10 @@ def _download(model: str, revision: str | None) -> Path:
 
     transport_error = HfHubHTTPError.__mro__[1]  # of the HTTP library that this version of the hub's client uses
     try:
-        return Path(snapshot_download(model, revision=revision, ignore_patterns=_NOT_NEEDED))
+        found = Path(snapshot_download(model, revision=revision, ignore_patterns=_NOT_NEEDED))
+        if not any(found.glob("*.safetensors")):  # published before there were any
+            snapshot_download(model, revision=revision, allow_patterns=_PICKLED)
+        return found
     except HFValidationError as error:
         raise UsageError(f"--model {model}: no such directory, and no hub id either: {error_text(error)}") from error
     except (LocalEntryNotFoundError, ConnectionError) as error:  # the former may be an HfHubHTTPError too

@@ -119,7 +119,7 @@ def _convert() -> Parser:
         only_given=True,
     )
     parser.add_argument("model", metavar="CKPT", help="a quantised checkpoint: directory or hub id")
-    decided = ("quant", "group_size", "algorithm", "kv_cache", "evaluate")
+    decided = ("quant", "adapter", "group_size", "algorithm", "kv_cache", "evaluate")
     own = dataclasses.fields(ExportRecipe)
     about = [spec.name for spec in own if "algorithm" in spec.metadata or is_calibration(spec.name)]
     _add_settings(parser, ExportRecipe, skip=("model", *decided, *about))
@@ -200,6 +200,9 @@ def _verify() -> Parser:
         "  modelexport verify ckpt/ --against DIR                     and the error of every linear\n",
     )
     parser.add_argument("--against", type=Path, metavar="SOURCE", help="the checkpoint it was made from")
+    parser.add_argument(
+        "--adapter", action="append", metavar="DIR[=W]", help="an adapter that was merged into --against"
+    )
     return _of_checkpoint(parser)
 
 
@@ -320,10 +323,13 @@ def _add_settings(parser: Parser, settings: type[Settings], skip: Sequence[str] 
             continue
         flag = _flag("--", spec.name)
         kind = str(spec.type).split(" | ")[0]
-        shown = f" (default: {spec.default})" if spec.default is not None and kind != "bool" else ""
+        several = spec.metadata.get("several")
+        shown = f" (default: {spec.default})" if spec.default is not None and kind != "bool" and not several else ""
         options: dict[str, Any] = {"dest": spec.name, "help": spec.metadata["help"] + shown}
         if kind == "bool":
             options["action"] = argparse.BooleanOptionalAction if spec.default else "store_true"
+        elif several:
+            options |= {"action": "append", "metavar": spec.metadata["metavar"]}
         else:
             options["type"] = kinds[kind]
             choices = known[spec.name]() if spec.name in known else spec.metadata["choices"]

@@ -17,12 +17,19 @@ _LISTED = 20
 
 def run(given: Namespace) -> int:
     """Runs the command; returns its exit status."""
-    return print_verification(given.checkpoint, given.against, given.config, as_json=given.json)
+    return print_verification(given.checkpoint, given.against, given.config, given.adapter or (), as_json=given.json)
 
 
-def print_verification(directory: Path, against: Path | None, config: Path | None = None, *, as_json: bool) -> int:
+def print_verification(
+    directory: Path,
+    against: Path | None,
+    config: Path | None = None,
+    adapters: Sequence[str] = (),
+    *,
+    as_json: bool,
+) -> int:
     """Prints the findings; returns the exit status: 0 good, 1 something is wrong."""
-    result = verify_checkpoint(directory, against, config)
+    result = verify_checkpoint(directory, against, config, adapters=adapters)
     if as_json:
         show(json.dumps(result.as_json(), indent=1))
     else:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from modelexport import __version__
+from modelexport.checkpoints.adapters import Adapter, adapters_in, parse_setting, read_adapter
 from modelexport.checkpoints.safetensors.file import Checkpoint, Layout
 from modelexport.checkpoints.source import Source, is_local, resolve_source
 from modelexport.checkpoints.staging import check_target, resolve_target
@@ -15,6 +17,7 @@ from modelexport.errors import PlanError, UsageError
 from modelexport.exporting.plan import ExportPlan, build_plan, full_name
 from modelexport.inspection.record.reading import read_record
 from modelexport.models import checkpoint_formats
+from modelexport.models.adapted import adapted, without_adapters
 from modelexport.models.architecture import why_no_language_model
 from modelexport.models.decoded import StoredLinear, decoded
 from modelexport.models.draft_layers import without_drafts
@@ -47,6 +50,7 @@ class PreparedExport:
     plan: ExportPlan
     target: TargetPlan
     warnings: tuple[str, ...] = ()
+    adapters: tuple[Adapter, ...] = ()
 
     @property
     def layout(self) -> Layout:
@@ -70,12 +74,14 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> PreparedExpor
     if not recipe.of_kind("assign"):
         parse_assignment(recipe)  # before a download, for a wrong name's sake
     method = checkpoint_formats.method_of(recipe.format)
+    adapters = _adapters(recipe)
     source = source or resolve_source(recipe.model, recipe.revision)
     _check_apart(recipe, source)
     with without_collector():  # a hundred thousand small objects: the collector would walk them over and over
         checkpoint, dropped = without_drafts(open_model(source.directory, recipe.config))
         if recipe.quant != KEEP or recipe.of_kind("assign"):
             checkpoint = decoded(checkpoint)
+        checkpoint, merged = adapted(checkpoint, adapters)
         if recipe.of_kind("assign"):
             recipe = _autoquant(recipe, source, checkpoint)
         assignment = parse_assignment(recipe)
@@ -100,17 +106,48 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> PreparedExpor
         if plan.needs_ranges or plan.calibrated:
             _check_calibration(recipe, source, checkpoint)
         _check_work(recipe, plan)
-        plan = replace(plan, notes=(*plan.notes, *_second_rounding(checkpoint, plan)))
-        prepared = PreparedExport(recipe, source, checkpoint, plan, _target(recipe, checkpoint, plan))
+        notes = (*checkpoint.notes, *merged, *_unmerged(source, adapters), *_second_rounding(checkpoint, plan))
+        plan = replace(plan, notes=(*plan.notes, *notes))
+        prepared = PreparedExport(recipe, source, checkpoint, plan, _target(recipe, checkpoint, plan), (), adapters)
         if recipe.quant == KEEP:
             check_source(prepared.target, checkpoint)
         return replace(prepared, warnings=(*dropped, *_warnings(prepared)))
 
 
+def _adapters(recipe: ExportRecipe) -> tuple[Adapter, ...]:
+    """The adapters of the recipe.
+
+    Raises:
+        UsageError: one is not there, or is given twice; or the source's numbers are kept.
+        CheckpointError: one cannot be merged.
+    """
+    if recipe.adapter and recipe.quant == KEEP:
+        raise UsageError(
+            f"--adapter {recipe.adapter[0]}: --quant {KEEP} keeps the source's numbers, to which nothing can be added: "
+            "choose a number format, or --quant none"
+        )
+    given = [parse_setting(text) for text in recipe.adapter]
+    directories = [directory for directory, _ in given]
+    for directory in directories:
+        if directories.count(directory) > 1:
+            raise UsageError(f"--adapter {directory} is given twice: give it once, with a weight: {directory}=2")
+    return tuple(read_adapter(directory, weight) for directory, weight in given)
+
+
+def _unmerged(source: Source, adapters: Collection[Adapter]) -> Iterator[str]:
+    """Says which adapters lie with the model and are not merged into it."""
+    merged = {adapter.directory for adapter in adapters}
+    for directory in adapters_in(source.directory):
+        if directory.resolve() not in merged:
+            named = shlex.quote(str(directory))
+            yield f"an adapter lies in {directory}, and is not merged: --adapter {named} merges it"
+
+
 def _second_rounding(checkpoint: Checkpoint, plan: ExportPlan) -> Iterator[str]:
     """Says which numbers were rounded before, and how far, where the source's own record has it."""
     quantised = {task.info.name for step in plan.steps for task in step.tasks if task.quantised}
-    linears = {name: linear for name, linear in checkpoint.computed.items() if name in quantised}
+    stored = {name: without_adapters(tensor) for name, tensor in checkpoint.computed.items()}
+    linears = {name: linear for name, linear in stored.items() if name in quantised}
     counts = Counter(linear.number_format.name for linear in linears.values() if isinstance(linear, StoredLinear))
     record = read_record(checkpoint.directory) if counts else None
     errors = {} if record is None else record.sqnr_db
@@ -240,8 +277,10 @@ def check_early(recipe: ExportRecipe) -> None:
     """Checks, before anything heavy is imported, the target and the files that calibration reads.
 
     Raises:
-        UsageError: the target exists; or the text or the tokenizer is missing.
+        UsageError: the target exists; or an adapter, the text or the tokenizer is missing.
+        CheckpointError: an adapter cannot be merged.
     """
+    _adapters(recipe)
     source = resolve_source(recipe.model, recipe.revision) if is_local(recipe.model) else None
     if source is not None:
         _check_apart(recipe, source)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from modelexport import __version__
+from modelexport.checkpoints.adapters import CONFIG
 from modelexport.checkpoints.card_metadata import read_card_metadata
 from modelexport.checkpoints.formats.hf import RECORD, SideFiles
 from modelexport.exporting.plan import ExportPlan
@@ -120,7 +121,7 @@ def target_of_export(prepared: PreparedExport) -> TargetDirectory:
     def record(side: SideFiles, beside: Mapping[str, Path], outcome: dict[str, Any]) -> dict[str, Any]:
         made = make_record(prepared.plan, recipe, prepared.source.label, side, beside, outcome)
         facts = {"model": _model_facts(prepared), "warnings": list(prepared.warnings)}
-        return {**made, **facts, **_inherited(before, made)}
+        return {**made, **facts, **_adapter_facts(prepared), **_inherited(before, made)}
 
     announced = quantization_files(prepared.plan)
     beside = {} if announced is None else announced.files
@@ -134,7 +135,8 @@ def target_of_export(prepared: PreparedExport) -> TargetDirectory:
             prepared.checkpoint, recipe.config, None if announced is None else announced.config, replaced=True
         ),
         record=record,
-        stale=stale | {name for method in methods().values() for name in method.SIDE_FILES},
+        # With adapter_config.json beside a model, transformers would look for the adapter and add it again.
+        stale=stale | {CONFIG} | {name for method in methods().values() for name in method.SIDE_FILES},
         card=model_card,
         renamed=renamed,
     )
@@ -163,12 +165,18 @@ def _model_facts(prepared: PreparedExport) -> dict[str, Any]:
     }
 
 
+def _adapter_facts(prepared: PreparedExport) -> dict[str, Any]:
+    """The adapters that were merged, and the SHA-256 of their files; nothing where there are none."""
+    found = [{**adapter.facts(), "sha256": file_sha256(adapter.file)} for adapter in prepared.adapters]
+    return {"adapters": found} if found else {}
+
+
 def _inherited(before: ExportRecord | None, made: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts of the source's record that hold for re-encoded numbers: their rounding, and what was folded or
+    """The parts of the source's record that hold for re-encoded numbers: their rounding, and what was merged, folded or
     rotated."""
     if before is None:
         return {}
-    keys = ("calibration", "changed", "output_error")
+    keys = ("adapters", "calibration", "changed", "output_error")
     algorithm = before.recipe.get("algorithm", made["recipe"]["algorithm"])
     kept = {key: before.content[key] for key in keys if before.content.get(key) is not None}
     return {"recipe": {**made["recipe"], "algorithm": algorithm}, **kept}
@@ -183,5 +191,6 @@ def _fingerprint(prepared: PreparedExport) -> dict[str, Any]:
         "source_files": files_digest(prepared.checkpoint.config, prepared.checkpoint.files),
         **{key: value for key, value in recipe.deciding().items() if prepared.is_calibrated or not is_calibration(key)},
         "calibration_file": None if file is None else files_digest(None, [file]),
+        "adapters": [adapter.facts() for adapter in prepared.adapters],
         "modelexport": __version__,
     }

@@ -75,6 +75,9 @@ def _local_view(checkpoint: Checkpoint, recipe: Settings) -> dict[str, str]:
     for name, places in sorted(checkpoint.placements.items()):
         lies = [(place.box, place.path.name, place.offset, place.strides) for place in places]
         digest.update(f"{name} {lies}\n".encode())
+    for name, tensor in sorted(checkpoint.computed.items()):  # decoded, or with adapters, whose files count as well
+        parts = [(info.dtype, info.shape, info.path.name, info.offset) for info in tensor.sources]
+        digest.update(f"{name} {parts}\n".encode())
     settings = {key: value for key, value in vars(recipe).items() if key not in ("quiet", "json")}
     return {
         "host": socket.gethostname(),

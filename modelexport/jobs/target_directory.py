@@ -71,7 +71,7 @@ class TargetDirectory:
         if self._staging.lost and not self._quiet:
             note(f"another export here is dropped, which cannot be finished: {self._staging.lost}")
         payload = self._staging.directory
-        not_the_models = {*formats.get(files.source.format).SIDE_FILES, *files.stale}
+        not_the_models = {*formats.source(files.source.format).SIDE_FILES, *files.stale}
         weights = set(files.source.files)
         self._side = copy_side_files(files.source.directory, payload, weights, not_the_models, files.renamed)
         self._write("config.json", files.config)

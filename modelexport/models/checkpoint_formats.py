@@ -24,18 +24,30 @@ if TYPE_CHECKING:  # --help needs the names alone
 
     Rules = Callable[..., list[TensorRule]]
 
-_NEEDED = ("DESCRIPTION", "SIDE_FILES", "lay_out", "side_files", "recognises", "open")
+_NEEDED_TO_READ = ("DESCRIPTION", "SIDE_FILES", "recognises", "open")
+_NEEDED = (*_NEEDED_TO_READ, "lay_out", "side_files")
 
 
-class CheckpointFormat(Protocol):
-    """The interface of a checkpoint format's module."""
+class SourceFormat(Protocol):
+    """The interface of the module of a checkpoint format that is read; with ``READS``, its name, and not written."""
 
-    NAME: str
-    """As ``--format`` has it."""
     DESCRIPTION: str
     """One line for people."""
     SIDE_FILES: tuple[str, ...]
     """Files that belong to the format and not to the model: they do not come along into another format."""
+
+    def recognises(self, directory: Path) -> bool:
+        """Returns whether the directory holds a checkpoint of this format."""
+
+    def open(self, directory: Path, config: dict[str, Any] | None, rules: Rules) -> Checkpoint:
+        """Read and check everything but the weights."""
+
+
+class CheckpointFormat(SourceFormat, Protocol):
+    """The interface of a checkpoint format's module."""
+
+    NAME: str
+    """As ``--format`` has it."""
 
     def lay_out(self, plan: ShardPlan, config: dict[str, Any], *, max_shard_bytes: int) -> Layout:
         """Returns the layout: the files, and the place of every tensor in them.
@@ -45,12 +57,6 @@ class CheckpointFormat(Protocol):
 
     def side_files(self, plan: ShardPlan, config: dict[str, Any], layout: Layout) -> Mapping[str, bytes]:
         """The files beside the weights that belong to the format: name -> content."""
-
-    def recognises(self, directory: Path) -> bool:
-        """Returns whether the directory holds a checkpoint of this format."""
-
-    def open(self, directory: Path, config: dict[str, Any] | None, rules: Rules) -> Checkpoint:
-        """Read and check everything but the weights."""
 
 
 @cache
@@ -68,6 +74,25 @@ def containers() -> dict[str, str]:
 def formats() -> dict[str, CheckpointFormat]:
     """Format modules by name, in the order of their names."""
     return {name: cast(CheckpointFormat, importlib.import_module(module)) for name, module in containers().items()}
+
+
+@cache
+def sources() -> dict[str, SourceFormat]:
+    """Modules of all formats that are read, by name; those that are not written last, in the order of their names."""
+    only_read = dict(plugins.declared("modelexport.checkpoints.formats", "READS"))
+    for plugin in plugins.modules().values():
+        if hasattr(plugin, "READS"):
+            plugins.require(plugin, plugin, _NEEDED_TO_READ, kind="a checkpoint format")
+            plugins.register(only_read, plugin.READS, plugin.__name__, kind="a checkpoint format", module=plugin)
+    return {
+        **formats(),
+        **{name: cast(SourceFormat, importlib.import_module(only_read[name])) for name in sorted(only_read)},
+    }
+
+
+def source(name: str) -> SourceFormat:
+    """The module of the format that a checkpoint was read from."""
+    return sources()[name] if name in sources() else get(name)
 
 
 def names() -> list[str]:

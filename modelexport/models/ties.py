@@ -48,7 +48,7 @@ def untie(checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
     check_ties(checkpoint)
     family = family_of(config)
-    infos, placements = dict(checkpoint.infos), dict(checkpoint.placements)
+    infos, placements, computed = dict(checkpoint.infos), dict(checkpoint.placements), dict(checkpoint.computed)
     heads, embeddings = (
         [f"{m.path}.weight" for m in modules if m.kind == kind]
         for modules, kind in ((family.after, "head"), (family.before, "embedding"))
@@ -58,8 +58,10 @@ def untie(checkpoint: Checkpoint) -> Checkpoint:
             infos[head] = replace(infos[embedding], name=head)
             if embedding in placements:
                 placements[head] = placements[embedding]
+            if embedding in computed:
+                computed[head] = computed[embedding]
     own = {**config, "tie_word_embeddings": False}
-    return replace(checkpoint, infos=infos, placements=placements, config=own)
+    return replace(checkpoint, infos=infos, placements=placements, computed=computed, config=own)
 
 
 def check_tied(checkpoint: Checkpoint, head: TensorInfo, embedding: TensorInfo) -> None:

@@ -70,6 +70,7 @@ def answer_with(monkeypatch: pytest.MonkeyPatch, result: Any) -> list[tuple[tupl
 
 
 def test_a_hub_id_is_downloaded_without_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"")
     calls = answer_with(monkeypatch, str(tmp_path))
     assert resolve_source("org/name", "v1") == Source(tmp_path, "org/name", hub_id="org/name")
     [((model,), options)] = calls
@@ -77,6 +78,15 @@ def test_a_hub_id_is_downloaded_without_pickles(tmp_path: Path, monkeypatch: pyt
     assert options["revision"] == "v1"
     assert {"*.bin", "*.pt", "*.pth", "*.gguf"} <= set(options["ignore_patterns"])
     assert "*.safetensors" not in options["ignore_patterns"]
+
+
+def test_pickles_are_downloaded_where_there_is_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = answer_with(monkeypatch, str(tmp_path))
+    resolve_source("org/name", "v1")
+    _, (_, options) = calls
+    assert options["revision"] == "v1"
+    assert "pytorch_model*.bin" in options["allow_patterns"]
+    assert "ignore_patterns" not in options
 
 
 def refusal(kind: type[Exception], status: int) -> Exception:

@@ -96,6 +96,8 @@ def flag_for(name: str, value: Any) -> list[str]:
     flag = f"--{name.replace('_', '-')}"
     if isinstance(value, bool):
         return [flag] if value else [f"--no-{name.replace('_', '-')}"]
+    if isinstance(value, tuple):
+        return [word for each in value for word in (flag, each)]
     return [flag, str(value)]
 
 
@@ -103,6 +105,7 @@ def flag_for(name: str, value: Any) -> list[str]:
 OTHER: dict[str, Any] = {
     "model": "org/name",
     "revision": "main",
+    "adapter": ("tuned", "other=0.5"),
     "out": "ckpt",
     "quant": "int4",
     "group_size": 64,

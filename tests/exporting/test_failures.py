@@ -256,12 +256,23 @@ def test_a_byte_that_changes_on_disk_is_found_before_publishing(
     assert not (tmp_path / "out").exists()
 
 
-def test_torch_is_not_asked_to_unpickle(tmp_path: Path, source: Path) -> None:
+class Attack:
+    """An object whose pickle makes a directory when it is loaded."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (str(self.directory),)
+
+
+def test_what_is_pickled_is_never_run(tmp_path: Path, source: Path) -> None:
     tensors = load_file(source / "model.safetensors")
     (source / "model.safetensors").unlink()
-    torch.save(tensors, source / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="pickle"):
+    torch.save({**tensors, "x": Attack(tmp_path / "made")}, source / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="'x': holds mkdir; only plain tensors"):
         export(model=str(source), out=str(tmp_path / "out"))
+    assert not (tmp_path / "made").exists()
 
 
 def test_a_resumed_export_does_only_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

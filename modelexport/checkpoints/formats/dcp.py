@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from modelexport.checkpoints.fused_rows import Heads, heads_of, row_spans
+from modelexport.checkpoints.native_llama import NAMES, rotary_shares
 from modelexport.checkpoints.safetensors.arrays import Array, Share
 from modelexport.checkpoints.safetensors.file import Checkpoint, Layout
 from modelexport.checkpoints.torch_archive import dcp_container as container
@@ -151,22 +152,6 @@ def _canonical(
 # ------------------------------------------------------------------ torchtitan
 
 
-_TITAN = {
-    "embedding": ("tok_embeddings",),
-    "attention.norm": ("attention_norm",),
-    "attention.q": ("attention.wq", "attention.qkv_linear.wq"),
-    "attention.k": ("attention.wk", "attention.qkv_linear.wk"),
-    "attention.v": ("attention.wv", "attention.qkv_linear.wv"),
-    "attention.o": ("attention.wo",),
-    "mlp.norm": ("ffn_norm",),
-    "mlp.gate": ("feed_forward.w1",),
-    "mlp.up": ("feed_forward.w3",),
-    "mlp.down": ("feed_forward.w2",),
-    "final_norm": ("norm",),
-    "head": ("output", "lm_head"),
-}
-
-
 def titan_options(rule: TensorRule, heads: Heads) -> list[Option]:
     """Yields the forms in which torchtitan may keep a tensor of a Llama; none for tensors that it does not have.
 
@@ -177,30 +162,11 @@ def titan_options(rule: TensorRule, heads: Heads) -> list[Option]:
         return []
     layer = "" if rule.layer is None else f"layers.{rule.layer}."
     found: list[Option] = []
-    for module in _TITAN.get(rule.role, ()):
-        shares = tuple(_rotated(rule, 0, rule.shape[0], 0))
+    for module in NAMES.get(rule.role, ()):
+        shares = tuple(rotary_shares(rule, 0, rule.shape[0], 0))
         found.append((StoredKey(f"{layer}{module}.weight", rule.shape, shares),))
     if rule.role in ("attention.q", "attention.k", "attention.v"):
         rows, spans = row_spans(rule, heads)
-        shares = tuple(share for span in spans for share in _rotated(rule, *span))
+        shares = tuple(share for span in spans for share in rotary_shares(rule, *span))
         found.append((StoredKey(f"{layer}attention.qkv_linear.wqkv.weight", (rows, *rule.shape[1:]), shares),))
     return found
-
-
-def _rotated(rule: TensorRule, start: int, stop: int, row: int) -> list[Share]:
-    """Rows ``[start, stop)``, whole heads, of a tensor that begin at ``row`` of a key's; rotary ones half by half."""
-    rest = whole(rule.shape[1:])
-    zeros = (0,) * len(rest)
-    if rule.role not in ("attention.q", "attention.k"):
-        return [Share(rule.name, ((start, stop), *rest), (row, *zeros))]
-    (part,) = rule.parts
-    size = part.size // part.heads
-    half = size // 2
-    steps = (2, *(1 for _ in rest))
-    return [
-        Share(
-            rule.name, ((head + odd * half, head + (odd + 1) * half), *rest), (row + head - start + odd, *zeros), steps
-        )
-        for head in range(start, stop, size)
-        for odd in (0, 1)
-    ]

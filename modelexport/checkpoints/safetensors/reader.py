@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_PART = re.compile(r"^(?P<stem>.*)-(?P<part>\d+)-of-(?P<parts>\d+)\.safetensors$")
+_NOT_A_MODELS = ("adapter_model.safetensors",)
+_CONSOLIDATED = "consolidated"
+_PART = re.compile(r"^(?P<stem>.*)-(?P<part>\d+)-of-(?P<parts>\d+)(?P<suffix>\.\w+)$")
 
 
 class ComputedTensor(Protocol):
@@ -39,6 +41,8 @@ class ComputedTensor(Protocol):
 
     def read(self, reader: Reader, rows: tuple[int, int], cols: tuple[int, int]) -> torch.Tensor:
         """Rows and columns of it, ``[rows, cols]``, in its dtype.
+
+        Of a tensor of another number of dims: rows along dim 0 and columns along dim 1, where it has these.
 
         Raises:
             CheckpointError: a file cannot be read, or its values mean nothing.
@@ -58,7 +62,8 @@ class Checkpoint:
             ``infos`` then tell the whole tensor's dtype, shape and size, but no single place.
         format: the checkpoint format, as ``--format`` spells it.
         left_out: what else the files hold, which is no part of the model -> what it is.
-        computed: matrices of ``infos`` that are computed from what lies in the files.
+        computed: tensors of ``infos`` that are computed from what lies in the files.
+        notes: what to know of how it is read, a line each.
     """
 
     directory: Path
@@ -69,6 +74,7 @@ class Checkpoint:
     format: str = "hf"
     left_out: Mapping[str, str] = field(default_factory=dict)
     computed: Mapping[str, ComputedTensor] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def files(self) -> list[Path]:
@@ -96,7 +102,7 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
         raise CheckpointError(f"{directory}: {what}; a directory with safetensors files is needed")
     config = read_json(directory / "config.json", largest=LARGEST_CONFIG) if _lists(directory, "config.json") else None
     index = directory / INDEX_NAME
-    weight_map = _read_index(index) if _lists(directory, INDEX_NAME) else None
+    weight_map = read_index(index) if _lists(directory, INDEX_NAME) else None
     if weight_map is not None:
         names = sorted(set(weight_map.values()))
         if SINGLE_NAME not in names and _lists(directory, SINGLE_NAME):
@@ -123,7 +129,12 @@ def _lists(directory: Path, name: str) -> bool:
     return os.path.lexists(directory / name)
 
 
-def _read_index(path: Path) -> dict[str, str]:
+def read_index(path: Path) -> dict[str, str]:
+    """The files of tensors, by the index of a checkpoint: name -> name of a file in the same directory.
+
+    Raises:
+        CheckpointError: it is damaged, or points outside of the directory.
+    """
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{path}: has no weight_map from tensor names to files")
@@ -140,32 +151,43 @@ def _names_without_index(directory: Path) -> list[str]:
     if _lists(directory, SINGLE_NAME):
         return [SINGLE_NAME]
     listing = sorted(os.listdir(directory))
-    names = [name for name in listing if name.endswith(".safetensors")]
+    names = [name for name in listing if name.endswith(".safetensors") and name not in _NOT_A_MODELS]
+    # Mistral publishes its own layout beside Hugging Face's: the same numbers by other names.
+    names = [name for name in names if not name.startswith(_CONSOLIDATED)] or names
     if names:
-        _check_complete(directory, names)
+        check_parts(directory, names)
         return names
+    if "adapter_config.json" in listing:
+        raise CheckpointError(
+            f"{directory}: holds an adapter, and not the model that it was trained on: give the model's directory, and "
+            f"--adapter {shlex.quote(str(directory))}"
+        )
     pickled = [name for name in listing if name.endswith(_PICKLED)]
     if pickled:
         here, there = shlex.quote(str(directory)), shlex.quote(f"{directory}-safetensors")
         raise CheckpointError(
-            f"{directory}: holds its weights only as pickles ({', '.join(pickled[:3])}), which can run code "
-            "when they are loaded and are refused. If you trust them, convert them: python -c 'import sys; "
-            "from transformers import AutoModelForCausalLM as M; "
+            f"{directory}: holds its weights only as pickles ({', '.join(pickled[:3])}) of other names than "
+            "pytorch_model.bin, which can run code when they are loaded and are refused. If you trust them, convert "
+            "them: python -c 'import sys; from transformers import AutoModelForCausalLM as M; "
             f'M.from_pretrained(sys.argv[1], dtype="auto").save_pretrained(sys.argv[2])\' {here} {there}'
         )
     found = ", ".join(listing[:8]) or "nothing"
     raise CheckpointError(f"{directory}: holds no safetensors file; found {found}")
 
 
-def _check_complete(directory: Path, names: list[str]) -> None:
-    """Without an index only the shards' own count can tell that one was not copied along."""
+def check_parts(directory: Path, names: Collection[str]) -> None:
+    """Check that all parts are there: without an index only their own count can tell that one was not copied along.
+
+    Raises:
+        CheckpointError: one is missing.
+    """
     for name in names:
         match = _PART.match(name)
         if match is None or len(match["parts"]) > 9:
             continue
         width, parts = len(match["part"]), int(match["parts"])
         for part in range(1, parts + 1):
-            wanted = f"{match['stem']}-{part:0{width}d}-of-{match['parts']}.safetensors"
+            wanted = f"{match['stem']}-{part:0{width}d}-of-{match['parts']}{match['suffix']}"
             if wanted not in names:
                 raise CheckpointError(f"{directory}: {wanted} is missing ({name} says there are {parts})")
 
@@ -231,7 +253,7 @@ class Reader:
         computed = self._checkpoint.computed.get(info.name)
         if computed is None:
             return self.read_stored(info, rows=rows, cols=cols, out=out)
-        asked = zip(info.shape, (rows, cols), strict=True)
+        asked = zip((*info.shape, 1, 1), (rows, cols), strict=False)
         spans = [(0, size) if span is None else span for size, span in asked]
         found = computed.read(self, spans[0], spans[1])
         return found if out is None else out.copy_(found)
@@ -277,8 +299,20 @@ class Reader:
         Raises:
             CheckpointError: the file cannot be read or has become shorter, or no file holds a part of it.
         """
+        if info.name in self._checkpoint.computed:
+            self._compute(info, box, out)
+            return
         places = self._checkpoint.placements.get(info.name)
         self._gather(info, (whole_place(info),) if places is None else places, box, out)
+
+    def _compute(self, info: TensorInfo, box: Box, out: Array) -> None:
+        """Fill memory with the rectangle of a computed tensor, byte by byte."""
+        import torch
+
+        found = self.read(info, rows=box[0] if box else None, cols=box[1] if len(box) > 1 else None)
+        found = found[(slice(None), slice(None), *slices(box[2:]))] if len(box) > 2 else found
+        held = out.view(torch.uint8) if isinstance(out, torch.Tensor) else torch.from_numpy(out.view("u1"))
+        held.copy_(found.contiguous().view(torch.uint8))
 
     def read_place(self, info: TensorInfo, place: Placement, box: Box, out: Array) -> None:
         """Read the rectangle ``box`` of a tensor from one of its places, even where it lies in others too.

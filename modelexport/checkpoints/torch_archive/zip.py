@@ -16,7 +16,7 @@ import math
 import os
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 from modelexport.checkpoints.safetensors.placement import row_major
 from modelexport.checkpoints.torch_archive.pickle_reading import Call, Name, Persistent, read_pickle
 from modelexport.checkpoints.torch_archive.pickle_writing import write_pickle
-from modelexport.errors import CheckpointError
+from modelexport.errors import CheckpointError, quoted
 from modelexport.system.dtypes import dtype_bits, dtype_names, find_dtype, tensor_nbytes, torch_name
 
 ALIGNMENT = 64
@@ -32,6 +32,8 @@ ALIGNMENT = 64
 _PROBE = 1024
 _MAX_PICKLE = 1 << 16
 _MAX_DIRECTORY = 1 << 20
+_MAX_STATE_PICKLE = 1 << 28  # of a state dict: more than a million tensors
+_MAX_STATE_DIRECTORY = 1 << 28
 _NO_SIZE = 0xFFFFFFFF
 
 _STORAGES = {  # torch's typed storages; elements of newer dtypes lie in an untyped one
@@ -98,13 +100,60 @@ def find_tensor(fd: int, start: int, length: int) -> ArchivedTensor:
     view = _View(fd, start, length)
     members = _directory(view)
     pickle = _content(view, members.get("data.pkl"), "data.pkl", limit=_MAX_PICKLE)
-    dtype, key, held, first, shape, strides = _described(pickle)
+    described = _described(pickle)
+    _check_order(view, members)
+    return _located(view, members, described)
+
+
+def find_state_dict(fd: int, length: int) -> dict[str, ArchivedTensor]:
+    """Finds all tensors of a state dict that was saved to an open file of that length.
+
+    Tensors that share a storage, whole or in parts, are each found where they lie.
+
+    Raises:
+        CheckpointError: there is no such archive, it is damaged, or it holds something else than plain tensors by name.
+        OSError: the file cannot be read.
+    """
+    view = _View(fd, 0, length)
+    members = _directory(view, limit=_MAX_STATE_DIRECTORY)
+    content = read_pickle(
+        _content(view, members.get("data.pkl"), "data.pkl", limit=_MAX_STATE_PICKLE, what="a state dict"),
+        what="data.pkl",
+    )
+    _check_order(view, members)
+    found: dict[str, ArchivedTensor] = {}
+    for name, value in _items(content):
+        if not isinstance(name, str):
+            raise CheckpointError(f"holds a {type(name).__name__} as a name; a state dict has texts")
+        try:
+            found[name] = _located(view, members, _tensor(value))
+        except CheckpointError as error:
+            raise CheckpointError(f"{quoted(name)}: {error}") from error
+    return found
+
+
+def _items(content: Any) -> Iterable[tuple[Any, Any]]:
+    """The entries of a dict, or of an OrderedDict as modules return it."""
+    if isinstance(content, dict):
+        return content.items()
+    if isinstance(content, Call) and content.name == "OrderedDict" and not content.args:
+        return content.items
+    kind = (content.name or "an object") if isinstance(content, Call) else type(content).__name__
+    raise CheckpointError(f"holds {kind}; a state dict is needed: tensors by their names")
+
+
+def _check_order(view: _View, members: Mapping[str, _Member]) -> None:
     if "byteorder" in members and _content(view, members["byteorder"], "byteorder", limit=16) != b"little":
         raise CheckpointError("its elements are not little-endian")
+
+
+def _located(view: _View, members: Mapping[str, _Member], described: _Described) -> ArchivedTensor:
+    """The place in the file of a tensor that a pickle describes."""
+    dtype, key, held, first, shape, strides = described
     at, size = _span(view, members.get(f"data/{key}"), f"data/{key}")
     if held > size:
         raise CheckpointError(f"its storage takes {held:,} bytes, data/{key} has {size:,}")
-    return ArchivedTensor(dtype, shape, strides, start + at + first)
+    return ArchivedTensor(dtype, shape, strides, view.start + at + first)
 
 
 class _View:
@@ -138,7 +187,7 @@ class _Member:
     size: int
 
 
-def _directory(view: _View) -> dict[str, _Member]:
+def _directory(view: _View, limit: int = _MAX_DIRECTORY) -> dict[str, _Member]:
     """The archive's members, by their names without the archive's own."""
     if view.length < 22:
         raise CheckpointError(f"{view.length:,} bytes are no archive of torch.save")
@@ -152,8 +201,8 @@ def _directory(view: _View) -> dict[str, _Member]:
         if record[:4] != b"PK\x06\x06":
             raise CheckpointError("damaged zip directory: its 64-bit part is not where it should be")
         count, size, at = struct.unpack("<QQQ", record[32:56])
-    if size > _MAX_DIRECTORY:
-        raise CheckpointError(f"its zip directory claims {size:,} bytes, at most {_MAX_DIRECTORY:,} are read")
+    if size > limit:
+        raise CheckpointError(f"its zip directory claims {size:,} bytes, at most {limit:,} are read")
     text = view.read(at, size)
     members: dict[str, _Member] = {}
     place = 0
@@ -206,17 +255,26 @@ def _span(view: _View, member: _Member | None, name: str) -> tuple[int, int]:
     return at, member.size
 
 
-def _content(view: _View, member: _Member | None, name: str, *, limit: int) -> bytes:
+def _content(view: _View, member: _Member | None, name: str, *, limit: int, what: str = "a tensor") -> bytes:
     at, size = _span(view, member, name)
     if size > limit:
-        raise CheckpointError(f"{name} has {size:,} bytes; a tensor's has at most {limit:,}")
+        raise CheckpointError(f"{name} has {size:,} bytes; {what}'s has at most {limit:,}")
     return view.read(at, size)
 
 
+_Described = tuple[str, str, int, int, tuple[int, ...], tuple[int, ...]]
+"""dtype, storage's key and bytes, offset in it, shape, strides in bytes."""
+
+
 @lru_cache(maxsize=512)
-def _described(pickle: bytes) -> tuple[str, str, int, int, tuple[int, ...], tuple[int, ...]]:
-    """dtype, storage's key and bytes, offset in it, shape, strides in bytes. Chunks of one kind share the answer."""
-    call = _unwrapped(read_pickle(pickle, what="data.pkl"))
+def _described(pickle: bytes) -> _Described:
+    """The one tensor of a pickle. Chunks of one kind share the answer."""
+    return _tensor(read_pickle(pickle, what="data.pkl"))
+
+
+def _tensor(value: Any) -> _Described:
+    """The plain tensor that a value from a pickle describes."""
+    call = _unwrapped(value)
     kind = call.name if isinstance(call, Call) else type(call).__name__
     if not isinstance(call, Call) or (kind, min(len(call.args), 7)) not in _REBUILDS:
         raise CheckpointError(f"holds {kind or 'something else'}; only plain tensors can be read in place")

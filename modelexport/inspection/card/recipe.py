@@ -16,6 +16,7 @@ __all__ = ["recipe_lines", "recipe_of"]
 
 _TARGET = ("target_tp", "target_pp", "target_ep")
 _ALWAYS = ("quant", "algorithm", "format")
+_OF_ADAPTER = ("name", "kind", "rank", "alpha", "weight")
 _OWN_TEXT = "modelexport's own text"
 
 
@@ -75,6 +76,12 @@ def recipe_lines(record: ExportRecord) -> Iterator[str]:
 
 def _remarks(record: ExportRecord) -> Iterator[str]:
     recipe, calibration = record.recipe, record.calibration
+    for adapter in record.adapters:
+        name, kind, rank, alpha, weight = (plain(adapter.get(key, "?")) for key in _OF_ADAPTER)
+        yield (
+            f"The adapter {name} was merged into the weights first: {kind} of rank {rank}, alpha {alpha}, times "
+            f"{weight}; SHA-256 of its file {code(adapter.get('sha256', '?'))}."
+        )
     for algorithm in algorithms.used(recipe.get("algorithm")):
         if algorithm.kind != "assign":
             continue

@@ -29,7 +29,7 @@ _NEEDED = {"recipe": dict, "sha256": dict, "sqnr_db": dict, "layers": list, "pro
 _OPTIONAL = {
     **dict.fromkeys(("file_sha256", "model", "calibration", "evaluation", "output_error"), dict),
     **dict.fromkeys(("unquantised", "left_out"), dict),
-    **dict.fromkeys(("changed", "tensor_parallel_sizes", "warnings"), list),
+    **dict.fromkeys(("adapters", "changed", "tensor_parallel_sizes", "warnings"), list),
 }
 _OF_CALIBRATION = {"samples": int, "length": int, "text": str, "unseen_experts": list}
 _OF_CALIBRATION_OPTIONAL = {"notes": dict, "rare_experts": dict}
@@ -69,6 +69,7 @@ def _check_record(path: Path, record: Mapping[str, Any]) -> None:
     for when, values in errors.items():
         _check(path, values, dict.fromkeys(values, (int, float)), f"output_error.{shown(when)}.", needed=True)
     _check_items(path, record.get("changed") or [], str, "changed.")
+    _check_items(path, record.get("adapters") or [], dict, "adapters.")
     _check_calibration(path, record.get("calibration"))
     evaluation = record.get("evaluation") or {}
     _check(path, evaluation, {"model": dict, "comparison": dict}, "evaluation.")
@@ -269,6 +270,7 @@ class ExportRecord:
         sha256: name of a tensor -> of its bytes; file_sha256: the same of files beside the weights.
         sqnr_db: module -> SQNR in dB; output_error_before, output_error_after: module -> error of its outputs.
         unquantised, left_out: name of a module or tensor -> the reason.
+        adapters: what was merged into the source's weights: name, rank, SHA-256 and more of each, unchecked.
         changed: tensors, or modules, whose values differ from the source's on purpose.
         tensor_parallel_sizes, warnings: as recorded.
         problems: figures that were left out, and why: a line each.
@@ -290,6 +292,7 @@ class ExportRecord:
     output_error_after: Mapping[str, float]
     unquantised: Mapping[str, str]
     left_out: Mapping[str, str]
+    adapters: Sequence[Mapping[str, Any]]
     changed: frozenset[str]
     tensor_parallel_sizes: Sequence[Any]
     warnings: Sequence[Any]
@@ -325,6 +328,7 @@ class ExportRecord:
             output_error_after=figures("output_error.after", errors.get("after") or {}),
             unquantised={name: str(reason) for name, reason in (content.get("unquantised") or {}).items()},
             left_out={name: str(reason) for name, reason in (content.get("left_out") or {}).items()},
+            adapters=tuple(content.get("adapters") or ()),
             changed=frozenset(content.get("changed") or ()),
             tensor_parallel_sizes=content.get("tensor_parallel_sizes") or (),
             warnings=content.get("warnings") or (),

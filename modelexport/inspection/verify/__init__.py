@@ -16,20 +16,23 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from modelexport.checkpoints.adapters import parse_setting, read_adapter
 from modelexport.checkpoints.formats.hf import RECORD
 from modelexport.checkpoints.replicas import odd_replicas
 from modelexport.checkpoints.safetensors.file import Checkpoint
-from modelexport.errors import CheckpointError, PlanError, UsageError
+from modelexport.errors import CheckpointError, PlanError, UsageError, shown
 from modelexport.inspection.record.reading import ExportRecord, read_record
 from modelexport.inspection.verify.comparison import HeaderComparison, compare_headers, plan_items
 from modelexport.inspection.verify.record import check_record
 from modelexport.inspection.verify.structure import check_structure
+from modelexport.models.adapted import adapted
 from modelexport.models.decoded import decoded
 from modelexport.models.matching import places, too_many_blocks
 from modelexport.models.modules import Architecture, StoredModule, read_architecture, read_modules
 from modelexport.models.opening import open_model
 from modelexport.quantization import algorithms
 from modelexport.quantization.methods import QuantizationConfig, methods, read_quantization_config
+from modelexport.system.small_files import file_sha256
 
 if TYPE_CHECKING:
     from modelexport.inspection.verify.items import AuditItem, ModuleCheck
@@ -99,6 +102,7 @@ def verify_checkpoint(
     against: Path | str | None = None,
     config: Path | str | None = None,
     *,
+    adapters: Sequence[str] = (),
     threads: int | None = None,
 ) -> Verification:
     """Check a checkpoint; see the module's docstring.
@@ -106,14 +110,16 @@ def verify_checkpoint(
     Args:
         against: the checkpoint that it was made from; a quantised one is decoded.
         config: the model's config.json, where the checkpoint has none of its own.
+        adapters: of LoRA, as ``--adapter`` of an export takes them, to be merged into ``against`` first.
         threads: that read and compare side by side; None: one for every core this process may use.
 
     Returns:
         What was found; a damaged checkpoint is a result, not an exception.
 
     Raises:
-        UsageError: ``directory`` is no directory.
-        CheckpointError: ``against`` cannot be read, or holds NaN or Inf.
+        UsageError: ``directory`` is no directory; or adapters are given without ``against``, or are not those that the
+            checkpoint's record has.
+        CheckpointError: ``against`` or an adapter cannot be read, or holds NaN or Inf.
 
     Example:
         ::
@@ -126,7 +132,9 @@ def verify_checkpoint(
         found = "a file" if directory.exists() else "no such directory"
         raise UsageError(f"{directory}: {found}; give the directory of a checkpoint")
     result = Verification(str(directory), None if against is None else str(against))
-    source = None if against is None else decoded(open_model(Path(against)))
+    source = None if against is None else _source(Path(against), adapters)
+    if adapters and source is None:
+        raise UsageError(f"--adapter {adapters[0]} is merged into the source to compare with: add --against SOURCE")
     try:
         checkpoint = open_model(directory, config)
         quantization = read_quantization_config(checkpoint.config)
@@ -151,6 +159,8 @@ def verify_checkpoint(
         result.problems.append(str(error))
     if record is not None:
         result.problems += check_record(record, checkpoint, modules, quantization)
+        if source is not None:
+            _check_adapters(directory, record, adapters)
     comparison = compare_headers(checkpoint, modules, architecture, record, source)
     result.problems += comparison.problems
     try:
@@ -159,6 +169,30 @@ def verify_checkpoint(
         result.problems.append(str(error))
     result.notes += comparison.notes
     return result
+
+
+def _source(directory: Path, adapters: Sequence[str]) -> Checkpoint:
+    """The checkpoint to compare with, decoded, and with adapters merged into it."""
+    merged = [read_adapter(*parse_setting(text)) for text in adapters]
+    return adapted(decoded(open_model(directory)), merged)[0]
+
+
+def _check_adapters(directory: Path, record: ExportRecord, adapters: Sequence[str]) -> None:
+    """Refuse to compare with a source that has other adapters than the record.
+
+    Raises:
+        UsageError: it has.
+    """
+    wanted = [(adapter.get("sha256"), adapter.get("weight")) for adapter in record.adapters]
+    given = [(file_sha256(found.file), found.weight) for found in (read_adapter(*parse_setting(a)) for a in adapters)]
+    if wanted != given:
+        names = (f"{adapter.get('name', '?')}, weight {adapter.get('weight', '?')}" for adapter in record.adapters)
+        made = shown("; ".join(names)) if wanted else "no adapter"
+        raise UsageError(
+            f"{directory} was made with {made}: give the same with --adapter DIR[=WEIGHT], in that order"
+            if wanted
+            else f"{directory} was made with {made}: leave --adapter out"
+        )
 
 
 def _check_values(
