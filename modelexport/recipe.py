@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from modelexport.errors import PlanError, UsageError, shown
 from modelexport.quantization import algorithms
 from modelexport.quantization.algorithms.base import KINDS, Algorithm, Kind
+from modelexport.quantization.assignment import KEEP
 from modelexport.settings import Settings, check_choice, check_common, check_sizes, decides_bytes, setting
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ GATHERS = ("shm", "nfs", "direct")
 RANGES = ("max", "percentile", "mse")
 EXPERTS = ("routed", "all")
 KV_CACHES = ("fp8",)
+DRAFTS = ("keep", "quantise", "drop")
 _PART = r"[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9_])?"
 _REPO_ID = re.compile(f"{_PART}/{_PART}", re.ASCII)
 _LONGEST_REPO_ID = 96
@@ -127,6 +129,13 @@ class ExportRecipe(Settings):
     kv_cache: str | None = setting(
         None, "number format of the KV cache (default: not quantised)", choices=KV_CACHES, decides_bytes=True
     )
+    draft: str = setting(
+        "keep",
+        "what becomes of draft layers (multi-token prediction): written as they are, or their decoder layer's linears "
+        "quantised as the model's, or left out",
+        choices=DRAFTS,
+        decides_bytes=True,
+    )
     format: str = setting("hf", "checkpoint format", metavar="NAME", decides_bytes=True)
     max_shard_bytes: int = setting(5_000_000_000, "largest weight file, in bytes", metavar="N", decides_bytes=True)
     target_tp: int = setting(
@@ -193,6 +202,11 @@ class ExportRecipe(Settings):
         self._check_algorithm()
         if self.kv_cache is not None:
             check_choice("kv-cache", self.kv_cache, KV_CACHES)
+        check_choice("draft", self.draft, DRAFTS)
+        if self.draft == "quantise" and self.quant == KEEP:
+            raise UsageError(
+                f"--draft quantise rounds linears, and --quant {KEEP} rounds none: leave out one of the two"
+            )
         for name, value in (("samples", self.calib_samples), ("length", self.calib_length)):
             if value < 1:
                 raise UsageError(f"--calib-{name} {value}: at least 1 is needed")
@@ -273,7 +287,8 @@ class ExportRecipe(Settings):
         for spec in fields(self):
             value = getattr(self, spec.name)
             elsewhere = is_calibration(spec.name) or "algorithm" in spec.metadata
-            if not decides_bytes(spec) or elsewhere or (spec.name.startswith("target_") and value == 1):
+            usual = spec.name == "draft" or spec.name.startswith("target_")  # said only where they are otherwise
+            if not decides_bytes(spec) or elsewhere or (usual and value == spec.default):
                 continue
             found[spec.name] = value
             if spec.name == "algorithm":

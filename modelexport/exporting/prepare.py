@@ -73,7 +73,7 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> PreparedExpor
     source = source or resolve_source(recipe.model, recipe.revision)
     _check_apart(recipe, source)
     with without_collector():  # a hundred thousand small objects: the collector would walk them over and over
-        checkpoint, dropped = without_drafts(open_model(source.directory, recipe.config))
+        checkpoint, dropped = without_drafts(open_model(source.directory, recipe.config), _why_no_drafts(recipe))
         if recipe.quant != KEEP or recipe.of_kind("assign"):
             checkpoint = decoded(checkpoint)
         if recipe.of_kind("assign"):
@@ -94,6 +94,7 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> PreparedExpor
             kv_cache=recipe.kv_cache is not None,
             rows=ROWS if recipe.is_calibrated else None,
             untied=rotated,
+            quantise_drafts=recipe.draft == "quantise",
         )
         if rotated:
             checkpoint = untie(checkpoint)
@@ -105,6 +106,15 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> PreparedExpor
         if recipe.quant == KEEP:
             check_source(prepared.target, checkpoint)
         return replace(prepared, warnings=(*dropped, *_warnings(prepared)))
+
+
+def _why_no_drafts(recipe: ExportRecipe) -> str:
+    """The reason why draft layers are not written; ``""`` where they are."""
+    if recipe.draft == "drop":
+        return "--draft drop"
+    if recipe.of_kind("rotate"):
+        return f"--algorithm {recipe.algorithm} rotates the hidden states that they read"
+    return checkpoint_formats.why_no_drafts(recipe.format)
 
 
 def _second_rounding(checkpoint: Checkpoint, plan: ExportPlan) -> Iterator[str]:

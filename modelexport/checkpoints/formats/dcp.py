@@ -30,6 +30,7 @@ from modelexport.system.small_files import has_file
 NAME = "dcp"
 DESCRIPTION = "torch's distributed checkpoint (DCP), as FSDP and torchtitan write it"
 LOADS_TENSOR_PARALLEL = False
+HOLDS_DRAFTS = True
 SIDE_FILES = (".metadata",)
 
 
