@@ -79,6 +79,8 @@ def replace_kernels() -> None:
     returns(schemes + "wNa16", "choose_mp_linear_kernel", Kernel)
     returns(schemes + "w4a4_nvfp4", "init_nvfp4_linear_kernel", Kernel())
     returns(schemes + "w8a8_fp8", "init_fp8_linear_kernel", Kernel())
+    returns(LAYERS + "quantization.fp8", "init_fp8_linear_kernel", Kernel())
+    returns(LAYERS + "quantization.fp8", "select_fp8_moe_backend", (fp8, Kernel))
 
 
 def replace_attention() -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from modelexport.checkpoints.draft_names import PREFIX
 from modelexport.checkpoints.fused_rows import Heads, heads_of, row_spans
 from modelexport.checkpoints.safetensors.arrays import Array, Share
 from modelexport.checkpoints.safetensors.file import Checkpoint, Layout
@@ -138,7 +139,7 @@ def _canonical(
     shapes = {}
     for key in metadata.keys:
         name = key.removeprefix(prefix)
-        if not key.startswith(prefix) or name.partition(".")[0] not in roots:
+        if not key.startswith(prefix) or not (name.partition(".")[0] in roots or name.startswith(PREFIX)):
             continue
         try:
             shape = metadata.tensor(key).shape

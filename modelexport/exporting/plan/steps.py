@@ -233,6 +233,9 @@ class ExportPlan:
                     names.append(full_name(step.layer, task.path))
                     if task.module.in_memory:
                         names.append(task.module.in_memory.replace("{i}", str(step.index)))
+                    if kept and task.place.draft is not None and not task.module.is_expert:
+                        fused = task.module.fused_into  # vLLM's draft classes do not say what they fuse it of
+                        names += [full_name(step.layer, fused)] if fused else []
                 elif task.place.draft is not None and task.module.kind == "head" and task.number_format is None:
                     names += [step.layer, task.module.in_memory]
         return list(dict.fromkeys([*names, *self._kept_in_memory()]))

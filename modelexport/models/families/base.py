@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from modelexport.models.families.drafts import PREFIX
+from modelexport.checkpoints.draft_names import PREFIX
 
 Partition = Literal["column", "row", "replicated"]
 Kind = Literal["linear", "norm", "embedding", "head", "router", "vector", "other"]
