@@ -285,7 +285,10 @@ class ExportPlan:
                     yield name.replace("{i}", str(layer))
 
     def general_path(self, step: ExportStep, task: TensorTask) -> str:
-        """The name under which a task's module is taken together with its like: of all layers, and all experts."""
+        """The name under which a task's module is taken together with its like: of all layers, and all experts; those
+        of a draft layer apart."""
+        if task.place.draft is not None:
+            return full_name(task.place.part, task.module.general_path if task.path else "")
         return task.module.general_path if task.path else _NUMBER.sub("*", step.layer)
 
     @property
