@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from modelexport.errors import PlanError, UsageError, shown
 from modelexport.quantization import algorithms
 from modelexport.quantization.algorithms.base import KINDS, Algorithm, Kind
-from modelexport.quantization.assignment import KEEP
 from modelexport.settings import Settings, check_choice, check_common, check_sizes, decides_bytes, setting
 
 if TYPE_CHECKING:
@@ -203,10 +202,6 @@ class ExportRecipe(Settings):
         if self.kv_cache is not None:
             check_choice("kv-cache", self.kv_cache, KV_CACHES)
         check_choice("draft", self.draft, DRAFTS)
-        if self.draft == "quantise" and self.quant == KEEP:
-            raise UsageError(
-                f"--draft quantise rounds linears, and --quant {KEEP} rounds none: leave out one of the two"
-            )
         for name, value in (("samples", self.calib_samples), ("length", self.calib_length)):
             if value < 1:
                 raise UsageError(f"--calib-{name} {value}: at least 1 is needed")

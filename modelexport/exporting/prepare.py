@@ -250,8 +250,12 @@ def check_early(recipe: ExportRecipe) -> None:
     """Checks, before anything heavy is imported, the target and the files that calibration reads.
 
     Raises:
-        UsageError: the target exists; or the text or the tokenizer is missing.
+        UsageError: the target exists; the text or the tokenizer is missing; or a setting goes with none of the others.
     """
+    if recipe.draft == "quantise" and recipe.quant == KEEP:
+        raise UsageError(
+            f"--draft quantise rounds linears, and --quant {KEEP} (convert) rounds none: leave out one of the two"
+        )
     source = resolve_source(recipe.model, recipe.revision) if is_local(recipe.model) else None
     if source is not None:
         _check_apart(recipe, source)

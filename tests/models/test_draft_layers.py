@@ -25,7 +25,7 @@ from modelexport.quantization.methods import read_quantization_config
 from modelexport.recipe import ExportRecipe
 from modelexport.resharding import reshard
 from modelexport.sharding.plan import Parallelism
-from tests.helpers.drafts import KINDS, draft_checkpoint, draft_names
+from tests.helpers.drafts import BELOW_MTP, KINDS, draft_checkpoint, draft_names
 from tests.helpers.marks import few
 from tests.helpers.models import copy_checkpoint, make_llama
 
@@ -136,8 +136,8 @@ def test_kept_ones_are_announced_by_the_names_that_engines_ask_for(tmp_path: Pat
     config = json.loads((exported(source, tmp_path / "out", quant="int8") / "config.json").read_text())
     quantization = read_quantization_config(config)
     assert quantization is not None
-    prefix = "mtp" if kind == "qwen3_next" else "model.layers.2"
-    layer = f"{prefix}.layers.0" if kind == "qwen3_next" else prefix
+    prefix = "mtp" if kind in BELOW_MTP else "model.layers.2"
+    layer = f"{prefix}.layers.0" if kind in BELOW_MTP else prefix
     asked = [f"{layer}.mlp.experts", f"{layer}.mtp_block.self_attn.o_proj", f"{layer}.self_attn.qkv_proj"]
     asked += [f"{prefix}.fc", f"{prefix}.eh_proj", f"{layer}.head"]
     assert all(quantization.ignores(name) for name in asked)
@@ -192,9 +192,9 @@ def test_a_calibrated_plan_says_how_they_are_rounded() -> None:
     assert "19 linears of draft layers are rounded to nearest: samples do not run through them" in plan.notes
 
 
-def test_quantising_them_goes_with_no_conversion() -> None:
-    with pytest.raises(UsageError, match="--draft quantise rounds linears, and --quant keep rounds none"):
-        ExportRecipe(quant="keep", draft="quantise")
+def test_quantising_them_goes_with_no_conversion(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--draft quantise rounds linears, and --quant keep"):
+        convert(str(draft_checkpoint("glm4_moe")), draft="quantise", out=str(tmp_path / "out"), quiet=True)
     with pytest.raises(UsageError, match="did you mean 'quantise'"):
         ExportRecipe(draft="quantize")
 

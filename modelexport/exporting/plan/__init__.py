@@ -280,7 +280,8 @@ class _Planner:
         return found
 
     def _assigned(self, place: Place) -> NumberFormat | None:
-        """What ``--quant`` makes of a linear; of a draft layer's, what it makes of the last decoder layer's like it."""
+        """The number format that ``--quant`` gives a linear; one of a draft layer has that of the last decoder layer's
+        like it."""
         assert self.assignment is not None
         if place.draft is not None and not self.quantise_drafts:
             return None
