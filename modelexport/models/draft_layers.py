@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from modelexport.checkpoints.safetensors.file import Checkpoint, TensorInfo
 from modelexport.models.architecture import Dimensions, Family, Module, family_of, read_dimensions
@@ -145,18 +146,18 @@ def _around(
             yield DraftModule(name, other, root)
 
 
-def draft_tensors(checkpoint: Checkpoint) -> list[str]:
-    """The names of the tensors of a checkpoint's draft layers, in their order.
+def draft_tensors(config: Mapping[str, Any] | None, names: Iterable[str]) -> list[str]:
+    """Those of the names of a model's tensors that are of its draft layers, in their order.
 
     Raises:
         CheckpointError: config.json lacks a number, or contradicts itself.
         PlanError: the architecture is unknown.
     """
-    if checkpoint.config is None:
+    if config is None:
         return []
-    family = family_of(checkpoint.config)
-    dimensions = read_dimensions(checkpoint.config, family)
-    return [name for name in checkpoint.infos if family.draft_root(name, dimensions) is not None]
+    family = family_of(dict(config))
+    dimensions = read_dimensions(config, family)
+    return [name for name in names if family.draft_root(name, dimensions) is not None]
 
 
 def without_drafts(checkpoint: Checkpoint, why: str = "") -> tuple[Checkpoint, list[str]]:
@@ -181,7 +182,7 @@ def without_drafts(checkpoint: Checkpoint, why: str = "") -> tuple[Checkpoint, l
     counts = draft_counts(config)
     layers = read_dimensions(config, family_of(config)).layers
     reason = f"of a draft layer behind the model's {layers}, which do not use it: {why}"
-    drafts = dict.fromkeys(draft_tensors(checkpoint), reason)
+    drafts = dict.fromkeys(draft_tensors(config, checkpoint.infos), reason)
     if (drafts and not why) or (not counts and not drafts):
         return checkpoint, []
     changed = "".join(f"; config.json's {key} becomes 0, not {count}" for key, count in counts.items())

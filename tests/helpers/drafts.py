@@ -77,5 +77,5 @@ def add_draft_layer(plain: Path, out: Path) -> Path:
 def draft_names(directory: Path) -> set[str]:
     """The names of the tensors of a checkpoint's draft layers, without what this package knows of them."""
     config = json.loads((directory / "config.json").read_text())
-    layers = config.get("text_config", config)["num_hidden_layers"]
+    layers = config.get("text_config", config).get("num_hidden_layers")
     return {name for name in open_checkpoint(directory).infos if name.startswith(("mtp.", f"model.layers.{layers}."))}

@@ -15,6 +15,7 @@ from modelexport.errors import CheckpointError, PlanError, UsageError
 from modelexport.exporting import convert, export
 from modelexport.exporting.plan import build_plan
 from modelexport.inspection.diff import diff_checkpoints
+from modelexport.inspection.evaluate.models import PlainTensors
 from modelexport.inspection.inspect import inspect_checkpoint
 from modelexport.inspection.verify import verify_checkpoint
 from modelexport.models.families.drafts import draft_counts, without_counts
@@ -28,6 +29,7 @@ from modelexport.sharding.plan import Parallelism
 from tests.helpers.drafts import BELOW_MTP, KINDS, draft_checkpoint, draft_names
 from tests.helpers.marks import few
 from tests.helpers.models import copy_checkpoint, make_llama
+from tests.helpers.tiny_models import tiny_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -176,6 +178,50 @@ def test_they_are_counted_apart_from_the_layers(kind: str) -> None:
     assert found.layers_text == "2 layers and 1 draft layer"
     assert sum(row.count for row in found.rows if row.name == "self_attn.o_proj") < 3
     assert found.warnings == []
+
+
+def test_evaluation_does_without_them(tmp_path: Path) -> None:
+    out = exported(draft_checkpoint("deepseek_v3"), tmp_path / "out", quant="int8", draft="quantise")
+    with PlainTensors(open_checkpoint(out)) as plain:
+        for name in plain.names:
+            if not name.startswith("model.layers.2."):
+                plain.read(name)
+        plain.check_all_read()
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("draft", ["keep", "quantise"])
+def test_two_ranks_write_the_bytes_of_one(tmp_path: Path, draft: str) -> None:
+    wholes = [
+        exported(draft_checkpoint("deepseek_v3"), tmp_path / f"{tp}", quant="int4", group_size=32, draft=draft, tp=tp)
+        for tp in (1, 2)
+    ]
+    one, two = ((whole / "model.safetensors").read_bytes() for whole in wholes)
+    assert one == two
+
+
+def test_decoder_layers_of_several_kinds_may_draft_one_after_the_other(tmp_path: Path) -> None:
+    """As Nemotron-H has it: one with attention, which joins the inputs, and one with experts."""
+    kinds = {"backbone.layers.2.": "mtp.layers.0.", "backbone.layers.1.": "mtp.layers.1."}
+
+    def add(tensors: dict[str, Any]) -> dict[str, Any]:
+        copies = {
+            name.replace(layer, draft, 1): tensor.clone()
+            for name, tensor in tensors.items()
+            for layer, draft in kinds.items()
+            if name.startswith(layer)
+        }
+        norm = tensors["backbone.norm_f.weight"]
+        joined = norm.new_ones(len(norm), 2 * len(norm))
+        return tensors | copies | {"mtp.layers.0.eh_proj.weight": joined, "mtp.layers.0.enorm.weight": norm.clone()}
+
+    plain = tiny_checkpoint("nemotron_h")
+    config = {"num_nextn_predict_layers": 1}
+    source = copy_checkpoint(plain, tmp_path / "source", config=config, tensors=add)
+    out = exported(source, tmp_path / "out", quant="int8", draft="quantise")
+    assert verify_checkpoint(out, source).problems == []
+    quantised = {name.removesuffix("_scale") for name in draft_names(out) if name.endswith("weight_scale")}
+    assert len(quantised) == 4 + 2 * 4 + 2  # attention, two linears of each of four experts and of the shared one
 
 
 def test_static_scales_are_refused_where_they_are_quantised() -> None:

@@ -146,7 +146,7 @@ class PlainTensors:
         if self._untaken <= set(but):
             return
         try:
-            spare = {*left_out(self.checkpoint), *draft_tensors(self.checkpoint)}
+            spare = {*left_out(self.checkpoint), *draft_tensors(self.checkpoint.config, self.names)}
         except (CheckpointError, PlanError):  # a family that is not known: only a copy of the embedding is
             spare = {"lm_head.weight"} if (self.checkpoint.config or {}).get("tie_word_embeddings") else set()
         for name in self.names:

@@ -122,7 +122,7 @@ def compare_headers(
 def _drafts_of(source: Checkpoint) -> set[str]:
     """The tensors of a source's draft layers; none of a model that is not known."""
     try:
-        return set(draft_tensors(source))
+        return set(draft_tensors(source.config, source.infos))
     except ModelExportError:
         return set()
 

@@ -252,6 +252,8 @@ class Family:
 
 def mtp_root(name: str) -> str | None:
     """A name up to its first part that says multi-token prediction; None where none does."""
+    if PREFIX not in name:  # of a hundred thousand names none
+        return None
     parts = name.split(".")
     end = next((number for number, part in enumerate(parts[:-1], 1) if part.startswith(PREFIX)), None)
     return None if end is None else ".".join(parts[:end])
