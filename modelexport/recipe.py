@@ -25,6 +25,7 @@ GATHERS = ("shm", "nfs", "direct")
 RANGES = ("max", "percentile", "mse")
 EXPERTS = ("routed", "all")
 KV_CACHES = ("fp8",)
+DRAFTS = ("keep", "quantise", "drop")
 _PART = r"[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9_])?"
 _REPO_ID = re.compile(f"{_PART}/{_PART}", re.ASCII)
 _LONGEST_REPO_ID = 96
@@ -135,6 +136,13 @@ class ExportRecipe(Settings):
     kv_cache: str | None = setting(
         None, "number format of the KV cache (default: not quantised)", choices=KV_CACHES, decides_bytes=True
     )
+    draft: str = setting(
+        "keep",
+        "what becomes of draft layers (multi-token prediction): written as they are, or their decoder layer's linears "
+        "quantised as the model's, or left out",
+        choices=DRAFTS,
+        decides_bytes=True,
+    )
     format: str = setting("hf", "checkpoint format", metavar="NAME", decides_bytes=True)
     max_shard_bytes: int = setting(5_000_000_000, "largest weight file, in bytes", metavar="N", decides_bytes=True)
     target_tp: int = setting(
@@ -202,6 +210,7 @@ class ExportRecipe(Settings):
         self._check_algorithm()
         if self.kv_cache is not None:
             check_choice("kv-cache", self.kv_cache, KV_CACHES)
+        check_choice("draft", self.draft, DRAFTS)
         for name, value in (("samples", self.calib_samples), ("length", self.calib_length)):
             if value < 1:
                 raise UsageError(f"--calib-{name} {value}: at least 1 is needed")
@@ -283,8 +292,10 @@ class ExportRecipe(Settings):
         for spec in fields(self):
             value = getattr(self, spec.name)
             elsewhere = is_calibration(spec.name) or "algorithm" in spec.metadata
-            idle = value == () or (spec.name.startswith("target_") and value == 1)
-            if not decides_bytes(spec) or elsewhere or idle:
+            usual = spec.name in ("adapter", "draft") or spec.name.startswith(
+                "target_"
+            )  # said only where they are otherwise
+            if not decides_bytes(spec) or elsewhere or (usual and value == spec.default):
                 continue
             found[spec.name] = [Path(text).absolute().name for text in value] if isinstance(value, tuple) else value
             if spec.name == "algorithm":

@@ -33,7 +33,7 @@ def _report(inspection: Inspection) -> Iterator[str]:
     names = ", ".join(inspection.architectures) or "no architecture named"
     tied = {True: ", tied embeddings", False: "", None: ""}[inspection.tied_embeddings]
     kind = inspection.model_type or "no model_type"
-    yield f"{inspection.directory}: {names} ({kind}), {inspection.layers} layers{tied}"
+    yield f"{inspection.directory}: {names} ({kind}), {inspection.layers_text}{tied}"
     yield ""
     cells = [
         (

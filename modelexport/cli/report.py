@@ -45,7 +45,7 @@ def _text(report: Report) -> Iterator[str]:
     """Yields the report as a few lines of text."""
     inspection = report.inspection
     names = ", ".join(inspection.architectures) or inspection.model_type or "no architecture named"
-    yield f"{report.name}: {names}, {inspection.layers} layers, {inspection.parameters:,} parameters"
+    yield f"{report.name}: {names}, {inspection.layers_text}, {inspection.parameters:,} parameters"
     yield (
         f"weights: {size_text(inspection.nbytes)}, {inspection.bits:.2f} bits a parameter, {inspection.ratio:.2f} "
         "times smaller than in 16 bits"

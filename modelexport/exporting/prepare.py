@@ -78,7 +78,7 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> PreparedExpor
     source = source or resolve_source(recipe.model, recipe.revision)
     _check_apart(recipe, source)
     with without_collector():  # a hundred thousand small objects: the collector would walk them over and over
-        checkpoint, dropped = without_drafts(open_model(source.directory, recipe.config))
+        checkpoint, dropped = without_drafts(open_model(source.directory, recipe.config), _why_no_drafts(recipe))
         if recipe.quant != KEEP or recipe.of_kind("assign"):
             checkpoint = decoded(checkpoint)
         checkpoint, merged = adapted(checkpoint, adapters)
@@ -100,6 +100,7 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> PreparedExpor
             kv_cache=recipe.kv_cache is not None,
             rows=ROWS if recipe.is_calibrated else None,
             untied=rotated,
+            quantise_drafts=recipe.draft == "quantise",
         )
         if rotated:
             checkpoint = untie(checkpoint)
@@ -141,6 +142,15 @@ def _unmerged(source: Source, adapters: Collection[Adapter]) -> Iterator[str]:
         if directory.resolve() not in merged:
             named = shlex.quote(str(directory))
             yield f"an adapter lies in {directory}, and is not merged: --adapter {named} merges it"
+
+
+def _why_no_drafts(recipe: ExportRecipe) -> str:
+    """The reason why draft layers are not written; ``""`` where they are."""
+    if recipe.draft == "drop":
+        return "--draft drop"
+    if recipe.of_kind("rotate"):
+        return f"--algorithm {recipe.algorithm} rotates the hidden states that they read"
+    return checkpoint_formats.why_no_drafts(recipe.format)
 
 
 def _second_rounding(checkpoint: Checkpoint, plan: ExportPlan) -> Iterator[str]:
@@ -277,9 +287,14 @@ def check_early(recipe: ExportRecipe) -> None:
     """Checks, before anything heavy is imported, the target and the files that calibration reads.
 
     Raises:
-        UsageError: the target exists; or an adapter, the text or the tokenizer is missing.
+        UsageError: the target exists; an adapter, the text or the tokenizer is missing; or a setting goes with none of
+            the others.
         CheckpointError: an adapter cannot be merged.
     """
+    if recipe.draft == "quantise" and recipe.quant == KEEP:
+        raise UsageError(
+            f"--draft quantise rounds linears, and --quant {KEEP} (convert) rounds none: leave out one of the two"
+        )
     _adapters(recipe)
     source = resolve_source(recipe.model, recipe.revision) if is_local(recipe.model) else None
     if source is not None:

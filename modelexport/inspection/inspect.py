@@ -7,7 +7,7 @@ takes a fraction of a second whatever the size.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,7 @@ class Inspection:
         format: the checkpoint format, as ``--format`` spells it.
         files: name, bytes and the number of tensors of which it holds a part.
         layers: decoder layers (or the longest stack of numbered ones), counted in the tensors.
+        draft_layers: layers that only draft tokens (multi-token prediction), counted in the same way.
         quantization: quant_method, format, status, config groups in words, ignore, kv_cache_scheme; or None.
         quantised, kept: names of modules stored with scales, and names of linears and heads stored without.
         tensor_parallel_sizes: at which an engine can load it; None with ``tensor_parallel_note`` saying why not.
@@ -81,11 +82,18 @@ class Inspection:
     tensor_parallel_note: str
     record: dict[str, Any] | None
     warnings: list[str]
+    draft_layers: int = 0
 
     @property
     def bits(self) -> float:
         """Stored bits per parameter of the whole checkpoint."""
         return 8 * self.nbytes / self.parameters if self.parameters else 0.0
+
+    @property
+    def layers_text(self) -> str:
+        """``"61 layers and 1 draft layer"``."""
+        drafts = f" and {self.draft_layers} draft layer{'s' if self.draft_layers > 1 else ''}"
+        return f"{self.layers} layers{drafts if self.draft_layers else ''}"
 
     def as_json(self) -> dict[str, Any]:
         """JSON-able form, for ``--json``."""
@@ -130,7 +138,8 @@ def describe(contents: OpenedCheckpoint) -> Inspection:
         directory=contents.directory,
         model_type=_text(described.get("model_type")),
         architectures=_texts(described.get("architectures")),
-        layers=_layers(modules),
+        layers=_layers(module for module in modules if not module.is_draft),
+        draft_layers=len({(module.stack, module.index) for module in modules if module.is_draft and module.stack}),
         tied_embeddings=tied if isinstance(tied, bool) else None,
         rows=_rows(modules, architecture),
         parameters=parameters,
@@ -177,22 +186,23 @@ def tensor_parallel_sizes(architecture: Architecture, modules: Sequence[StoredMo
 def _rows(modules: Sequence[StoredModule], architecture: Architecture) -> list[InspectionRow]:
     """Returns one row per path and format, in the family's order where it is known, else in the file's."""
     groups: dict[tuple[str, str, str], list[StoredModule]] = {}
-    for module in modules:
-        groups.setdefault((module.stack, module.path, module.stored.number_format), []).append(module)
-    stacks = {stack for stack, _, _ in groups if stack}
+    for module in modules:  # a draft layer is a stack of its own
+        stack = f"{module.stack}.{module.index}" if module.is_draft and module.stack else module.stack
+        groups.setdefault((stack, module.path, module.stored.number_format), []).append(module)
+    stacks = {module.stack for module in modules if module.stack and not module.is_draft}
     family = architecture.family
     order: dict[str, int] = {}
     if family is not None:
         order = {m.general_path: i for i, m in enumerate((*family.before, *family.layer, *family.after))}
     rows = []
     for (stack, path, number_format), group in sorted(
-        groups.items(), key=lambda entry: order.get(entry[0][1], len(order))
+        groups.items(), key=lambda entry: (entry[1][0].is_draft, order.get(entry[0][1], len(order)))
     ):
         parameters, nbytes = sum(m.parameters for m in group), sum(m.nbytes for m in group)
         scales = {_scale_text(m) for m in group} - {""}
         rows.append(
             InspectionRow(
-                f"{stack}.*.{path}" if stack and len(stacks) > 1 else path,
+                _row_name(stack, path, several=len(stacks) > 1, is_draft=group[0].is_draft),
                 group[0].kind,
                 len(group),
                 number_format,
@@ -206,6 +216,12 @@ def _rows(modules: Sequence[StoredModule], architecture: Architecture) -> list[I
     return rows
 
 
+def _row_name(stack: str, path: str, *, several: bool, is_draft: bool) -> str:
+    if stack and is_draft:
+        return f"{stack}.{path}"
+    return f"{stack}.*.{path}" if stack and several else path
+
+
 def _scale_text(module: StoredModule) -> str:
     info = module.tensors.get(module.stored.scale)
     return f"{info.dtype.lower()} {shape_text(info.shape)}" if info is not None else ""
@@ -216,7 +232,7 @@ def shape_text(shape: Sequence[int]) -> str:
     return "[" + ", ".join(map(str, shape)) + "]"
 
 
-def _layers(modules: Sequence[StoredModule]) -> int:
+def _layers(modules: Iterable[StoredModule]) -> int:
     stacks: dict[str, set[int]] = {}
     for module in modules:
         if module.index is not None:

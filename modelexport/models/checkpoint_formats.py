@@ -149,6 +149,16 @@ def _described(name: str) -> CheckpointFormat | Method | None:
     return formats().get(name) or of_format(name)
 
 
+def why_no_drafts(name: str) -> str:
+    """The reason why a ``--format`` cannot hold draft layers; ``""`` where it can: its module's ``HOLDS_DRAFTS``.
+
+    Raises:
+        UsageError: there is no such format; the message has the nearest.
+    """
+    held = getattr(get(name), "HOLDS_DRAFTS", False)
+    return "" if held else f"--format {name} has no place for them"
+
+
 def method_of(name: str) -> Method:
     """The quantisation method by which a ``--format`` encodes quantised linears.
 

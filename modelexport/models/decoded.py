@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from modelexport.checkpoints.safetensors.file import Checkpoint, Reader, TensorInfo, tensor_nbytes, torch_dtype
 from modelexport.errors import CheckpointError, UsageError
-from modelexport.models.matching import Matched, MatchedModule, match, refuse
+from modelexport.models.matching import KV_SCALES, Matched, MatchedModule, match, refuse
 from modelexport.quantization.methods import (
     QUANTIZATION_KEYS,
     Scheme,
@@ -122,7 +122,8 @@ def decoded(checkpoint: Checkpoint) -> Checkpoint:
     infos, left_out = dict(checkpoint.infos), dict(checkpoint.left_out)
     computed: dict[str, StoredLinear] = {}
     for module in matched.modules:
-        if module.place.is_cache_scale:
+        of_a_draft = module.place.draft is not None and module.place.module.parameter in KV_SCALES
+        if module.place.is_cache_scale or of_a_draft:
             for info in module.tensors.values():
                 left_out[info.name] = "a scale of the source's KV cache: --kv-cache fp8 makes new ones"
                 del infos[info.name]

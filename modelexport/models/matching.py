@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal, NoReturn
 
 from modelexport.checkpoints.safetensors.file import Checkpoint, TensorInfo, dtype_names
 from modelexport.errors import CheckpointError, PlanError, did_you_mean
 from modelexport.models.architecture import Dimensions, Family, Module, family_of, read_dimensions
+from modelexport.models.draft_layers import DraftModule, draft_modules
 from modelexport.quantization.methods import (
     QuantizationConfig,
     Scheme,
@@ -35,6 +36,7 @@ KV_SCALES = ("q_scale", "k_scale", "v_scale", "k_zero_point", "v_zero_point")
 PLAIN_DTYPES = (*FLOATS, "F64")
 
 _LISTED = 8
+_WITHOUT_DRAFTS = " (of a draft layer: --draft drop exports the model without them)"
 _CACHE = "_cache"
 
 
@@ -47,6 +49,7 @@ class Place:
         module: its declaration, whose ``path`` has ``{e}`` for the expert's number.
         path: its name within its layer; ``""`` outside of the layers.
         stages: outside of the layers, the ends of a pipeline that need it.
+        draft: of a draft layer, which stands outside of the layers: see :class:`DraftModule`.
     """
 
     name: str
@@ -55,6 +58,12 @@ class Place:
     layer: int | None = None
     expert: int | None = None
     stages: Stages = ()
+    draft: DraftModule | None = None
+
+    @property
+    def part(self) -> str:
+        """The name of the part of the model that it is written with: its layer, or itself where it is in none."""
+        return self.name.removesuffix(f".{self.path}") if self.path else self.name
 
     def tensor(self, suffix: str) -> str:
         """The name of a tensor of the module; parameters of the model itself have no module in front."""
@@ -97,12 +106,13 @@ class ExpectedModule:
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """A model as its config.json describes it."""
+    """A model as its config.json describes it, and the modules of its draft layers as its tensors do."""
 
     config: Mapping[str, Any]
     family: Family
     dimensions: Dimensions
     quantization: QuantizationConfig | None
+    drafts: tuple[DraftModule, ...] = ()
     _expected: dict[tuple[int, int], ExpectedModule] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -140,11 +150,18 @@ class ModelDescription:
         model = cls.read(checkpoint.config, str(directory))
         if absurd := too_many_blocks(model.dimensions, len(checkpoint.infos)):
             raise CheckpointError(f"{directory}: {absurd}")
-        return model
+        return model.with_drafts(checkpoint)
+
+    def with_drafts(self, checkpoint: Checkpoint) -> ModelDescription:
+        """The same with the draft layers that a checkpoint of the model has."""
+        drafts = draft_modules(self.family, self.dimensions, checkpoint.infos)
+        return replace(self, drafts=tuple(drafts), _expected={}) if drafts else self
 
     def places(self) -> Iterator[Place]:
-        """Every module of the model, in its order."""
-        return places(self.family, self.dimensions)
+        """Every module of the model, in its order; draft layers last."""
+        yield from places(self.family, self.dimensions)
+        for each in self.drafts:
+            yield Place(each.name, each.module, each.path, None, each.expert, ("last",), each)
 
     def expected(self, place: Place) -> ExpectedModule:
         """The tensors of a module.
@@ -273,8 +290,9 @@ def match(checkpoint: Checkpoint, model: ModelDescription | None = None) -> Matc
                 expected = model.unquantised(place.module)
             module = fit(place.tensor, expected, infos.pop)
             reasons[place.name] = no_further(expected.scheme, model.quantization)
-            missing |= module.missing
-            unfit += module.unfit
+            hint = "" if place.draft is None else _WITHOUT_DRAFTS
+            missing |= {name: f"{text}{hint}" for name, text in module.missing.items()}
+            unfit += (f"{text}{hint}" for text in module.unfit)
             if (bias := place.tensor("bias")) in module.missing:
                 announced = place.module.bias
                 said = f"config.json says {announced}" if isinstance(announced, str) else f"{model.family.name} has one"

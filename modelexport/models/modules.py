@@ -13,6 +13,7 @@ from typing import Any
 from modelexport.checkpoints.safetensors.file import Checkpoint, TensorInfo
 from modelexport.errors import CheckpointError, ModelExportError
 from modelexport.models.architecture import Dimensions, Family, family_of, read_dimensions
+from modelexport.models.draft_layers import draft_modules
 from modelexport.quantization.formats import name_of
 from modelexport.quantization.methods import QuantizationConfig, Scheme, StoredTensorSpec, tensor_specs
 
@@ -49,6 +50,7 @@ class StoredModule:
             and the name for the others. Further numbers in ``path`` (experts) are written ``*``.
         kind: ``linear``, ``norm``, ``embedding``, ``head`` or ``other``; by the family where it is known.
         tensors: name within the module -> where it lies.
+        is_draft: whether it is of a draft layer (multi-token prediction).
     """
 
     name: str
@@ -58,6 +60,7 @@ class StoredModule:
     kind: str
     stored: StoredWeight
     tensors: Mapping[str, TensorInfo]
+    is_draft: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -116,15 +119,19 @@ def read_modules(
     for name, info in checkpoint.infos.items():
         module, suffix = _split(name, checkpoint.infos)
         grouped.setdefault(module, {})[suffix] = info
+    drafts: dict[str, str] = {}
+    if architecture.family is not None and architecture.dimensions is not None:
+        found = draft_modules(architecture.family, architecture.dimensions, checkpoint.infos)
+        drafts = {each.name: each.module.kind for each in found}
     modules = []
     for name, tensors in grouped.items():
         stack, index, path = layer_path(name)
         scheme = quantization.scheme_of(name) if quantization is not None else None
         stored = recognise(tensors, scheme, quantization.method if quantization is not None else "")
-        kind = architecture.kinds.get(path) or _guess_kind(name, stored)
+        kind = drafts.get(name) or architecture.kinds.get(path) or _guess_kind(name, stored)
         if scheme is not None and kind in ("linear", "head"):
             stored = _as_announced(stored, scheme, tensors, architecture.shapes.get(path))
-        modules.append(StoredModule(name, stack, index, path, kind, stored, tensors))
+        modules.append(StoredModule(name, stack, index, path, kind, stored, tensors, name in drafts))
     return modules
 
 

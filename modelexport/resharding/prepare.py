@@ -60,7 +60,7 @@ def _prepare(recipe: ReshardRecipe) -> PreparedReshard:
     formats.get(recipe.format)
     source = Path(os.path.expanduser(recipe.checkpoint))
     opened = open_model(source, recipe.config)
-    checkpoint, dropped = without_drafts(opened)
+    checkpoint, dropped = without_drafts(opened, formats.why_no_drafts(recipe.format))
     drafts = {name: why for name, why in checkpoint.left_out.items() if name not in opened.left_out}
     _check_encoding(recipe, checkpoint)
     rules = tensor_rules(checkpoint)

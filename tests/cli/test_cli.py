@@ -121,6 +121,7 @@ OTHER: dict[str, Any] = {
     "calib_experts": "all",
     "calib_memory": 1000,
     "kv_cache": "fp8",
+    "draft": "drop",
     "calib": "text.jsonl",
     "calib_samples": 8,
     "calib_length": 32,

@@ -1,6 +1,6 @@
 """Run inside an environment that holds vLLM's CPU build: which of its parameters does a checkpoint fill?
 
-usage: python vllm_parameters.py [--modules] CHECKPOINT...
+usage: python vllm_parameters.py [--modules] [--draft] CHECKPOINT...
 
 Builds vLLM's model class for each checkpoint, runs its real weight loading, and prints a line of JSON for each:
 
@@ -9,6 +9,8 @@ Builds vLLM's model class for each checkpoint, runs its real weight loading, and
 * ``methods``: class of the quantisation method -> how many modules have it;
 * ``error``: what vLLM raised instead;
 * with ``--modules``, ``asked``: what ``vllm_rules.py`` works with, instead of the methods.
+
+With ``--draft``, the class is that of the model's draft layers, as speculative decoding builds it.
 
 Nothing is computed. What stands between a CPU and building the model is replaced: the choice of kernels for quantised
 weights (vLLM has none for quantised experts on a CPU), sparse attention, and the inspection of model classes (vLLM
@@ -77,6 +79,8 @@ def replace_kernels() -> None:
     returns(schemes + "wNa16", "choose_mp_linear_kernel", Kernel)
     returns(schemes + "w4a4_nvfp4", "init_nvfp4_linear_kernel", Kernel())
     returns(schemes + "w8a8_fp8", "init_fp8_linear_kernel", Kernel())
+    returns(LAYERS + "quantization.fp8", "init_fp8_linear_kernel", Kernel())
+    returns(LAYERS + "quantization.fp8", "select_fp8_moe_backend", (fp8, Kernel))
 
 
 def replace_attention() -> None:
@@ -155,8 +159,8 @@ def ask_no_device() -> None:
     FusedMoEConfig.__post_init__ = unchecked
 
 
-def built(path: str) -> tuple[Any, Any]:
-    """vLLM's model for a checkpoint, and its configuration."""
+def built(path: str, *, draft: bool = False) -> tuple[Any, Any]:
+    """vLLM's model for a checkpoint, or that of its draft layers, and its configuration."""
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model
@@ -170,10 +174,12 @@ def built(path: str) -> tuple[Any, Any]:
         skip_tokenizer_init=True,
         max_num_seqs=2,
         disable_log_stats=True,
+        **({"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}} if draft else {}),
     )
     config = arguments.create_engine_config()
     with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
-        return initialize_model(vllm_config=config), config
+        own = config.speculative_config.draft_model_config if draft else config.model_config
+        return initialize_model(vllm_config=config, model_config=own), config
 
 
 def start_distributed() -> None:
@@ -188,12 +194,12 @@ def start_distributed() -> None:
     workspace.init_workspace_manager("cpu")
 
 
-def filled(path: str, *, modules: bool = False) -> dict[str, Any]:
+def filled(path: str, *, modules: bool = False, draft: bool = False) -> dict[str, Any]:
     """What is printed of a checkpoint."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model_loader
 
-    model, config = built(path)
+    model, config = built(path, draft=draft)
     loader = get_model_loader(config.load_config)
     with set_current_vllm_config(config):
         loaded = set(model.load_weights(loader.get_all_weights(config.model_config, model)) or ())
@@ -266,12 +272,12 @@ def main() -> None:
     ask_no_device()
     note_what_is_asked()
     start_distributed()
-    modules = "--modules" in sys.argv
-    for path in (each for each in sys.argv[1:] if each != "--modules"):
+    options = {each.removeprefix("--"): True for each in sys.argv[1:] if each.startswith("--")}
+    for path in (each for each in sys.argv[1:] if not each.startswith("--")):
         began = time.monotonic()
         try:
             ASKED.clear()
-            result = filled(path, modules=modules)
+            result = filled(path, **options)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 raise

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from modelexport.checkpoints.draft_names import PREFIX
 from modelexport.checkpoints.fused_rows import Heads, heads_of, row_spans
 from modelexport.checkpoints.native_llama import NAMES, rotary_shares
 from modelexport.checkpoints.safetensors.arrays import Array, Share
@@ -31,6 +32,7 @@ from modelexport.system.small_files import has_file
 NAME = "dcp"
 DESCRIPTION = "torch's distributed checkpoint (DCP), as FSDP and torchtitan write it"
 LOADS_TENSOR_PARALLEL = False
+HOLDS_DRAFTS = True
 SIDE_FILES = (".metadata",)
 
 
@@ -138,7 +140,7 @@ def _canonical(
     shapes = {}
     for key in metadata.keys:
         name = key.removeprefix(prefix)
-        if not key.startswith(prefix) or name.partition(".")[0] not in roots:
+        if not key.startswith(prefix) or not (name.partition(".")[0] in roots or name.startswith(PREFIX)):
             continue
         try:
             shape = metadata.tensor(key).shape

@@ -33,6 +33,7 @@ NAME = "hf"
 DESCRIPTION = "safetensors with Hugging Face's names, compressed-tensors; sharded: a set of files for each rank"
 HUB_LIBRARY = "transformers"
 HUB_TAG = None  # that of its quantisation method
+HOLDS_DRAFTS = True
 SIDE_FILES = ()
 SHARDING_KEY = "DCP_SHARDING_INFO"
 SHARD_KEY = "modelexport_shard"

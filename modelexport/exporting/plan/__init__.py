@@ -23,9 +23,9 @@ from modelexport.exporting.plan.linears import (
     made_cache_scales,
 )
 from modelexport.exporting.plan.steps import ExportPlan, ExportStep, OutputTensor, TensorTask, full_name
+from modelexport.models.architecture import Module
 from modelexport.models.decoded import StoredLinear, decoded, model_dtype, stored_linear
-from modelexport.models.families.base import Module
-from modelexport.models.matching import Matched, MatchedModule, ModelDescription, match, refuse
+from modelexport.models.matching import Matched, MatchedModule, ModelDescription, Place, match, refuse
 from modelexport.models.ties import check_tied, untie
 from modelexport.quantization.methods import Method, of_method
 from modelexport.sharding.plan import Cut, Parallelism, even_cut
@@ -49,6 +49,7 @@ def build_plan(
     kv_cache: bool = False,
     rows: int | None = None,
     untied: bool = False,
+    quantise_drafts: bool = False,
 ) -> ExportPlan:
     """Plan the export of ``checkpoint``.
 
@@ -59,6 +60,7 @@ def build_plan(
         rows: where layers are calibrated: linears are cut along their rows only, on multiples of this.
         untied: whether a head that is tied to the embedding becomes a tensor of its own, as what is rotated
             needs: its head has taken in the final norm, its embedding has not.
+        quantise_drafts: whether draft layers' linears get a number format, too.
 
     Raises:
         CheckpointError: config.json is missing or contradicts the tensors, or tensors are missing or unknown.
@@ -70,14 +72,22 @@ def build_plan(
     model = ModelDescription.of(checkpoint)
     family, dimensions = model.family, model.dimensions
     if untied and dimensions.tied_embeddings:
-        plan = build_plan(untie(checkpoint), assignment, parallelism, method=method, kv_cache=kv_cache, rows=rows)
+        plan = build_plan(
+            untie(checkpoint),
+            assignment,
+            parallelism,
+            method=method,
+            kv_cache=kv_cache,
+            rows=rows,
+            quantise_drafts=quantise_drafts,
+        )
         why = "head: no longer tied to the embedding, which has not taken in the last norm as it has"
         told = {module.path: why for module in family.after if module.kind == "head"}
         return replace(plan, unquantised={**plan.unquantised, **told})
     cuts = Cuts(dimensions, parallelism.tp, rows)
-    return _Planner(checkpoint, match(checkpoint, model), assignment, parallelism, of_method(method), cuts).plan(
-        kv_cache
-    )
+    matched = match(checkpoint, model)
+    planner = _Planner(checkpoint, matched, assignment, parallelism, of_method(method), cuts, quantise_drafts)
+    return planner.plan(kv_cache)
 
 
 class _Planner:
@@ -91,6 +101,7 @@ class _Planner:
         parallelism: Parallelism,
         method: Method,
         cuts: Cuts,
+        quantise_drafts: bool,
     ) -> None:
         self.checkpoint = checkpoint
         self.matched = matched
@@ -105,6 +116,7 @@ class _Planner:
         self.problems = matched.problems()
         self.format_problems: dict[str, dict[str, None]] = {}  # what is wrong -> the modules where it is
         self.cuts = cuts
+        self.quantise_drafts = quantise_drafts
 
     def plan(self, made_cache: bool) -> ExportPlan:
         ties = self._ties()
@@ -118,9 +130,16 @@ class _Planner:
             raise PlanError("; ".join(f"{', '.join(paths)}: {text}" for text, paths in self.format_problems.items()))
         if self.assignment is not None:
             places = (module.place for module in self.matched.modules)
-            self.assignment.check_used([p.name for p in places if p.module.kind == "linear" and not p.module.why])
+            self.assignment.check_used(
+                [p.name for p in places if p.module.kind == "linear" and not p.module.why and p.draft is None]
+            )
         for head, embedding in ties:  # last: the one check that reads weights
             check_tied(self.checkpoint, head, embedding)
+        notes = self.family.notes
+        if self.quantise_drafts and self.cuts.rows is not None:
+            rounded = sum(task.quantised and task.place.draft is not None for step in steps for task in step.tasks)
+            said = f"{rounded} linears of draft layers are rounded to nearest: samples do not run through them"
+            notes = (*notes, *([said] if rounded else []))
         kept_cache = self.assignment is None and self.quantization is not None and self.quantization.kv_cache_scheme
         return ExportPlan(
             self.family,
@@ -132,7 +151,7 @@ class _Planner:
             self.unquantised,
             made_cache or bool(kept_cache),
             self.cuts.rows is not None,
-            self.family.notes,
+            notes,
         )
 
     def _layer(self, number: int, modules: Iterable[MatchedModule], made_cache: bool) -> ExportStep:
@@ -182,11 +201,13 @@ class _Planner:
         return ties
 
     def _outside(self, modules: Iterable[MatchedModule]) -> list[ExportStep]:
-        """Steps of modules outside the decoder layers, one for all that have the same name."""
+        """Steps of modules outside the decoder layers, one for all that have the same name, or draft layer."""
         tasks: dict[str, list[TensorTask]] = {}
         for module in modules:
-            tasks.setdefault(module.place.name, []).extend(self._module_tasks(module))
-        return [step for path, own in tasks.items() if own for step in self._single(path, self.cuts.layer(own))]
+            tasks.setdefault(module.place.part, []).extend(self._module_tasks(module))
+        for part, own in tasks.items():
+            self._check_fused(part, own)
+        return [step for part, own in tasks.items() if own for step in self._single(part, self.cuts.layer(own))]
 
     def _single(self, path: str, tasks: Sequence[TensorTask]) -> list[ExportStep]:
         """Steps of a module outside the decoder layers, in slabs of rows if it is large."""
@@ -217,7 +238,7 @@ class _Planner:
                 self.problems.append(str(error))
                 return []
             weight, source_bytes = linear.weight, linear.nbytes
-        number_format = self._number_format(place.name, module, linear)
+        number_format = self._number_format(place, linear)
         if not self._suits(weight, module, number_format, linear):
             return []
         shared = module.fused_into or (module.general_path if module.is_expert else place.path)
@@ -241,9 +262,9 @@ class _Planner:
             tasks.append(TensorTask(bias, place, "bias", (0, rows), UNCUT, None, self._outputs(bias, None)))
         return tasks
 
-    def _number_format(self, name: str, module: Module, stored: StoredLinear | None) -> NumberFormat | None:
+    def _number_format(self, place: Place, stored: StoredLinear | None) -> NumberFormat | None:
         """The number format of a module; notes the reason where there is none."""
-        found = None
+        found, module = None, place.module
         if self.assignment is None and stored is not None:
             found = stored.number_format
             if not stored.exact:
@@ -253,22 +274,41 @@ class _Planner:
                     {},
                 )[f"*.{module.general_path}"] = None
         elif self.assignment is not None and module.kind == "linear" and not module.why:
-            found = self.assignment.of(name)
-            if found is not None and not found.quantised:
-                found = None
+            found = self._assigned(place)
         if found is None and (module.why or module.kind not in ("norm", "vector", "other")):
-            self.unquantised[name] = self._why_unquantised(name, module)
+            self.unquantised[place.name] = self._why_unquantised(place)
         return found
 
-    def _why_unquantised(self, name: str, module: Module) -> str:
+    def _assigned(self, place: Place) -> NumberFormat | None:
+        """The number format that ``--quant`` gives a linear; one of a draft layer has that of the last decoder layer's
+        like it."""
+        assert self.assignment is not None
+        if place.draft is not None and not self.quantise_drafts:
+            return None
+        found = self.assignment.of(place.name if place.draft is None else place.draft.twin)
+        if found is None or not found.quantised:
+            return None
+        if place.draft is not None and found.has_static_inputs:
+            self.format_problems.setdefault(
+                f"{found.name} needs the ranges of its inputs, and samples do not run through draft layers: choose "
+                "--draft keep",
+                {},
+            )[f"*.{place.module.general_path}"] = None
+        return found
+
+    def _why_unquantised(self, place: Place) -> str:
+        module = place.module
         if module.why:
             return module.why
         if module.kind == "linear":
             if self.assignment is None:
                 return "not quantised in the source"
-            return "--quant none" if self.assignment.of(name) is not None else "no pattern of --quant names it"
+            if place.draft is not None and not self.quantise_drafts:
+                return "of a draft layer: --draft keep"
+            of_list = self.assignment.of(place.name if place.draft is None else place.draft.twin) is None
+            return "no pattern of --quant names it" if of_list else "--quant none"
         if module.kind == "embedding":
-            tied = " (and serves as the head)" if self.dims.tied_embeddings else ""
+            tied = " (and serves as the head)" if self.dims.tied_embeddings and place.draft is None else ""
             return f"embedding{tied}: engines look rows up in the model's dtype"
         if module.kind == "router":
             return "router: it picks experts by small differences"

@@ -233,14 +233,20 @@ class ExportPlan:
                     names.append(full_name(step.layer, task.path))
                     if task.module.in_memory:
                         names.append(task.module.in_memory.replace("{i}", str(step.index)))
+                    if kept and task.place.draft is not None and not task.module.is_expert:
+                        fused = task.module.fused_into  # vLLM's draft classes do not say what they fuse it of
+                        names += [full_name(step.layer, fused)] if fused else []
+                elif task.place.draft is not None and task.module.kind == "head" and task.number_format is None:
+                    names += [step.layer, task.module.in_memory]
         return list(dict.fromkeys([*names, *self._kept_in_memory()]))
 
     def kept_subtrees(self) -> list[KeptSubtree]:
-        """The stacks of experts that are kept, and what is kept outside of the language model's layers."""
+        """The stacks of experts that are kept, and what is kept outside of the language model's layers: draft layers
+        too."""
         roots: dict[str, dict[str, None]] = {}
         for step in self.steps:
             for task in step.tasks:
-                if task.module.why and task.number_format is None:
+                if (task.module.why or task.place.draft is not None) and task.number_format is None:
                     for root, path in self._roots(step, task):
                         roots.setdefault(path, {})[root] = None
         subtrees = [KeptSubtree(path, tuple(names)) for path, names in roots.items()]
@@ -250,7 +256,11 @@ class ExportPlan:
     def _roots(self, step: ExportStep, task: TensorTask) -> Iterator[tuple[str, str]]:
         """(full name, path) of the parts of the model that nothing is quantised in because of a kept module."""
         above = self.family.layer_prefix.split(".")[:-1]  # "model", "language_model", "layers"
-        if step.index is None:
+        if task.place.draft is not None:
+            root = task.place.draft.root
+            parts = root.split(".")
+            yield root, ".".join(parts[len(above) - 1 :] if parts[:-1] == above else parts[-1:])
+        elif step.index is None:
             name = full_name(step.layer, task.path).split(".")
             apart = next(
                 (n for n, (own, other) in enumerate(zip(name, above, strict=False)) if own != other), len(above)
@@ -275,7 +285,10 @@ class ExportPlan:
                     yield name.replace("{i}", str(layer))
 
     def general_path(self, step: ExportStep, task: TensorTask) -> str:
-        """The name under which a task's module is taken together with its like: of all layers, and all experts."""
+        """The name under which a task's module is taken together with its like: of all layers, and all experts; those
+        of a draft layer apart."""
+        if task.place.draft is not None:
+            return full_name(task.place.part, task.module.general_path if task.path else "")
         return task.module.general_path if task.path else _NUMBER.sub("*", step.layer)
 
     @property

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from modelexport.checkpoints.safetensors.file import Checkpoint, Reader, TensorInfo, torch_dtype
 from modelexport.errors import CheckpointError, PlanError, error_text
+from modelexport.models.draft_layers import draft_tensors
 from modelexport.models.modules import StoredModule, read_architecture, read_modules
 from modelexport.models.opening import open_model
 from modelexport.models.rules import left_out
@@ -145,9 +146,9 @@ class PlainTensors:
         if self._untaken <= set(but):
             return
         try:
-            spare = left_out(self.checkpoint)
+            spare = {*left_out(self.checkpoint), *draft_tensors(self.checkpoint.config, self.names)}
         except (CheckpointError, PlanError):  # a family that is not known: only a copy of the embedding is
-            spare = {"lm_head.weight": ""} if (self.checkpoint.config or {}).get("tie_word_embeddings") else {}
+            spare = {"lm_head.weight"} if (self.checkpoint.config or {}).get("tie_word_embeddings") else set()
         for name in self.names:
             if name in self._untaken and name not in spare and name not in but:
                 raise CheckpointError(f"{self.checkpoint.directory}: {name} belongs to no part of the model")

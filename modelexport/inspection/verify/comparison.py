@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from modelexport.checkpoints.safetensors.file import Checkpoint, TensorInfo
-from modelexport.errors import CheckpointError, shown
+from modelexport.errors import CheckpointError, ModelExportError, shown
 from modelexport.inspection.record.reading import ExportRecord
 from modelexport.models.architecture import ties_embeddings
+from modelexport.models.draft_layers import draft_tensors
 from modelexport.models.families.drafts import draft_counts, without_counts
 from modelexport.models.matching import KV_SCALES
 from modelexport.models.modules import Architecture, StoredModule
@@ -105,17 +106,25 @@ def compare_headers(
             f"--against {source.directory} compares what the two compute"
         )
     family, dims = architecture.family, architecture.dimensions
-    if dims is not None:  # the source's draft layers may be there no longer
-        dims = replace(dims, prediction_layers=max(draft_counts(source.config or {}).values(), default=0))
+    without = not draft_counts(checkpoint.config or {}) and not _drafts_of(checkpoint)
+    dropped = _drafts_of(source) if without else set()
     tied = ties_embeddings(checkpoint.config)
     for name in left:
-        if name in left_out or (tied and name == "lm_head.weight"):
+        if name in left_out or name in dropped or (tied and name == "lm_head.weight"):
             continue
         if family is not None and dims is not None and family.left_out(name, dims) is not None:
             continue
         unequal.append(f"{name} of {source.directory} is not in the checkpoint")
     result.problems += _clipped(unequal, "tensors differ: is it another model?")
     return result
+
+
+def _drafts_of(source: Checkpoint) -> set[str]:
+    """The tensors of a source's draft layers; none of a model that is not known."""
+    try:
+        return set(draft_tensors(source.config, source.infos))
+    except ModelExportError:
+        return set()
 
 
 def _untied_head(

@@ -49,7 +49,7 @@ def check_structure(
         problems += _shape_problems(family, dimensions, modules)
     else:
         model = ModelDescription(family.complete(checkpoint.config or {}), family, dimensions, quantization)
-        matched = match(checkpoint, model)
+        matched = match(checkpoint, model.with_drafts(checkpoint))
         problems += _first(matched.missing, "tensors are missing")
         problems += matched.unfit
         problems += (f"{name} is not quantised, but config.json makes it {how}" for name, how in matched.plain.items())
@@ -92,7 +92,11 @@ def _shape_problems(family: Family, dimensions: Dimensions, modules: Sequence[St
     for name, module in present.items():
         stored = module.stored
         if name not in shapes:
-            if any(family.left_out(f"{name}.{suffix}", dimensions) is None for suffix in module.tensors):
+            names = [f"{name}.{suffix}" for suffix in module.tensors]
+            if any(
+                family.draft_root(each, dimensions) is None and family.left_out(each, dimensions) is None
+                for each in names
+            ):
                 yield f"{name} ({_listed(module)}) is not expected: {describe(family, dimensions)} has no such module"
         elif stored.shape is not None and stored.shape not in (shapes[name], (math.prod(shapes[name]),)):  # or flat
             yield f"{name}: its weight is {list(stored.shape)} but config.json makes it {list(shapes[name])}"

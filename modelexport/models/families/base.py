@@ -10,13 +10,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from modelexport.models.families.drafts import PREFIX
+from modelexport.checkpoints.draft_names import PREFIX
 
 Partition = Literal["column", "row", "replicated"]
 Kind = Literal["linear", "norm", "embedding", "head", "router", "vector", "other"]
 
 MOST_DIGITS = 9
-_NOT_WRITTEN = "nothing here can write these yet, and the model itself does not use them"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,30 +229,34 @@ class Family:
         """The reason why a tensor of a checkpoint is no part of the model, or None where it may be one."""
         if tensor.endswith(self.ignored_tensors or ("\0",)):
             return "a buffer that every engine computes itself"
-        draft = self.draft_reason(tensor, dimensions)
-        if draft is not None:
-            return draft
+        if self.draft_root(tensor, dimensions) is not None:  # transformers ignores them by numbers that it knows
+            return None
         for pattern, why in self.ignored_patterns.items():
             if re.search(pattern, tensor):
                 return why
         return None
 
-    def draft_reason(self, tensor: str, dimensions: Dimensions) -> str | None:
-        """The reason why a tensor is a draft layer's, or None where it is not: see
-        :mod:`modelexport.models.families.drafts`."""
+    def draft_root(self, tensor: str, dimensions: Dimensions) -> str | None:
+        """The name of the part of the model that a draft layer's tensor is below, ``"model.layers.61"`` or ``"mtp"``;
+        None for tensors that are of no draft layer: see :mod:`modelexport.models.families.drafts`."""
         prefix = self.layer_prefix.partition("{i}")[0]
-        number = tensor.removeprefix(prefix).partition(".")[0]
-        if tensor.startswith(prefix) and number.isdecimal() and len(number) <= MOST_DIGITS:
+        number, _, path = tensor.removeprefix(prefix).partition(".")
+        if tensor.startswith(prefix) and path and number.isdecimal() and len(number) <= MOST_DIGITS:
             behind = 0 <= int(number) - dimensions.layers < dimensions.prediction_layers
-            return f"of a draft layer behind the model's {dimensions.layers}: {_NOT_WRITTEN}" if behind else None
-        if _is_mtp(tensor) and not any(_is_mtp(module.path) for module in (*self.before, *self.layer, *self.after)):
-            return f"of a draft layer: {_NOT_WRITTEN}"
+            return f"{prefix}{number}" if behind else None
+        root = mtp_root(tensor)
+        if root is None or any(mtp_root(f"{m.path}.") for m in (*self.before, *self.layer, *self.after)):
+            return None
+        return root
+
+
+def mtp_root(name: str) -> str | None:
+    """A name up to its first part that says multi-token prediction; None where none does."""
+    if PREFIX not in name:  # of a hundred thousand names none
         return None
-
-
-def _is_mtp(name: str) -> bool:
-    """Returns whether a part of a name says multi-token prediction."""
-    return any(part.startswith(PREFIX) for part in name.split("."))
+    parts = name.split(".")
+    end = next((number for number, part in enumerate(parts[:-1], 1) if part.startswith(PREFIX)), None)
+    return None if end is None else ".".join(parts[:end])
 
 
 @dataclass(frozen=True)

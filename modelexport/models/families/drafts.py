@@ -1,7 +1,8 @@
 """Draft layers (multi-token prediction, MTP): how config.json counts them, and which tensors are theirs.
 
 They predict tokens beyond the next one, for speculative decoding; the model itself does not use them. DeepSeek-V3 and
-GLM-4.5 number them on behind the decoder layers, others put them below a module whose name begins with ``mtp``.
+GLM-4.5 number them on behind the decoder layers, others put them below a module whose name begins with
+:data:`~modelexport.checkpoints.draft_names.PREFIX`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from modelexport.system.json_values import JsonValues
 
 COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "num_mtp_modules")
 """Keys of config.json, or of a part of it that describes the language model, that count draft layers."""
-PREFIX = "mtp"
 
 
 def draft_counts(config: Mapping[str, Any]) -> dict[str, int]:

@@ -203,23 +203,23 @@ def with_drafting_layer(source: Path, target: Path, **config: Any) -> Path:
     return copy_checkpoint(source, target, tensors=add, config=config)
 
 
-def test_layers_that_only_draft_tokens_are_left_out_and_said(tmp_path: Path) -> None:
+def test_layers_that_only_draft_tokens_are_carried(tmp_path: Path) -> None:
     plain = make_llama(**V3)
     source = with_drafting_layer(plain, tmp_path / "source", num_nextn_predict_layers=1)
-    dropped = left_out(open_checkpoint(source))
-    assert set(dropped) == set(open_checkpoint(source).infos) - set(open_checkpoint(plain).infos)
-    (reason,) = set(dropped.values())
-    assert "of a draft layer behind the model's 3" in reason
+    assert left_out(open_checkpoint(source)) == {}
     assert inspect_checkpoint(source).warnings == []
     result = reshard(checkpoint=str(source), out=str(tmp_path / "sharded"), tp=2, quiet=True)
-    assert result.left_out == dropped
-    assert "num_nextn_predict_layers becomes 0, not 1" in result.warnings[0]
-    assert diff_checkpoints(tmp_path / "sharded", plain).equal
+    assert not result.left_out
+    assert not result.warnings
+    assert diff_checkpoints(tmp_path / "sharded", source).equal
     export(model=str(source), quant="fp8", out=str(tmp_path / "out"), evaluate=False, quiet=True)
-    assert json.loads((tmp_path / "out" / "modelexport.json").read_text())["left_out"] == dropped
     for found in ("sharded", "out"):
-        assert json.loads((tmp_path / found / "config.json").read_text())["num_nextn_predict_layers"] == 0
+        assert json.loads((tmp_path / found / "config.json").read_text())["num_nextn_predict_layers"] == 1
         assert verify_checkpoint(tmp_path / found, source).problems == []
+
+
+def test_a_layer_more_than_config_json_counts_is_refused(tmp_path: Path) -> None:
+    plain = make_llama(**V3)
     unknown = with_drafting_layer(plain, tmp_path / "unknown")
     with pytest.raises(CheckpointError, match=r"are not part of a deepseek_v3 model of 3 layers: model.layers.3"):
         tensor_rules(open_checkpoint(unknown))
