@@ -29,11 +29,11 @@ class Outcome:
 
     Attributes:
         cells: step -> ``yes``, what refused it, or ``-`` where there was nothing to do.
-        quantised: how many of its linears' weights int4 quantised, of how many tensors.
+        quantised: how many weights int4 quantised, and their part of all.
     """
 
     cells: dict[str, str] = field(default_factory=dict)
-    quantised: int = 0
+    quantised: str = "-"
 
     @property
     def complete(self) -> bool:
@@ -67,7 +67,10 @@ def examine(layout: Layout, root: Path, steps: tuple[str, ...] = STEPS) -> Outco
     def exported(quant: str, name: str = "", **settings: Any) -> Path:
         out = root / f"out-{name or quant}"
         result = export(model=str(source), quant=quant, out=str(out), quiet=True, **settings)
-        outcome.quantised = max(outcome.quantised, sum(row.count for row in result.rows if row.number_format == quant))
+        if quant == "int4":
+            rows = [row for row in result.rows if row.number_format == quant]
+            part = sum(row.weights for row in rows) / sum(row.weights for row in result.rows)
+            outcome.quantised = f"{sum(row.count for row in rows)} ({100 * part:.0f} %)"
         found = verify_checkpoint(out, source)
         if not found.ok:
             raise ModelExportError(f"verify: {found.problems[0]}")
