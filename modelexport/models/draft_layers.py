@@ -27,7 +27,7 @@ def without_drafts(checkpoint: Checkpoint) -> tuple[Checkpoint, list[str]]:
     if config is None:
         return checkpoint, []
     counts = draft_counts(config)
-    family = family_of(config)
+    family = family_of(config, checkpoint.infos)
     dimensions = read_dimensions(config, family)
     drafts = {name: why for name in checkpoint.infos if (why := family.draft_reason(name, dimensions)) is not None}
     if not counts and not drafts:

@@ -948,7 +948,7 @@ LAYOUTS: dict[str, Layout] = {
         wrapped(
             "model.language_model.",
             *GEMMA3_LAYER,
-            head="lm_head",
+            head="",
             model__vision_tower=SIGLIP,
             model__multi_modal_projector=GEMMA3_PROJECTOR,
         ),

@@ -107,7 +107,7 @@ def compare_headers(
     family, dims = architecture.family, architecture.dimensions
     if dims is not None:  # the source's draft layers may be there no longer
         dims = replace(dims, prediction_layers=max(draft_counts(source.config or {}).values(), default=0))
-    tied = ties_embeddings(checkpoint.config)
+    tied = ties_embeddings(checkpoint.config, checkpoint.infos)
     for name in left:
         if name in left_out or (tied and name == "lm_head.weight"):
             continue
@@ -122,7 +122,7 @@ def _untied_head(
     checkpoint: Checkpoint, modules: Sequence[StoredModule], architecture: Architecture, source: Checkpoint
 ) -> TensorInfo | None:
     """Returns the source's embedding, where it serves as the head too but the checkpoint has a head of its own."""
-    if ties_embeddings(checkpoint.config) or not ties_embeddings(source.config):
+    if ties_embeddings(checkpoint.config, checkpoint.infos) or not ties_embeddings(source.config, source.infos):
         return None
     if not any(module.kind == "head" for module in modules):
         return None
