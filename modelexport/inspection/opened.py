@@ -38,7 +38,7 @@ def open_contents(directory: Path | str, config: Path | str | None = None) -> Op
         CheckpointError: no checkpoint there, a damaged header or index, or a config.json that is no JSON.
     """
     checkpoint = open_model(directory, config)
-    architecture = read_architecture(checkpoint.config)
+    architecture = read_architecture(checkpoint.config, checkpoint.infos)
     quantization = read_quantization_config(checkpoint.config)
     modules = read_modules(checkpoint, architecture, quantization)
     return OpenedCheckpoint(str(directory), checkpoint, architecture, quantization, modules)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -58,8 +58,12 @@ def declared_family(model_type: object) -> Family | None:
     return _families().get(model_type) if isinstance(model_type, str) else None
 
 
-def family_of(config: dict[str, Any]) -> Family:
+def family_of(config: Mapping[str, Any], names: Collection[str] = ()) -> Family:
     """The family of the model that ``config`` (a config.json's content) describes: declared, or else derived.
+
+    Args:
+        names: every tensor of the checkpoint, where one is at hand: makers' files and transformers' own may call the
+            same modules by other names. None: as transformers saves them.
 
     Raises:
         CheckpointError: config.json has no ``model_type``, or transformers refuses it.
@@ -78,7 +82,7 @@ def family_of(config: dict[str, Any]) -> Family:
         raise PlanError(
             f"unknown architecture '{shown(model_type)}'{nearest(model_type, known, listing='modelexport models')}"
         )
-    return derive(config)
+    return derive(config, names)
 
 
 def why_no_language_model(config: Mapping[str, Any]) -> str:
@@ -98,12 +102,16 @@ def why_no_language_model(config: Mapping[str, Any]) -> str:
     return f"transformers has no causal language model of its model_type {quoted(kind)}{part}"
 
 
-def ties_embeddings(config: Mapping[str, Any] | None) -> bool:
-    """Returns whether the head is the embedding: as config.json says, or else as models of its type have it."""
+def ties_embeddings(config: Mapping[str, Any] | None, names: Collection[str] = ()) -> bool:
+    """Returns whether the head is the embedding: as config.json says, or else as models of its type have it.
+
+    Args:
+        names: as for :func:`family_of`.
+    """
     said = (config or {}).get("tie_word_embeddings")
     if said is not None or config is None:
         return bool(said)
     try:
-        return read_dimensions(config, family_of(dict(config))).tied_embeddings
+        return read_dimensions(config, family_of(config, names)).tied_embeddings
     except ModelExportError:  # whoever needs the family says what is wrong with it
         return False

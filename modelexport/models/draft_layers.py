@@ -8,7 +8,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -146,7 +146,7 @@ def _around(
             yield DraftModule(name, other, root)
 
 
-def draft_tensors(config: Mapping[str, Any] | None, names: Iterable[str]) -> list[str]:
+def draft_tensors(config: Mapping[str, Any] | None, names: Collection[str]) -> list[str]:
     """Those of the names of a model's tensors that are of its draft layers, in their order.
 
     Raises:
@@ -155,7 +155,7 @@ def draft_tensors(config: Mapping[str, Any] | None, names: Iterable[str]) -> lis
     """
     if config is None:
         return []
-    family = family_of(dict(config))
+    family = family_of(config, names)
     dimensions = read_dimensions(config, family)
     return [name for name in names if family.draft_root(name, dimensions) is not None]
 
@@ -180,7 +180,7 @@ def without_drafts(checkpoint: Checkpoint, why: str = "") -> tuple[Checkpoint, l
     if config is None:
         return checkpoint, []
     counts = draft_counts(config)
-    layers = read_dimensions(config, family_of(config)).layers
+    layers = read_dimensions(config, family_of(config, checkpoint.infos)).layers
     reason = f"of a draft layer behind the model's {layers}, which do not use it: {why}"
     drafts = dict.fromkeys(draft_tensors(config, checkpoint.infos), reason)
     if (drafts and not why) or (not counts and not drafts):

@@ -8,7 +8,7 @@ Works on headers and config.json alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal, NoReturn
@@ -116,14 +116,17 @@ class ModelDescription:
     _expected: dict[tuple[int, int], ExpectedModule] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def read(cls, config: Mapping[str, Any], where: str) -> ModelDescription:
+    def read(cls, config: Mapping[str, Any], where: str, names: Collection[str] = ()) -> ModelDescription:
         """Reads a config.json's content.
+
+        Args:
+            names: every tensor of the checkpoint, as :func:`modelexport.models.architecture.family_of` has it.
 
         Raises:
             CheckpointError: it lacks a number, or contradicts itself.
             PlanError: an unknown architecture, or a method of quantisation whose tensors are not known.
         """
-        family = family_of(dict(config))
+        family = family_of(config, names)
         quantization = read_quantization_config(config)
         if quantization is not None and quantization.method not in methods():
             raise PlanError(
@@ -147,7 +150,7 @@ class ModelDescription:
             raise CheckpointError(
                 f"{directory} has no config.json; give --config DIR, the directory or file of the model's config.json"
             )
-        model = cls.read(checkpoint.config, str(directory))
+        model = cls.read(checkpoint.config, str(directory), checkpoint.infos)
         if absurd := too_many_blocks(model.dimensions, len(checkpoint.infos)):
             raise CheckpointError(f"{directory}: {absurd}")
         return model.with_drafts(checkpoint)

@@ -94,12 +94,12 @@ class Architecture:
     fused: Mapping[str, str] = field(default_factory=dict)
 
 
-def read_architecture(config: Mapping[str, Any] | None) -> Architecture:
-    """The family and dimensions of the model that config.json describes."""
+def read_architecture(config: Mapping[str, Any] | None, names: Collection[str] = ()) -> Architecture:
+    """The family and dimensions of the model that config.json describes; ``names``: every tensor of the checkpoint."""
     if config is None:
         return Architecture(reason="there is no config.json")
     try:
-        family = family_of(dict(config))
+        family = family_of(config, names)
         dimensions = read_dimensions(config, family)
     except ModelExportError as error:
         return Architecture(reason=str(error))

@@ -21,8 +21,8 @@ def check_ties(checkpoint: Checkpoint) -> None:
     Raises:
         CheckpointError: they differ, so that config.json and the weights contradict each other.
     """
-    family = family_of(checkpoint.config or {})
-    if not ties_embeddings(checkpoint.config):
+    family = family_of(checkpoint.config or {}, checkpoint.infos)
+    if not ties_embeddings(checkpoint.config, checkpoint.infos):
         return
     heads, embeddings = (
         [
@@ -44,10 +44,10 @@ def untie(checkpoint: Checkpoint) -> Checkpoint:
         PlanError: the architecture is unknown.
     """
     config = checkpoint.config or {}
-    if not ties_embeddings(config):
+    if not ties_embeddings(config, checkpoint.infos):
         return checkpoint
     check_ties(checkpoint)
-    family = family_of(config)
+    family = family_of(config, checkpoint.infos)
     infos, placements, computed = dict(checkpoint.infos), dict(checkpoint.placements), dict(checkpoint.computed)
     heads, embeddings = (
         [f"{m.path}.weight" for m in modules if m.kind == kind]

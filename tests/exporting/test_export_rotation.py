@@ -205,7 +205,7 @@ def test_what_is_outside_is_refused() -> None:
 
 
 def refusal(monkeypatch: pytest.MonkeyPatch, family: Family, source: Checkpoint | None = None) -> str:
-    monkeypatch.setattr("modelexport.exporting.calibrated.rotation.family_of", lambda config: family)
+    monkeypatch.setattr("modelexport.exporting.calibrated.rotation.family_of", lambda *_: family)
     with pytest.raises(PlanError) as error:
         rotation_changes(source or headers_only())
     assert "leave rotation out of --algorithm" in str(error.value)

@@ -46,7 +46,7 @@ def assigned(
         CheckpointError: a weight, or a hidden state, is not finite.
     """
     config, settings = checkpoint.config or {}, recipe.settings_of(AutoQuant.name)
-    family = family_of(config)
+    family = family_of(config, checkpoint.infos)
     dimensions = read_dimensions(config, family)
     groups, shapes = _groups(family, dimensions)
     missing = [name for name in shapes if f"{name}.weight" not in checkpoint.infos]

@@ -38,7 +38,7 @@ def rotation_changes(source: Checkpoint) -> dict[str, Change]:
         CheckpointError: config.json contradicts itself.
     """
     config = source.config or {}
-    family = family_of(config)
+    family = family_of(config, source.infos)
     return dict(_Table(source, family, read_dimensions(config, family)).changes())
 
 
@@ -63,7 +63,7 @@ class RotatedReader:
         self._source = source
         self._reader = Reader(source)
         self._rotation = Rotation() if rotation is None else rotation
-        self._offset = family_of(source.config or {}).norm_offset
+        self._offset = family_of(source.config or {}, source.infos).norm_offset
         self._norms: dict[str, Tensor] = {}
         self._balances: dict[Balance, Tensor] = {}
         self._linears = _linear_weights(source) if quantised is None else {f"{name}.weight" for name in quantised}
@@ -333,7 +333,7 @@ def _writes(module: Module) -> bool:
 
 def _linear_weights(source: Checkpoint) -> set[str]:
     config = source.config or {}
-    family = family_of(config)
+    family = family_of(config, source.infos)
     dimensions = read_dimensions(config, family)
     return {
         f"{full_name(family.layer_prefix.format(i=i), path)}.weight"

@@ -73,7 +73,7 @@ class PlainTensors:
             PlanError: ``quant_method`` is not known.
         """
         config = self.checkpoint.config
-        quantization, architecture = read_quantization_config(config), read_architecture(config)
+        quantization, architecture = read_quantization_config(config), read_architecture(config, self.checkpoint.infos)
         cached: tuple[str, ...] = ()
         if quantization is not None:
             method = of_method(quantization.method)  # raises where it is not known

@@ -143,7 +143,7 @@ def verify_checkpoint(
         return result
     result.tensors = len(checkpoint.infos)
     result.nbytes = sum(info.nbytes for info in checkpoint.infos.values())
-    architecture = read_architecture(checkpoint.config)
+    architecture = read_architecture(checkpoint.config, checkpoint.infos)
     modules = read_modules(checkpoint, architecture, quantization)
     result.problems += check_structure(checkpoint, architecture, quantization, modules)
     if architecture.family is None:

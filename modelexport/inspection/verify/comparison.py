@@ -108,7 +108,7 @@ def compare_headers(
     family, dims = architecture.family, architecture.dimensions
     without = not draft_counts(checkpoint.config or {}) and not _drafts_of(checkpoint)
     dropped = _drafts_of(source) if without else set()
-    tied = ties_embeddings(checkpoint.config)
+    tied = ties_embeddings(checkpoint.config, checkpoint.infos)
     for name in left:
         if name in left_out or name in dropped or (tied and name == "lm_head.weight"):
             continue
@@ -131,7 +131,7 @@ def _untied_head(
     checkpoint: Checkpoint, modules: Sequence[StoredModule], architecture: Architecture, source: Checkpoint
 ) -> TensorInfo | None:
     """Returns the source's embedding, where it serves as the head too but the checkpoint has a head of its own."""
-    if ties_embeddings(checkpoint.config) or not ties_embeddings(source.config):
+    if ties_embeddings(checkpoint.config, checkpoint.infos) or not ties_embeddings(source.config, source.infos):
         return None
     if not any(module.kind == "head" for module in modules):
         return None

@@ -12,13 +12,13 @@ Only the linears of the language model's decoder layers are quantised. All else 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 from modelexport.models.derived.modules import Derivation
-from modelexport.models.derived.skeleton import read_skeleton
+from modelexport.models.derived.skeleton import Skeleton, read_skeleton
 from modelexport.models.families.base import Family
 from modelexport.models.families.drafts import draft_counts
 
@@ -28,20 +28,32 @@ PLANNED = "tensor-parallel plan"
 WHOLE = "no plan: replicated"
 
 
-def derive(config: Mapping[str, Any]) -> Family:
+def derive(config: Mapping[str, Any], names: Collection[str] = ()) -> Family:
     """The family of the one model that a config.json describes, its dimensions with it.
+
+    Args:
+        names: every tensor of the checkpoint: its modules are then called as they are there.
 
     Raises:
         CheckpointError: transformers does not accept config.json.
         PlanError: transformers has no causal language model of that type.
     """
-    return _derived(json.dumps(config, sort_keys=True, default=str))
+    return _derived(json.dumps(config, sort_keys=True, default=str), frozenset(names))
 
 
 @lru_cache(maxsize=8)
-def _derived(config: str) -> Family:
-    content = json.loads(config)
-    family = Derivation(read_skeleton(content)).family()
+def _skeleton(config: str) -> Skeleton:
+    return read_skeleton(json.loads(config))
+
+
+@lru_cache(maxsize=8)
+def _derived(config: str, names: frozenset[str]) -> Family:
+    skeleton, content = _skeleton(config).named_as(names), json.loads(config)
+    head = skeleton.copies.get(f"{skeleton.head}.weight")
+    if skeleton.tied and not skeleton.part_tied and content.get("tie_word_embeddings") is None and head in names:
+        # The language model's own part says that its head is none: so engines read it, and there the head is.
+        return derive({**content, "tie_word_embeddings": False}, names)
+    family = Derivation(skeleton).family()
     assert family.dimensions is not None
     drafts = max(draft_counts(content).values(), default=0)
     return replace(family, dimensions=replace(family.dimensions, prediction_layers=drafts))

@@ -7,8 +7,8 @@ saves): the same conversions that it saves by are run here, on tensors without s
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from modelexport.errors import CheckpointError, PlanError, error_text
@@ -25,6 +25,7 @@ MOST_LAYERS = 4096
 MOST_EXPERTS = 1 << 15
 MOST_LISTED = 1 << 16
 MOST_TENSORS = 1 << 20
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _COUNTED = re.compile(r"layers?$|depth|experts$|blocks$")  # keys of config.json that loops run over
 
 
@@ -47,11 +48,14 @@ class Skeleton:
         layers: how many there are.
         embedding, head: name in memory of the modules that tokens come in by, and go out; "" where there is none.
         tied: whether the head is the embedding.
+        part_tied: the same by the config of the language model, where that is a part of the model.
         plan: name in memory, with ``*`` for numbers -> the style in which transformers' tensor parallelism cuts it.
         numbers: of the language model's config, by their usual names; None where it has no such single number.
         head_dims: name in memory of an attention -> features of each of its heads.
         base: what transformers calls the model without its head; checkpoints of that alone lack it.
         ignored: patterns of tensors of old checkpoints that the model does without.
+        renamed: a name that any checkpoint of the model may have -> what transformers makes of it before it takes
+            numbers apart.
     """
 
     model_type: str
@@ -75,11 +79,66 @@ class Skeleton:
     head_dims: Mapping[str, int]
     base: str
     ignored: tuple[str, ...]
+    part_tied: bool = True
+    renamed: Callable[[str], str] = str
 
     def style(self, target: str) -> str | None:
         """Transformers' cut of a parameter: the style of the parameter itself, or of its module."""
         general = re.sub(r"\.\d+(?=\.|$)", ".*", target)
         return self.plan.get(general) or self.plan.get(general.rpartition(".")[0])
+
+    def named_as(self, names: Collection[str]) -> Skeleton:
+        """The same by the names that a checkpoint has, where transformers would load it and save it by others.
+
+        Makers' files often differ from what transformers saves: a tower in a module more, a model without its first
+        part. Names go together where transformers renames both to the same.
+
+        Args:
+            names: every tensor of the checkpoint; those of quantised linears, too.
+        """
+        theirs = self._names_of(names)
+        if not theirs:
+            return self
+
+        def name(own: str) -> str:
+            module, _, leaf = own.rpartition(".")
+            numbers = iter(_NUMBER.findall(f".{module}."))
+            found = theirs.get(_general(module))
+            return own if found is None else f"{_NUMBER.sub(lambda _: next(numbers), found).strip('.')}.{leaf}"
+
+        return replace(
+            self,
+            tensors={name(own): shape for own, shape in self.tensors.items()},
+            targets={name(own): target for own, target in self.targets.items()},
+            changed=frozenset(map(name, self.changed)),
+            either_way=frozenset(map(name, self.either_way)),
+            copies={target: name(own) for target, own in self.copies.items()},
+        )
+
+    def _names_of(self, names: Collection[str]) -> dict[str, str]:
+        """Modules that a checkpoint calls otherwise -> what it calls them; numbers are 0 in both."""
+        there = {_general(name.rpartition(".")[0]): name.rpartition(".")[2] for name in names}
+        own = {_general(name.rpartition(".")[0]): name.rpartition(".")[2] for name in self.tensors}
+        own |= {_general(name.rpartition(".")[0]): name.rpartition(".")[2] for name in self.copies.values()}
+        wanted = {self.renamed(_tensor(module, leaf)): module for module, leaf in own.items() if module not in there}
+        found: dict[str, str] = {}
+        for module, leaf in there.items() if wanted else ():
+            for ending in (leaf, "weight"):
+                new = self.renamed(_tensor(module, ending))
+                spellings = (new, new.removeprefix(f"{self.base}."), f"{self.base}.{new}") if self.base else (new,)
+                meant = next((wanted[each] for each in spellings if each in wanted), None)
+                if meant is not None and module not in own and meant.count(".0.") == module.count(".0."):
+                    found.setdefault(meant, module)
+        return found
+
+
+def _general(module: str) -> str:
+    """A module's name between dots, 0 for each of its numbers."""
+    return _NUMBER.sub("0", f".{module}.")
+
+
+def _tensor(module: str, leaf: str) -> str:
+    return f"{module.strip('.')}.{leaf}"
 
 
 def read_skeleton(config: Mapping[str, Any]) -> Skeleton:
@@ -143,6 +202,8 @@ def read_skeleton(config: Mapping[str, Any]) -> Skeleton:
         head_dims={name: size for name, module in model.named_modules() if (size := _whole_of(module, "head_dim"))},
         base=str(model.base_model_prefix),
         ignored=tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),
+        part_tied=bool(getattr(numbers, "tie_word_embeddings", True)),
+        renamed=_renaming(model),
     )
 
 
@@ -293,6 +354,18 @@ def _on_disk(model: Any, held: Mapping[str, Any]) -> _Saved:
             either_way.add(name)
     shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
     return _Saved(shapes, targets, frozenset(changed), frozenset(either_way))
+
+
+def _renaming(model: Any) -> Callable[[str], str]:
+    """The renaming that transformers applies to the names of a checkpoint as it loads it."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, rename_source_key
+    except ImportError:  # before transformers 5
+        return str
+    mapping = get_model_conversion_mapping(model, add_legacy=False)
+    renamings = [each for each in mapping if not isinstance(each, WeightConverter)]
+    return lambda name: str(rename_source_key(name, renamings, [])[0])
 
 
 def _copies(model: Any, tied: Mapping[str, str]) -> dict[str, str]:

@@ -33,7 +33,7 @@ def config_of(model_type: str, /, **changes: Any) -> dict[str, Any]:
 
 
 def rules_of(source: Path, family: Family, monkeypatch: pytest.MonkeyPatch) -> dict[str, TensorRule]:
-    monkeypatch.setattr(matching, "family_of", lambda config: family)
+    monkeypatch.setattr(matching, "family_of", lambda *_: family)
     return {rule.name: rule for rule in rules.tensor_rules(open_checkpoint(source))}
 
 

@@ -1,0 +1,73 @@
+"""docs/models.md: what the tool makes of each published layout, written and read again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.published._layouts import LAYOUTS
+from tests.published._runs import DONE, NOT_DONE, STEPS, Outcome
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
+_ABOUT = """\
+# Published models
+
+Made by `tests/published/test_layouts.py` with transformers {version}; do not edit. Each row is a layout as its makers
+published it: the names and dtypes of all tensors and the keys of config.json are theirs, the sizes are tiny and the
+numbers random. Models that share a layout are not listed again: what holds for Llama 3.1 8B holds for the 70B.
+
+- `inspect`: it is described.
+- `plan`: `--dry-run` plans int4 of it.
+- `none`, `int4`, `fp8`, `nvfp4` (`nvfp4-wo`): the export is written, and verified against the source.
+- `gptq`: int4 by `--algorithm gptq`, calibrated on token ids.
+- `reshard`: written for two tensor-parallel ranks, and for one again: the same bytes as written for one at once.
+- `convert`: the int4 export as `--format gptq`.
+- `quantised`: how many linears int4 quantises, and their part of the (tiny) model's weights.
+
+`yes`: done. A number: refused, with the words below. `-`: there was nothing to do it with.
+
+**{complete} of {all} layouts are complete.**
+
+"""
+_HEADER = ("layout", "as in", "model_type", "quantised", *STEPS)
+
+
+def document(outcomes: Mapping[str, Outcome], version: str) -> str:
+    """The whole page."""
+    refusals = list(
+        dict.fromkeys(
+            cell for name in LAYOUTS for cell in outcomes[name].cells.values() if cell not in (DONE, NOT_DONE)
+        )
+    )
+    complete = sum(outcome.complete for outcome in outcomes.values())
+    lines = [_line(_HEADER), _line(["---"] * len(_HEADER))]
+    for name, layout in LAYOUTS.items():
+        outcome = outcomes[name]
+        cells = [str(refusals.index(cell) + 1) if cell in refusals else cell for cell in outcome.cells.values()]
+        kind = layout.config.get("model_type", "-")
+        lines.append(_line([name, f"`{layout.like}`", f"`{kind}`", outcome.quantised, *cells]))
+    told = [f"{number}. {refusal}" for number, refusal in enumerate(refusals, 1)]
+    about = _ABOUT.format(version=version, complete=complete, all=len(LAYOUTS))
+    refused = ["", "Refused, in the tool's words:", "", *told] if told else []
+    return about + "\n".join([*lines, *refused]) + "\n"
+
+
+def _line(cells: object) -> str:
+    assert isinstance(cells, (list, tuple))
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def committed() -> dict[str, Outcome]:
+    """What the page says of each layout."""
+    if not DOCUMENT.is_file():
+        return {}
+    content = DOCUMENT.read_text(encoding="utf-8")
+    refusals = dict(re.findall(r"^(\d+)\. (.*)$", content, re.M))
+    found = {}
+    for line in content.splitlines():
+        name, *cells = [cell.strip() for cell in line.strip("| ").split(" | ")]
+        if name in LAYOUTS and len(cells) == len(_HEADER) - 1:
+            told = {step: refusals.get(cell, cell) for step, cell in zip(STEPS, cells[3:], strict=True)}
+            found[name] = Outcome(told, cells[2])
+    return found
