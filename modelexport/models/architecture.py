@@ -23,6 +23,7 @@ __all__ = [
     "declared_family",
     "family_of",
     "known_model_types",
+    "language_config",
     "read_dimensions",
     "ties_embeddings",
     "why_no_language_model",
@@ -85,21 +86,46 @@ def family_of(config: Mapping[str, Any], names: Collection[str] = ()) -> Family:
     return derive(config, names)
 
 
-def why_no_language_model(config: Mapping[str, Any]) -> str:
-    """The reason why a config.json is not that of a language model that transformers runs by itself; ``""`` where it
-    may be."""
-    part = ", as where a language model is a part of another one"
-    size = config.get("vocab_size")
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        return f"config.json has no vocab_size that is a number of tokens{part}"
-    kind = config.get("model_type")
-    if declared_family(kind) is not None:
-        return ""
-    from modelexport.models.derived import causal_types
+def language_config(config: Mapping[str, Any], names: Collection[str] = ()) -> dict[str, Any]:
+    """The config of the language model that a config.json describes: of a model that also sees or hears, its part.
 
-    if kind in causal_types():
+    Args:
+        names: as for :func:`family_of`.
+
+    Raises:
+        CheckpointError: transformers does not accept config.json.
+    """
+    kind = config.get("model_type")
+    family = declared_family(kind)
+    from modelexport.models.derived import causal_types, is_known, language_part
+
+    if family is not None:
+        return dict(config) if is_known(str(kind)) else {**config, "model_type": family.name}
+    if kind in causal_types() and _counts_tokens(config):
+        return dict(config)
+    part = language_part(config)
+    return dict(config) if part is None else {**part, "tie_word_embeddings": ties_embeddings(config, names)}
+
+
+def why_no_language_model(config: Mapping[str, Any]) -> str:
+    """The reason why a config.json holds no language model that transformers runs by itself; ``""`` where it may."""
+    try:
+        own = language_config(config)
+    except ModelExportError as error:
+        return str(error)
+    if not _counts_tokens(own):
+        return "config.json has no vocab_size that is a number of tokens"
+    kind = own.get("model_type")
+    from modelexport.models.derived import causal_types, is_language_part
+
+    if declared_family(kind) is not None or kind in causal_types() or (own is not config and is_language_part(kind)):
         return ""
-    return f"transformers has no causal language model of its model_type {quoted(kind)}{part}"
+    return f"transformers has no causal language model of its model_type {quoted(kind)}"
+
+
+def _counts_tokens(config: Mapping[str, Any]) -> bool:
+    size = config.get("vocab_size")
+    return isinstance(size, int) and not isinstance(size, bool) and size >= 1
 
 
 def ties_embeddings(config: Mapping[str, Any] | None, names: Collection[str] = ()) -> bool:

@@ -9,7 +9,7 @@ from modelexport.checkpoints.safetensors.file import Checkpoint, Reader, torch_d
 from modelexport.errors import PlanError, UsageError
 from modelexport.exporting.calibrated.samples import forward_reader, tokens_of
 from modelexport.exporting.plan import full_name
-from modelexport.models.architecture import Dimensions, Family, family_of, read_dimensions
+from modelexport.models.architecture import Dimensions, Family, family_of, language_config, read_dimensions
 from modelexport.quantization import sensitivity
 from modelexport.quantization.algorithms.autoquant import AutoQuant
 from modelexport.quantization.calibration.layers import LayerRunner
@@ -69,7 +69,7 @@ def assigned(
     reader = Reader(checkpoint)
     try:
         with LayerRunner(
-            config,
+            language_config(config, checkpoint.infos),
             checkpoint.infos.keys(),
             forward_reader(checkpoint, reader),
             tokens,

@@ -10,6 +10,7 @@ from modelexport.distributed.launch import phase
 from modelexport.exporting.calibrated.forward import forward_cut
 from modelexport.exporting.calibrated.samples import forward_reader, shared_tokens
 from modelexport.exporting.rank import RankExport, RankJob
+from modelexport.models.architecture import language_config
 from modelexport.quantization.calibration.ranges import Ranges, observe
 
 
@@ -42,7 +43,7 @@ def calibrate(job: RankJob, reader: Reader) -> Ranges:
         phase(f"calibrating: layer {done} of {layers}")
 
     return observe(
-        source.config or {},
+        language_config(source.config or {}, source.infos),
         source.infos.keys(),
         forward_reader(source, reader),
         tokens,

@@ -26,6 +26,7 @@ from modelexport.exporting.calibrated.samples import forward_reader, shared_toke
 from modelexport.exporting.plan import ExportStep
 from modelexport.exporting.rank import Quantised, RankExport, RankJob, Shards, in_shared_memory
 from modelexport.layers import LayerConfig
+from modelexport.models.architecture import language_config
 from modelexport.quantization import algorithms
 from modelexport.quantization.algorithms.base import Algorithm, Folding, Rounding
 from modelexport.quantization.algorithms.rotation import Rotation
@@ -75,7 +76,7 @@ class CalibratedExport(RankExport):
         tokens = shared_tokens(job.source, job.recipe, job.tokenizer)
         self.ranges = Ranges({}, {}, {}, (), *tokens.shape)
         self.runner = LayerRunner(
-            job.source.config or {},
+            language_config(job.source.config or {}, job.source.infos),
             job.source.infos.keys(),
             forward_reader(job.source, self.reader),
             tokens,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from modelexport.checkpoints.safetensors.file import Checkpoint, Reader
 from modelexport.distributed import collectives, ranks
+from modelexport.models.architecture import language_config
 from modelexport.quantization.calibration.cut import ForwardShard
 from modelexport.quantization.calibration.ranges import token_batches_from
 from modelexport.recipe import ExportRecipe
@@ -25,7 +26,7 @@ def tokens_of(source: Checkpoint, recipe: ExportRecipe, tokenizer: Path) -> Tens
     return token_batches_from(
         recipe.calib,
         tokenizer,
-        vocabulary=(source.config or {})["vocab_size"],
+        vocabulary=language_config(source.config or {}, source.infos)["vocab_size"],
         samples=recipe.calib_samples,
         length=recipe.calib_length,
         seed=recipe.calib_seed,

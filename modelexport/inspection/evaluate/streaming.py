@@ -23,7 +23,7 @@ from modelexport.distributed.environment import cores
 from modelexport.errors import CheckpointError, PlanError
 from modelexport.inspection.evaluate.models import PlainTensors
 from modelexport.inspection.evaluate.plain_llama import WholeOutputs
-from modelexport.models.architecture import declared_family
+from modelexport.models.architecture import declared_family, language_config
 from modelexport.quantization.calibration.cut import ForwardShard
 from modelexport.quantization.calibration.layers import DYNAMIC, LayerRunner
 from modelexport.quantization.calibration.model import body, running
@@ -165,7 +165,13 @@ def through_layers(
     with (
         _in_words(tensors),
         LayerRunner(
-            config, set(tensors.names), tensors.read, windows, threads=threads, dtype=dtype, derived=derived
+            language_config(config, tensors.names),
+            set(tensors.names),
+            tensors.read,
+            windows,
+            threads=threads,
+            dtype=dtype,
+            derived=derived,
         ) as runner,
     ):
         if runner.head_name is None:

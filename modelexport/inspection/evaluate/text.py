@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from modelexport.assets import demo_model_path
 from modelexport.errors import CheckpointError, PlanError, UsageError
-from modelexport.models.architecture import why_no_language_model
+from modelexport.models.architecture import language_config, why_no_language_model
 from modelexport.models.opening import open_model
 from modelexport.quantization.calibration.text import TokenDocuments, has_tokenizer
 from modelexport.quantization.methods import read_quantization_config
@@ -213,7 +213,7 @@ def _documents(
     """The text, tokenised as the source does, or the checkpoint where only that one can."""
     candidates = [opened.directory for opened in (source, checkpoint) if opened is not None]
     known = filter(has_tokenizer, candidates)
-    vocabulary = (checkpoint.config or {})["vocab_size"]
+    vocabulary = language_config(checkpoint.config or {}, checkpoint.infos)["vocab_size"]
     return TokenDocuments(text, next(known, candidates[0]), vocabulary, split="heldout", flag="--text")
 
 

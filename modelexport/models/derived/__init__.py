@@ -18,11 +18,11 @@ from functools import lru_cache
 from typing import Any
 
 from modelexport.models.derived.modules import Derivation
-from modelexport.models.derived.skeleton import Skeleton, read_skeleton
+from modelexport.models.derived.skeleton import Skeleton, language_part, read_skeleton
 from modelexport.models.families.base import Family
 from modelexport.models.families.drafts import draft_counts
 
-__all__ = ["causal_types", "derive", "is_known", "model_types"]
+__all__ = ["causal_types", "derive", "is_known", "is_language_part", "language_part", "model_types"]
 
 PLANNED = "tensor-parallel plan"
 WHOLE = "no plan: replicated"
@@ -71,6 +71,13 @@ def is_known(model_type: str) -> bool:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     return model_type in CONFIG_MAPPING_NAMES
+
+
+def is_language_part(model_type: object) -> bool:
+    """Returns whether transformers has a model of that type which turns tokens into hidden states."""
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+    return model_type in MODEL_MAPPING_NAMES
 
 
 def model_types() -> dict[str, str]:

@@ -265,11 +265,32 @@ def _model_class(config: Mapping[str, Any], kind: str) -> tuple[Any, Any]:
         found = next((getattr(transformers, name) for name in usual if hasattr(transformers, name)), None)
     if found is None:
         raise PlanError(f"transformers {transformers.__version__} lacks {usual[0]}, the model of '{kind}'")
+    return found, _parsed(config, own)
+
+
+def _parsed(config: Mapping[str, Any], own: Any) -> Any:
     plain = {key: _special(value) for key, value in config.items() if key not in ("quantization_config", "auto_map")}
     try:
-        return found, own.from_dict(plain)
+        return own.from_dict(plain)
     except Exception as error:  # transformers checks a config in many ways
         raise CheckpointError(f"config.json: transformers refuses it: {_in_short(error)}") from error
+
+
+def language_part(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The config of the language model in one that has it as a part, by transformers' keys; None where it is the whole.
+
+    Raises:
+        CheckpointError: transformers does not accept config.json.
+    """
+    import transformers
+
+    kind = config.get("model_type")
+    if kind not in transformers.CONFIG_MAPPING:
+        return None
+    _check_counts(config, "config.json")
+    whole = _parsed(config, transformers.CONFIG_MAPPING[kind])
+    part = whole.get_text_config(decoder=True)
+    return None if part is whole else dict(part.to_dict())
 
 
 def _language_models(kind: str) -> list[str]:

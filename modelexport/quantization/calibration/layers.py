@@ -42,8 +42,8 @@ from modelexport.quantization.calibration.model import (
     build,
     choosing_all,
     decoder_layers,
-    in_memory,
     narrow,
+    on_disk,
     running,
     sources,
     unknown,
@@ -82,8 +82,8 @@ class LayerRunner:
     A context manager, in which torch uses one thread for each operation. All ranks of the job use theirs together.
 
     Args:
-        config: config.json of an unquantised model.
-        names: every tensor of the checkpoint.
+        config: config.json of an unquantised language model.
+        names: every tensor of the checkpoint, which may hold more than the language model.
         read: this rank's part of one of them (the spans of the share, joined along its dim), in any floating-point
             dtype. Biases are asked for with dim 0 where their linear is column-parallel, and else whole; of the
             embedding only the tokens' rows.
@@ -150,7 +150,7 @@ class LayerRunner:
         shapes = [(*batch.shape, self.model.config.hidden_size) for batch in self.batches]
         self.hidden = HiddenStates(shapes, dtype, self.device, memory=memory, directory=directory)
         inside = [name for name in (self.prefix, self.head_name) if name is not None]
-        self.on_disk = in_memory(self.model, names)
+        self.on_disk, self._layers_on_disk = on_disk(self.model, self.prefix, names)
         self._around = ModelShell(
             self.model, self.layers, inside, {*names, *self.on_disk}, self._read_renamed, dtype, self.device
         )
@@ -211,15 +211,16 @@ class LayerRunner:
             PlanError: the checkpoint lacks some of them.
             CheckpointError: some have another shape than config.json says.
         """
-        module, prefix = self.layers[index], f"{self.prefix}.{index}."
+        module, prefix = self.layers[index], f"{self._layers_on_disk}.{index}."
         empty = module.state_dict()
         made_of = sources(empty, prefix, self.names)
+        memory = f"{self.prefix}.{index}."
         for key in empty:
-            if key not in made_of and (name := self.on_disk.get(prefix + key)) is not None:
+            if key not in made_of and (name := self.on_disk.get(memory + key)) is not None:
                 made_of[key] = (TensorSource(name),)
         missing = [key for key in empty if key not in made_of]
         if missing:
-            raise unknown(self.model, prefix + missing[0])
+            raise unknown(self.model, memory + missing[0])
         state, layer = fill(
             module,
             index,

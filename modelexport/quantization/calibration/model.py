@@ -27,6 +27,7 @@ __all__ = [
     "is_stacked",
     "misshapen",
     "narrow",
+    "on_disk",
     "running",
     "sources",
     "unknown",
@@ -78,7 +79,7 @@ def build(config: Mapping[str, Any], local: Mapping[str, int]) -> Any:
         PlanError: transformers has no such model.
     """
     from accelerate import init_empty_weights
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     kind = config.get("model_type")
     if kind not in CONFIG_MAPPING:
@@ -95,7 +96,9 @@ def build(config: Mapping[str, Any], local: Mapping[str, int]) -> Any:
 
     def made(attention: str) -> Any:
         with init_empty_weights(include_buffers=False):
-            return AutoModelForCausalLM.from_config(parsed, attn_implementation=attention).eval()
+            if type(parsed) in MODEL_FOR_CAUSAL_LM_MAPPING:
+                return AutoModelForCausalLM.from_config(parsed, attn_implementation=attention).eval()
+            return _with_head(parsed, attention).eval()
 
     attention = _attention(parsed)
     try:
@@ -109,6 +112,32 @@ def build(config: Mapping[str, Any], local: Mapping[str, int]) -> Any:
         raise PlanError(
             f"calibration cannot build transformers' model for {quoted(kind)}: {error_text(error)}; {DYNAMIC}"
         ) from error
+
+
+def _with_head(parsed: Any, attention: str) -> Any:
+    """The language model of one that also sees or hears: transformers has it as a part of that alone, without a head.
+
+    Raises:
+        ValueError: it has none of the type.
+    """
+    from transformers import AutoModel, PreTrainedModel
+
+    class LanguageModel(PreTrainedModel):
+        base_model_prefix = "model"
+        _supports_sdpa = True
+
+        def __init__(self) -> None:
+            base = AutoModel.from_config(parsed, attn_implementation=attention)
+            super().__init__(base.config)
+            self.model = base
+            self.lm_head = nn.Linear(parsed.hidden_size, parsed.vocab_size, bias=False)
+
+        def forward(self, **inputs: Any) -> Any:
+            from transformers.modeling_outputs import CausalLMOutput
+
+            return CausalLMOutput(logits=self.lm_head(self.model(**inputs).last_hidden_state))
+
+    return LanguageModel()
 
 
 def _special(value: Any) -> Any:
@@ -184,6 +213,36 @@ def narrow(layer: nn.Module, cut: ForwardCut) -> None:
         if shape != list(parameter.shape):
             less = nn.Parameter(torch.empty(shape, device="meta", dtype=parameter.dtype), requires_grad=False)
             setattr(layer.get_submodule(path), name, less)
+
+
+def on_disk(model: Any, stack: str, names: Collection[str]) -> tuple[dict[str, str], str]:
+    """transformers' name of a tensor -> its name in the checkpoint, where that is another; and that of the layers.
+
+    Args:
+        stack: transformers' name of the list of decoder layers.
+        names: every tensor of the checkpoint, of which the model may be a part: it is then found by its embedding and
+            its layers.
+    """
+    place = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
+    base = place.rpartition(".")[0]
+    inside = f"{base}." if stack.startswith(f"{base}.") else ""
+    tokens, layers = f"{place.removeprefix(inside)}.weight", stack.removeprefix(inside)
+    if not inside or f"{inside}{tokens}" in names or any(name.startswith(f"{stack}.0.") for name in names):
+        return in_memory(model, names), stack
+    found = (name.removesuffix(tokens) for name in names if name.endswith(f".{tokens}"))
+    prefixes = [prefix for prefix in found if any(name.startswith(f"{prefix}{layers}.0.") for name in names)]
+    if len(prefixes) != 1:
+        return in_memory(model, names), stack
+    (prefix,) = prefixes
+    theirs = {f"{inside}{name.removeprefix(prefix)}": name for name in names if name.startswith(prefix)}
+    above = prefix.strip(".").split(".")
+    for key in model.state_dict():
+        if not key.startswith(inside):  # the head: beside the model, or outside of what the model is a part of
+            outer = [name for depth in range(len(above) + 1) if (name := ".".join([*above[:depth], key])) in names]
+            if outer:
+                theirs[key] = outer[0]
+    renamed = {key: theirs[name] for key, name in in_memory(model, theirs.keys()).items()}
+    return {**theirs, **renamed}, f"{prefix}{layers}"
 
 
 def in_memory(model: Any, names: Collection[str]) -> dict[str, str]:
