@@ -75,7 +75,7 @@ def family_of(config: Mapping[str, Any], names: Collection[str] = ()) -> Family:
         raise CheckpointError("config.json has no model_type; is this a language model's checkpoint?")
     family = declared_family(model_type)
     if family is not None:
-        return family
+        return family.as_in(names)
     from modelexport.models.derived import causal_types, derive, is_known
 
     if not is_known(model_type):
