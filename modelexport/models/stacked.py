@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from modelexport.checkpoints.safetensors.file import Checkpoint, Reader, TensorInfo, tensor_nbytes
 from modelexport.checkpoints.safetensors.placement import Placement, whole_place
-from modelexport.errors import CheckpointError
+from modelexport.errors import CheckpointError, PlanError
 from modelexport.models.architecture import family_of, read_dimensions
 from modelexport.models.families.base import ExpertStack, Module
 from modelexport.models.matching import ModelDescription, too_many_blocks
@@ -22,7 +22,7 @@ from modelexport.sharding.plan import Range
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["TransposedLinear", "experts_apart"]
+__all__ = ["TransposedLinear", "apart_as", "experts_apart"]
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,21 @@ def experts_apart(checkpoint: Checkpoint, *, drafts: bool = False) -> Checkpoint
                 computed[linear.info.name] = linear.computed
                 placements[linear.computed.stored.name] = linear.places
     return replace(checkpoint, infos=infos, placements=placements, computed=computed)
+
+
+def apart_as(checkpoint: Checkpoint, other: Checkpoint) -> Checkpoint:
+    """The checkpoint with experts apart where another one of the same model has them so, and else as it is; so, too,
+    where nothing here knows the model."""
+    there = {name.rpartition(".")[0] for name in other.infos}
+    try:
+        for drafts in (False, True):
+            apart = experts_apart(checkpoint, drafts=drafts)
+            fresh = (name.rpartition(".")[0] for name in apart.infos if name not in checkpoint.infos)
+            if not there.isdisjoint(fresh):
+                checkpoint = apart
+    except (CheckpointError, PlanError):
+        pass
+    return checkpoint
 
 
 @dataclass(frozen=True)
