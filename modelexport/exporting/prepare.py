@@ -118,7 +118,7 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> PreparedExpor
 
 def _with_experts_apart(recipe: ExportRecipe, checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint with linears of each expert in place of stacks, if the recipe rounds any of them."""
-    apart = experts_apart(checkpoint, drafts=recipe.draft == "quantise")
+    apart = experts_apart(checkpoint)
     if apart is checkpoint or recipe.of_kind("assign"):
         return apart
     assignment = parse_assignment(recipe)

@@ -55,17 +55,15 @@ class TransposedLinear:
         return found[:, :: self.step].t().contiguous()
 
 
-def experts_apart(checkpoint: Checkpoint, *, drafts: bool = False) -> Checkpoint:
-    """The same model with linears of each expert in place of stacks; a model without any is returned as it is.
-
-    Args:
-        drafts: whether those of draft layers are taken apart, too.
+def experts_apart(checkpoint: Checkpoint) -> Checkpoint:
+    """The same model with linears of each expert in place of stacks, in draft layers too; a model without stacks is
+    returned as it is.
 
     Raises:
         CheckpointError: config.json lacks a number; or a stack has not the shape that config.json gives it.
         PlanError: the architecture is unknown.
     """
-    stacks = _stacks(checkpoint, drafts)
+    stacks = _stacks(checkpoint)
     if not stacks:
         return checkpoint
     swapped = any(_is_swapped(stack.module, stack.shape, checkpoint.infos[name]) for name, stack in stacks.items())
@@ -91,16 +89,12 @@ def experts_apart(checkpoint: Checkpoint, *, drafts: bool = False) -> Checkpoint
 def apart_as(checkpoint: Checkpoint, other: Checkpoint) -> Checkpoint:
     """The checkpoint with experts apart where another one of the same model has them so, and else as it is; so, too,
     where nothing here knows the model."""
-    there = {name.rpartition(".")[0] for name in other.infos}
     try:
-        for drafts in (False, True):
-            apart = experts_apart(checkpoint, drafts=drafts)
-            fresh = (name.rpartition(".")[0] for name in apart.infos if name not in checkpoint.infos)
-            if not there.isdisjoint(fresh):
-                checkpoint = apart
+        apart = experts_apart(checkpoint)
     except (CheckpointError, PlanError):
-        pass
-    return checkpoint
+        return checkpoint
+    fresh = {name.rpartition(".")[0] for name in apart.infos if name not in checkpoint.infos}
+    return checkpoint if fresh.isdisjoint(name.rpartition(".")[0] for name in other.infos) else apart
 
 
 @dataclass(frozen=True)
@@ -122,7 +116,7 @@ class _Linear:
     computed: TransposedLinear | None = None
 
 
-def _stacks(checkpoint: Checkpoint, drafts: bool) -> dict[str, _Stack]:
+def _stacks(checkpoint: Checkpoint) -> dict[str, _Stack]:
     """The stacks of a checkpoint by their tensors' names.
 
     Raises:
@@ -136,8 +130,7 @@ def _stacks(checkpoint: Checkpoint, drafts: bool) -> dict[str, _Stack]:
     if too_many_blocks(dimensions, len(checkpoint.infos)):  # whoever plans says so
         return {}
     found = {}
-    model = ModelDescription(config, family, dimensions, None)
-    for place in (model.with_drafts(checkpoint) if drafts else model).places():
+    for place in ModelDescription(config, family, dimensions, None).with_drafts(checkpoint).places():
         experts = place.module.experts
         info = checkpoint.infos.get(place.tensor(place.module.parameter))
         if experts is None or info is None:
