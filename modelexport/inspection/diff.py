@@ -20,8 +20,8 @@ from modelexport.checkpoints.replicas import CHUNK_BYTES, chunks, odd_replica
 from modelexport.checkpoints.safetensors.file import Checkpoint, Reader
 from modelexport.errors import CheckpointError, PlanError
 from modelexport.models.opening import open_model
-from modelexport.models.stacked import apart_as
 from modelexport.models.rules import left_out
+from modelexport.models.stacked import apart_as
 from modelexport.models.ties import check_ties
 from modelexport.system.dtypes import as_integers
 from modelexport.system.small_files import has_file
