@@ -81,7 +81,7 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> PreparedExpor
     with without_collector():  # a hundred thousand small objects: the collector would walk them over and over
         checkpoint, dropped = without_drafts(open_model(source.directory, recipe.config), _why_no_drafts(recipe))
         if recipe.quant != KEEP or recipe.of_kind("assign"):
-            checkpoint = decoded(_with_experts_apart(recipe, checkpoint))
+            checkpoint = _with_experts_apart(recipe, decoded(checkpoint))
         checkpoint, merged = adapted(checkpoint, adapters)
         if recipe.of_kind("assign"):
             recipe = _autoquant(recipe, source, checkpoint)

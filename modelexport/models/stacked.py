@@ -15,6 +15,7 @@ from modelexport.checkpoints.safetensors.file import Checkpoint, Reader, TensorI
 from modelexport.checkpoints.safetensors.placement import Placement, whole_place
 from modelexport.errors import CheckpointError, PlanError
 from modelexport.models.architecture import family_of, read_dimensions
+from modelexport.models.decoded import StoredLinear, StoredStack
 from modelexport.models.families.base import ExpertStack, Module
 from modelexport.models.matching import ModelDescription, too_many_blocks
 from modelexport.sharding.plan import Range
@@ -75,6 +76,13 @@ def experts_apart(checkpoint: Checkpoint) -> Checkpoint:
         if stack is None:
             infos[name] = info
             continue
+        whole = computed.pop(name, None)
+        if isinstance(whole, StoredStack):
+            for quantised, own_places in _stored_linears(stack, whole):
+                infos[quantised.weight.name] = quantised.weight
+                computed[quantised.weight.name] = quantised
+                placements |= own_places
+            continue
         places = placements.pop(name, None) or (whole_place(info),)
         for linear in _linears(stack, info, places, transposed=stack.experts.transposed != swapped):
             infos[linear.info.name] = linear.info
@@ -108,7 +116,7 @@ class _Stack:
 
 
 @dataclass(frozen=True)
-class _Linear:
+class _OfOne:
     """A weight or bias of one expert; of a computed one, the places are those of what it is computed from."""
 
     info: TensorInfo
@@ -150,8 +158,8 @@ def _is_swapped(module: Module, shape: tuple[int, ...], info: TensorInfo) -> boo
     return module.either_way and info.shape != shape
 
 
-def _linears(stack: _Stack, info: TensorInfo, places: Sequence[Placement], *, transposed: bool) -> Iterator[_Linear]:
-    """What a stack holds, expert by expert."""
+def _linears(stack: _Stack, info: TensorInfo, places: Sequence[Placement], *, transposed: bool) -> Iterator[_OfOne]:
+    """The weights or biases that a stack holds, expert by expert."""
     experts = stack.experts
     is_bias = experts.parameter == "bias"
     shape = info.shape[1:][::-1] if transposed and not is_bias else info.shape[1:]
@@ -159,31 +167,41 @@ def _linears(stack: _Stack, info: TensorInfo, places: Sequence[Placement], *, tr
     shape = (count, *shape[1:])
     step = len(experts.linears) if experts.interleaved else 1
     for e in range(info.shape[0]):
-        own = tuple(_of_expert(place, e) for place in places if place.box[0][0] <= e < place.box[0][1])
+        own = tuple(place.at(e) for place in places if place.box[0][0] <= e < place.box[0][1])
         stored = replace(info, name=f"{info.name}[{e}]", shape=info.shape[1:], nbytes=info.nbytes // info.shape[0])
         for number, (_, path) in enumerate(experts.linears):
             start = number if experts.interleaved else number * count
             name = f"{stack.prefix}{path.format(e=e)}.{experts.parameter}"
             linear = TensorInfo(name, info.dtype, shape, info.path, 0, tensor_nbytes(info.dtype, shape))
             if transposed and not is_bias:
-                yield _Linear(linear, own, TransposedLinear(stored, start, step))
+                yield _OfOne(linear, own, TransposedLinear(stored, start, step))
             else:
-                yield _Linear(linear, tuple(_of_rows(own, start, step, count)))
+                yield _OfOne(linear, _rows(own, start, step, count))
 
 
-def _of_expert(place: Placement, expert: int) -> Placement:
-    """The part of one expert, without the dim that counts them."""
-    offset = place.offset + (expert - place.box[0][0]) * place.strides[0]
-    return Placement(place.box[1:], place.path, offset, place.strides[1:])
+def _stored_linears(
+    stack: _Stack, whole: StoredStack
+) -> Iterator[tuple[StoredLinear, dict[str, tuple[Placement, ...]]]]:
+    """The quantised linears that a stack holds, expert by expert, and the places of their tensors."""
+    experts = stack.experts
+    step = len(experts.linears) if experts.interleaved else 1
+    for e, expert in enumerate(whole.experts):
+        count = expert.weight.shape[0] // len(experts.linears)
+        for number, (_, path) in enumerate(experts.linears):
+            start = number if experts.interleaved else number * count
+            name = f"{stack.prefix}{path.format(e=e)}"
+            tensors, places = {}, {}
+            for suffix, info in expert.tensors.items():
+                shape = (count, *info.shape[1:])
+                tensors[suffix] = TensorInfo(
+                    f"{name}.{suffix}", info.dtype, shape, info.path, 0, tensor_nbytes(info.dtype, shape)
+                )
+                places[tensors[suffix].name] = _rows(whole.placements[info.name], start, step, count)
+            dtype, out_in = expert.weight.dtype, (count, expert.weight.shape[1])
+            weight = TensorInfo(f"{name}.weight", dtype, out_in, expert.weight.path, 0, tensor_nbytes(dtype, out_in))
+            yield replace(expert, tensors=tensors, weight=weight), places
 
 
-def _of_rows(places: Iterable[Placement], start: int, step: int, count: int) -> Iterator[Placement]:
-    """The parts of rows ``start``, ``start + step``, ... as rows 0 to ``count``."""
-    for place in places:
-        (begin, end), *others = place.box
-        first = max(0, -((start - begin) // step))
-        last = min(count, -((start - end) // step))
-        if first < last:
-            offset = place.offset + (start + step * first - begin) * place.strides[0]
-            strides = (place.strides[0] * step, *place.strides[1:])
-            yield Placement(((first, last), *others), place.path, offset, strides)
+def _rows(places: Iterable[Placement], start: int, step: int, count: int) -> tuple[Placement, ...]:
+    found = (place.every(step, start, count) for place in places)
+    return tuple(place for place in found if place is not None)

@@ -227,6 +227,13 @@ class _Planner:
 
     def _module_tasks(self, matched: MatchedModule) -> list[TensorTask]:
         place, module, linear = matched.place, matched.place.module, None
+        if matched.scheme is None and module.parameter not in matched.tensors:
+            self.format_problems.setdefault(
+                "all experts of a layer are quantised in one tensor, which convert cannot write otherwise: --quant "
+                "mxfp4-wo writes the same numbers expert by expert",
+                {},
+            )[f"*.{module.general_path}"] = None
+            return []
         if matched.scheme is None:
             weight = matched.tensors[module.parameter]
             computed = self.checkpoint.computed.get(weight.name)

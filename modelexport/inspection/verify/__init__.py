@@ -143,7 +143,7 @@ def verify_checkpoint(
         result.problems.append(str(error))
         return result
     if source is not None:
-        source = _plain(apart_as(source, checkpoint), adapters)
+        source = _plain(source, checkpoint, adapters)
     result.tensors = len(checkpoint.infos)
     result.nbytes = sum(info.nbytes for info in checkpoint.infos.values())
     architecture = read_architecture(checkpoint.config, checkpoint.infos)
@@ -174,10 +174,10 @@ def verify_checkpoint(
     return result
 
 
-def _plain(source: Checkpoint, adapters: Sequence[str]) -> Checkpoint:
-    """The checkpoint to compare with, decoded, and with adapters merged into it."""
+def _plain(source: Checkpoint, checkpoint: Checkpoint, adapters: Sequence[str]) -> Checkpoint:
+    """The source to compare a checkpoint with: decoded, with experts as that has them, and adapters merged into it."""
     merged = [read_adapter(*parse_setting(text)) for text in adapters]
-    return adapted(decoded(source), merged)[0]
+    return adapted(apart_as(decoded(source), checkpoint), merged)[0]
 
 
 def _check_adapters(directory: Path, record: ExportRecord, adapters: Sequence[str]) -> None:

@@ -199,10 +199,11 @@ def test_calibrated_with_its_own_attention_and_norms(
 
 
 def test_what_stays_as_it_is_says_why(tmp_path: Path) -> None:
-    export(model=str(tiny_checkpoint("gpt_oss")), quant="int8", out=str(tmp_path / "out"), evaluate=False, quiet=True)
+    quant = "*self_attn*=int8,*=none"
+    export(model=str(tiny_checkpoint("gpt_oss")), quant=quant, out=str(tmp_path / "out"), evaluate=False, quiet=True)
     record = json.loads((tmp_path / "out" / "modelexport.json").read_text())
     why = record["unquantised"]["model.layers.0.mlp.experts"]
-    assert why == "all experts of a layer in one tensor, in which engines look for bfloat16 or MXFP4 blocks only"
+    assert why == "all experts of a layer in one tensor"
     source = load_file(tiny_checkpoint("gpt_oss") / "model.safetensors")
     written = load_file(tmp_path / "out" / "model.safetensors")
     kept = {name for name in source if name in written and torch.equal(source[name], written[name])}
@@ -260,8 +261,12 @@ def test_gpt_oss_as_it_was_published_is_refused_with_the_way_out(tmp_path: Path)
 @pytest.mark.parametrize("quant", few(["int8", "int4:32", "fp8"], "int4:32"))
 @pytest.mark.parametrize("model_type", ["gpt_neox", "gemma2", "gpt_oss"])
 def test_transformers_decodes_what_we_do(tmp_path: Path, model_type: str, quant: str) -> None:
-    """A head that transformers renames (left as it is, else all is NaN), experts in a stack, norms of 1 + w."""
+    """A head that transformers renames (left as it is, else all is NaN), experts in a stack, norms of 1 + w.
+
+    Experts by themselves, as quantised ones are written, transformers' gpt-oss does not read."""
     from transformers import AutoModelForCausalLM
+
+    quant = f"*experts*=none,*={quant}" if model_type == "gpt_oss" else quant
 
     source = str(tiny_checkpoint(model_type))
     export(model=source, quant=quant, out=str(tmp_path / "out"), evaluate=False, quiet=True)
