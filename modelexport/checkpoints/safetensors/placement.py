@@ -53,7 +53,7 @@ class Placement:
         return Placement(self.box[1:], self.path, offset, self.strides[1:])
 
     def every(self, step: int, start: int, count: int) -> Placement | None:
-        """The part with rows ``start``, ``start + step``, ... along dim 0, as rows 0 to ``count``; None: it has none."""
+        """The part with rows ``start``, ``start + step``, ... of dim 0, as rows 0 to ``count``; None: it has none."""
         (begin, end), *others = self.box
         first = max(0, -((start - begin) // step))
         last = min(count, -((start - end) // step))

@@ -11,12 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from modelexport.errors import ModelExportError, PlanError
+from modelexport.errors import ModelExportError
 from modelexport.exporting import export
 from modelexport.inspection.evaluate.models import load_dequantised
 from modelexport.inspection.inspect import inspect_checkpoint
-from modelexport.models.opening import open_model
-from modelexport.models.rules import tensor_rules
 from modelexport.quantization import formats
 from tests.helpers.marks import extended, few
 from tests.helpers.models import copy_checkpoint, make_llama
@@ -199,7 +197,7 @@ def test_calibrated_with_its_own_attention_and_norms(
 
 
 def test_what_stays_as_it_is_says_why(tmp_path: Path) -> None:
-    quant = "*self_attn*=int8,*=none"
+    quant = "*experts*=none,*=int8"
     export(model=str(tiny_checkpoint("gpt_oss")), quant=quant, out=str(tmp_path / "out"), evaluate=False, quiet=True)
     record = json.loads((tmp_path / "out" / "modelexport.json").read_text())
     why = record["unquantised"]["model.layers.0.mlp.experts"]
@@ -229,33 +227,6 @@ def test_a_target_without_names_for_a_family_says_so(tmp_path: Path, format_name
         str(caught.value),
     )
     assert not (tmp_path / "out").exists()
-
-
-def test_gpt_oss_as_it_was_published_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    """Experts as MXFP4 blocks: read by ``inspect`` alone."""
-
-    def blocks(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        found = {}
-        for name, tensor in tensors.items():
-            if tensor.dim() != 3:
-                found[name] = tensor
-                continue
-            experts, inputs, outputs = tensor.shape
-            found[f"{name}_blocks"] = torch.zeros(experts, outputs, inputs // 32, 16, dtype=torch.uint8)
-            found[f"{name}_scales"] = torch.full((experts, outputs, inputs // 32), 120, dtype=torch.uint8)
-        return found
-
-    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
-    source = copy_checkpoint(
-        tiny_checkpoint("gpt_oss"), tmp_path / "mxfp4", tensors=blocks, config={"quantization_config": quantization}
-    )
-    for quant in ("none", "int4:32"):
-        with pytest.raises(PlanError, match=r"MXFP4 blocks.*Mxfp4Config\(dequantize=True\)"):
-            export(model=str(source), quant=quant, out=str(tmp_path / "out"), evaluate=False, quiet=True)
-    with pytest.raises(PlanError, match="MXFP4 blocks"):
-        tensor_rules(open_model(source))
-    rows = {row.name: (row.count, row.number_format) for row in inspect_checkpoint(source).rows}
-    assert rows["mlp.experts.gate_up_proj"] == (2, "mxfp4")
 
 
 @pytest.mark.parametrize("quant", few(["int8", "int4:32", "fp8"], "int4:32"))
