@@ -24,6 +24,7 @@ from modelexport.models.draft_layers import without_drafts
 from modelexport.models.engines import Linear
 from modelexport.models.engines import warnings as engine_warnings
 from modelexport.models.opening import open_model
+from modelexport.models.stacked import experts_apart
 from modelexport.models.target_plan import TargetPlan, check_source, plan_target
 from modelexport.models.ties import untie
 from modelexport.quantization import algorithms
@@ -80,7 +81,7 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> PreparedExpor
     with without_collector():  # a hundred thousand small objects: the collector would walk them over and over
         checkpoint, dropped = without_drafts(open_model(source.directory, recipe.config), _why_no_drafts(recipe))
         if recipe.quant != KEEP or recipe.of_kind("assign"):
-            checkpoint = decoded(checkpoint)
+            checkpoint = _with_experts_apart(recipe, decoded(checkpoint))
         checkpoint, merged = adapted(checkpoint, adapters)
         if recipe.of_kind("assign"):
             recipe = _autoquant(recipe, source, checkpoint)
@@ -113,6 +114,18 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> PreparedExpor
         if recipe.quant == KEEP:
             check_source(prepared.target, checkpoint)
         return replace(prepared, warnings=(*dropped, *_warnings(prepared)))
+
+
+def _with_experts_apart(recipe: ExportRecipe, checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with linears of each expert in place of stacks, if the recipe rounds any of them."""
+    apart = experts_apart(checkpoint)
+    if apart is checkpoint or recipe.of_kind("assign"):
+        return apart
+    assignment = parse_assignment(recipe)
+    assert assignment is not None
+    linears = (name.removesuffix(".weight") for name in apart.infos.keys() - checkpoint.infos.keys())
+    formats = (assignment.of(name) for name in linears)
+    return apart if any(found is not None and found.quantised for found in formats) else checkpoint
 
 
 def _adapters(recipe: ExportRecipe) -> tuple[Adapter, ...]:

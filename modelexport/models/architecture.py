@@ -75,7 +75,7 @@ def family_of(config: Mapping[str, Any], names: Collection[str] = ()) -> Family:
         raise CheckpointError("config.json has no model_type; is this a language model's checkpoint?")
     family = declared_family(model_type)
     if family is not None:
-        return family
+        return family.as_in(names)
     from modelexport.models.derived import causal_types, derive, is_known
 
     if not is_known(model_type):
@@ -118,7 +118,8 @@ def why_no_language_model(config: Mapping[str, Any]) -> str:
     kind = own.get("model_type")
     from modelexport.models.derived import causal_types, is_language_part
 
-    if declared_family(kind) is not None or kind in causal_types() or (own is not config and is_language_part(kind)):
+    is_part = kind != config.get("model_type") and is_language_part(kind)
+    if declared_family(kind) is not None or kind in causal_types() or is_part:
         return ""
     return f"transformers has no causal language model of its model_type {quoted(kind)}"
 

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from modelexport.checkpoints.safetensors.file import Checkpoint, Reader, TensorInfo, tensor_nbytes, torch_dtype
+from modelexport.checkpoints.safetensors.placement import Placement, whole_place
+from modelexport.checkpoints.safetensors.reader import ComputedTensor
 from modelexport.errors import CheckpointError, UsageError
 from modelexport.models.matching import KV_SCALES, Matched, MatchedModule, match, refuse
 from modelexport.quantization.methods import (
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
     from modelexport.quantization.formats.base import NumberFormat
 
-__all__ = ["StoredLinear", "decoded", "model_dtype", "stored_linear"]
+__all__ = ["StoredLinear", "StoredStack", "decoded", "model_dtype", "stored_linear"]
 
 _SCALE_LIKE = ("scale", "scales", "scale_inv", "scaling_factor")
 
@@ -105,6 +107,44 @@ class StoredLinear:
         return weight[asked[0], asked[1]].to(torch_dtype(self.weight.dtype))
 
 
+@dataclass(frozen=True)
+class StoredStack:
+    """Linears of all experts of a layer that are quantised in one tensor, and stand for a stack of weights.
+
+    Attributes:
+        experts: the weights of each, ``[out, in]``.
+        weight: the stack, which lies nowhere.
+        transposed: whether that is ``[experts, in, out]``.
+        placements: places of the experts' tensors.
+    """
+
+    experts: tuple[StoredLinear, ...]
+    weight: TensorInfo
+    transposed: bool
+    placements: Mapping[str, tuple[Placement, ...]]
+
+    @property
+    def sources(self) -> Collection[TensorInfo]:
+        """The tensors that hold it."""
+        return [info for expert in self.experts for info in expert.sources]
+
+    def read(self, reader: Reader, rows: Range, cols: Range) -> Tensor:
+        """Some experts, and of dim 1 a part, decoded in float32 and rounded to the stack's dtype.
+
+        Raises:
+            CheckpointError: a file cannot be read, or its values mean nothing.
+        """
+        import torch
+
+        found = torch.empty(
+            (rows[1] - rows[0], cols[1] - cols[0], self.weight.shape[2]), dtype=torch_dtype(self.weight.dtype)
+        )
+        for out, expert in zip(found, self.experts[rows[0] : rows[1]], strict=True):
+            whole = (0, self.weight.shape[2])
+            out.copy_(expert.read(reader, whole, cols).t() if self.transposed else expert.read(reader, cols, whole))
+        return found
+
+
 def decoded(checkpoint: Checkpoint) -> Checkpoint:
     """The plain model that a quantised checkpoint stands for; an unquantised one is returned as it is.
 
@@ -120,13 +160,23 @@ def decoded(checkpoint: Checkpoint) -> Checkpoint:
     problems = matched.problems()
     dtype = model_dtype(matched)
     infos, left_out = dict(checkpoint.infos), dict(checkpoint.left_out)
-    computed: dict[str, StoredLinear] = {}
+    computed: dict[str, ComputedTensor] = {}
+    placements = dict(checkpoint.placements)
     for module in matched.modules:
         of_a_draft = module.place.draft is not None and module.place.module.parameter in KV_SCALES
         if module.place.is_cache_scale or of_a_draft:
             for info in module.tensors.values():
                 left_out[info.name] = "a scale of the source's KV cache: --kv-cache fp8 makes new ones"
                 del infos[info.name]
+        if module.place.module.experts is not None and module.place.module.parameter not in module.tensors:
+            stack = _decoded_stack(
+                checkpoint, module, matched.model.dimensions.weight_shape(module.place.module), dtype
+            )
+            for info in module.tensors.values():
+                del infos[info.name]
+            infos[stack.weight.name] = stack.weight
+            computed[stack.weight.name] = stack
+            placements |= stack.placements
         if module.scheme is None:
             continue
         try:
@@ -143,7 +193,41 @@ def decoded(checkpoint: Checkpoint) -> Checkpoint:
     if problems:
         refuse(str(checkpoint.directory), problems)
     config = {key: value for key, value in (checkpoint.config or {}).items() if key not in QUANTIZATION_KEYS}
-    return replace(checkpoint, infos=infos, config=config, left_out=left_out, computed=computed)
+    return replace(checkpoint, infos=infos, config=config, left_out=left_out, computed=computed, placements=placements)
+
+
+def _decoded_stack(checkpoint: Checkpoint, matched: MatchedModule, shape: tuple[int, ...], dtype: str) -> StoredStack:
+    """A stack of MXFP4 blocks: of each expert the tensors that compressed-tensors has of a linear.
+
+    Args:
+        shape: of the stack of weights.
+        dtype: of the model's unquantised numbers.
+    """
+    from modelexport.quantization.formats import get
+
+    module = matched.place.module
+    assert module.experts is not None
+    name = matched.place.tensor(module.parameter)
+    weight = TensorInfo(name, dtype, shape, Path(), 0, tensor_nbytes(dtype, shape))
+    out_in = shape[:0:-1] if module.experts.transposed else shape[1:]
+    blocks, scales = (matched.tensors[f"{module.parameter}{ending}"] for ending in ("_blocks", "_scales"))
+    number_format = get("mxfp4-wo")
+    experts, placements = [], {}
+    for e in range(shape[0]):
+        tensors = {}
+        for suffix, info in (("weight_packed", blocks), ("weight_scale", scales)):
+            own = (out_in[0], info.nbytes // shape[0] // out_in[0])  # bytes of a row lie next to each other
+            tensors[suffix] = TensorInfo(f"{info.name}[{e}]", info.dtype, own, info.path, 0, math.prod(own))
+            parts = checkpoint.placements.get(info.name) or (whole_place(info),)
+            ofits = (place.at(e) for place in parts if place.box[0][0] <= e < place.box[0][1])
+            placements[tensors[suffix].name] = tuple(
+                Placement((place.box[0], (0, own[1])), place.path, place.offset, (place.strides[0], 1))
+                for place in ofits
+            )
+        linear = TensorInfo(f"{name}[{e}]", dtype, out_in, Path(), 0, tensor_nbytes(dtype, out_in))
+        axes = {"weight_packed": ((0, 1), (1, 2)), "weight_scale": ((0, 1), (1, 32))}
+        experts.append(StoredLinear("compressed-tensors", number_format, tensors, axes, linear))
+    return StoredStack(tuple(experts), weight, module.experts.transposed, placements)
 
 
 def model_dtype(matched: Matched) -> str:

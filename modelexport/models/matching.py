@@ -133,8 +133,6 @@ class ModelDescription:
                 f"{where}: the model is quantised (quant_method '{quantization.method}'), and the tensors of such "
                 f"models are known for {', '.join(methods())} only; give a checkpoint of these, or an unquantised one"
             )
-        if quantization is not None and (why := getattr(methods()[quantization.method], "NO_SOURCE", "")):
-            raise PlanError(f"{where}: {why}")
         return cls(family.complete(config), family, read_dimensions(config, family), quantization)
 
     @classmethod
@@ -173,9 +171,21 @@ class ModelDescription:
             CheckpointError: nothing here knows those of its quantisation scheme.
         """
         module, scheme = place.module, None
+        if self.quantization is not None and (stack := self._quantised_stack(module, self.quantization)) is not None:
+            return stack
         if self.quantization is not None and module.kind in ("linear", "head"):
             scheme = self.quantization.scheme_of(place.name)
         return self._known(module, scheme)
+
+    def _quantised_stack(self, module: Module, quantization: QuantizationConfig) -> ExpectedModule | None:
+        """The tensors of a stack of experts by methods that quantise stacks; None: it is no stack, or they do not."""
+        specs_of = getattr(methods()[quantization.method], "stack_specs", None)
+        if specs_of is None or module.experts is None or module.experts.parameter != "weight":
+            return None
+        experts, *sizes = self.dimensions.weight_shape(module)
+        rows, columns = reversed(sizes) if module.experts.transposed else sizes
+        specs = specs_of(experts, rows, columns)
+        return ExpectedModule(None, {f"{module.parameter}{ending}": spec for ending, spec in specs.items()}, {})
 
     def unquantised(self, module: Module) -> ExpectedModule:
         """The tensors of a module that is not quantised, whatever config.json says."""

@@ -47,6 +47,21 @@ class Placement:
         steps = zip(box, self.box, self.strides, strict=True)
         return self.offset + sum((start - base) * stride for (start, _), (base, _), stride in steps)
 
+    def at(self, index: int) -> Placement:
+        """The part with one index along dim 0, without that dim."""
+        offset = self.offset + (index - self.box[0][0]) * self.strides[0]
+        return Placement(self.box[1:], self.path, offset, self.strides[1:])
+
+    def every(self, step: int, start: int, count: int) -> Placement | None:
+        """The part with rows ``start``, ``start + step``, ... of dim 0, as rows 0 to ``count``; None: it has none."""
+        (begin, end), *others = self.box
+        first = max(0, -((start - begin) // step))
+        last = min(count, -((start - end) // step))
+        if first >= last:
+            return None
+        offset = self.offset + (start + step * first - begin) * self.strides[0]
+        return Placement(((first, last), *others), self.path, offset, (self.strides[0] * step, *self.strides[1:]))
+
 
 def itemsize(info: TensorInfo) -> int:
     """Bytes of an element.

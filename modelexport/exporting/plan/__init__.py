@@ -7,7 +7,7 @@ result will weigh. Every violation found is listed at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -130,9 +130,7 @@ class _Planner:
             raise PlanError("; ".join(f"{', '.join(paths)}: {text}" for text, paths in self.format_problems.items()))
         if self.assignment is not None:
             places = (module.place for module in self.matched.modules)
-            self.assignment.check_used(
-                [p.name for p in places if p.module.kind == "linear" and not p.module.why and p.draft is None]
-            )
+            self.assignment.check_used([name for place in places for name in self._named_by_patterns(place)])
         for head, embedding in ties:  # last: the one check that reads weights
             check_tied(self.checkpoint, head, embedding)
         notes = self.family.notes
@@ -153,6 +151,15 @@ class _Planner:
             self.cuts.rows is not None,
             notes,
         )
+
+    def _named_by_patterns(self, place: Place) -> Iterator[str]:
+        """The linears of a module that ``--quant`` may name: of a stack of experts those that it would be apart."""
+        module = place.module
+        if place.draft is None and module.kind == "linear" and not module.why:
+            yield place.name
+        elif place.draft is None and module.experts is not None and module.experts.parameter == "weight":
+            prefix, experts = place.name.removesuffix(place.path), self.dims.weight_shape(module)[0]
+            yield from (f"{prefix}{path.format(e=e)}" for _, path in module.experts.linears for e in range(experts))
 
     def _layer(self, number: int, modules: Iterable[MatchedModule], made_cache: bool) -> ExportStep:
         layer = self.family.layer_prefix.format(i=number)
@@ -227,6 +234,13 @@ class _Planner:
 
     def _module_tasks(self, matched: MatchedModule) -> list[TensorTask]:
         place, module, linear = matched.place, matched.place.module, None
+        if matched.scheme is None and module.parameter not in matched.tensors:
+            self.format_problems.setdefault(
+                "all experts of a layer are quantised in one tensor, which convert cannot write otherwise: --quant "
+                "mxfp4-wo writes the same numbers expert by expert",
+                {},
+            )[f"*.{module.general_path}"] = None
+            return []
         if matched.scheme is None:
             weight = matched.tensors[module.parameter]
             computed = self.checkpoint.computed.get(weight.name)

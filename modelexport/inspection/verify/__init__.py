@@ -30,6 +30,7 @@ from modelexport.models.decoded import decoded
 from modelexport.models.matching import places, too_many_blocks
 from modelexport.models.modules import Architecture, StoredModule, read_architecture, read_modules
 from modelexport.models.opening import open_model
+from modelexport.models.stacked import apart_as
 from modelexport.quantization import algorithms
 from modelexport.quantization.methods import QuantizationConfig, methods, read_quantization_config
 from modelexport.system.small_files import file_sha256
@@ -132,7 +133,7 @@ def verify_checkpoint(
         found = "a file" if directory.exists() else "no such directory"
         raise UsageError(f"{directory}: {found}; give the directory of a checkpoint")
     result = Verification(str(directory), None if against is None else str(against))
-    source = None if against is None else _source(Path(against), adapters)
+    source = None if against is None else open_model(against)
     if adapters and source is None:
         raise UsageError(f"--adapter {adapters[0]} is merged into the source to compare with: add --against SOURCE")
     try:
@@ -141,6 +142,8 @@ def verify_checkpoint(
     except (CheckpointError, PlanError) as error:
         result.problems.append(str(error))
         return result
+    if source is not None:
+        source = _plain(source, checkpoint, adapters)
     result.tensors = len(checkpoint.infos)
     result.nbytes = sum(info.nbytes for info in checkpoint.infos.values())
     architecture = read_architecture(checkpoint.config, checkpoint.infos)
@@ -171,10 +174,10 @@ def verify_checkpoint(
     return result
 
 
-def _source(directory: Path, adapters: Sequence[str]) -> Checkpoint:
-    """The checkpoint to compare with, decoded, and with adapters merged into it."""
+def _plain(source: Checkpoint, checkpoint: Checkpoint, adapters: Sequence[str]) -> Checkpoint:
+    """The source to compare a checkpoint with: decoded, with experts as that has them, and adapters merged into it."""
     merged = [read_adapter(*parse_setting(text)) for text in adapters]
-    return adapted(decoded(open_model(directory)), merged)[0]
+    return adapted(apart_as(decoded(source), checkpoint), merged)[0]
 
 
 def _check_adapters(directory: Path, record: ExportRecord, adapters: Sequence[str]) -> None:

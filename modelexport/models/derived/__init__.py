@@ -53,7 +53,7 @@ def _derived(config: str, names: frozenset[str]) -> Family:
     if skeleton.tied and not skeleton.part_tied and content.get("tie_word_embeddings") is None and head in names:
         # The language model's own part says that its head is none: so engines read it, and there the head is.
         return derive({**content, "tie_word_embeddings": False}, names)
-    family = Derivation(skeleton).family()
+    family = Derivation(skeleton).family().as_in(names)
     assert family.dimensions is not None
     drafts = max(draft_counts(content).values(), default=0)
     return replace(family, dimensions=replace(family.dimensions, prediction_layers=drafts))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from modelexport.models.derived.cuts import ROLES, STYLES, Axes
 from modelexport.models.derived.skeleton import Skeleton
-from modelexport.models.families.base import Dimensions, Family, Kind, Module
+from modelexport.models.families.base import Dimensions, ExpertStack, Family, Kind, Module
 
 _EXPERT = re.compile(r"(.*experts)\.(\d+)\.(.+)")
 _FUSED = {**dict.fromkeys(("q", "k", "v"), "qkv_proj"), **dict.fromkeys(("gate", "up"), "gate_up_proj")}
@@ -253,10 +253,38 @@ class Derivation:
                 stacked=stacked,
                 either_way=saved in self.skeleton.either_way,
                 why=_STACK if self._is_large(shape) and "bias" not in name else "",
+                experts=self._stack(role, shape, target) if stacked else None,
             )
         elif self._is_large(shape):
             module = replace(module, why=f"of a {kind}, which is no linear to what engines quantise")
         return self.axes.other(module, target)
+
+    def _stack(self, role: str, shape: tuple[int, ...], target: str) -> ExpertStack | None:
+        """The linears of a tensor that holds those of all experts, by what it is called in memory; None: not known."""
+        hidden, leaf = self.axes.dims.hidden, target.removesuffix(".weight").rpartition(".")[2]
+        does = ROLES.get(leaf, "")
+        if len(shape) != 3 or self.experts or does not in ("gate", "up", "down", "gate_up"):
+            return None
+        style = self.skeleton.style(target)
+        across = 1 if does == "down" else 2  # the dim of the hidden features, where it is not transposed
+        fitting = [dim for dim in (1, 2) if shape[dim] == hidden]
+        transposed = fitting == [3 - across]
+        if len(fitting) != 1 and style is not None:
+            transposed = STYLES.get(style) != ("row" if does == "down" else "column")
+        parts = role.split(".")
+        root = ".".join(parts[: parts.index("experts")] if "experts" in parts else parts[:-2])
+        linears = [(f"expert.{part}", f"{root}.experts.{{e}}.{part}_proj".lstrip(".")) for part in does.split("_")]
+        inner = shape[3 - across if not transposed else across]
+        if inner % len(linears):
+            return None
+        inner //= len(linears)
+        small = min(inner, hidden) < _SMALLEST
+        return ExpertStack(
+            linears=tuple(linears),
+            transposed=transposed,
+            axis=None if style is None else self.axes.features(inner),
+            why=f"one of its dims is smaller than {_SMALLEST}" if small else "",
+        )
 
     def _class(self, found: _Found) -> str:
         return self.skeleton.modules.get(found.target.rpartition(".")[0], "")

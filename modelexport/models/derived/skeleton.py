@@ -26,6 +26,7 @@ MOST_EXPERTS = 1 << 15
 MOST_LISTED = 1 << 16
 MOST_TENSORS = 1 << 20
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_EXPERTS = re.compile(r"(.*\.experts)\.\d+\.")
 _COUNTED = re.compile(r"layers?$|depth|experts$|blocks$")  # keys of config.json that loops run over
 
 
@@ -96,6 +97,8 @@ class Skeleton:
         Args:
             names: every tensor of the checkpoint; those of quantised linears, too.
         """
+        if (stacked := self._stacked_as(names)) is not self:
+            return stacked.named_as(names)
         theirs = self._names_of(names)
         if not theirs:
             return self
@@ -114,6 +117,24 @@ class Skeleton:
             either_way=frozenset(map(name, self.either_way)),
             copies={target: name(own) for target, own in self.copies.items()},
         )
+
+    def _stacked_as(self, names: Collection[str]) -> Skeleton:
+        """The same with all experts of a layer in one tensor, where a checkpoint has them so and transformers would
+        save them one by one."""
+        held: dict[str, str] = {}  # one of the tensors of an expert -> the stack's name
+        for name, target in self.targets.items():
+            match = _EXPERTS.match(name)
+            if match is not None and len(self.shapes.get(target, ())) == 3:
+                held[name] = f"{match[1]}.{target.rpartition('.')[2]}"
+        leaves = {stack.rpartition("experts.")[2] for stack in held.values()}
+        if not leaves or not any(name.endswith(f".experts.{leaf}") for leaf in leaves for name in names):
+            return self
+        tensors, targets = {}, {}
+        for name, shape in self.tensors.items():
+            new, target = held.get(name, name), self.targets[name]
+            tensors[new] = self.shapes[target] if name in held else shape
+            targets[new] = target
+        return replace(self, tensors=tensors, targets=targets, changed=self.changed.difference(held))
 
     def _names_of(self, names: Collection[str]) -> dict[str, str]:
         """Modules that a checkpoint calls otherwise -> what it calls them; numbers are 0 in both."""

@@ -6,7 +6,7 @@ A family file holds one :class:`Family` and no code. Names are those on disk in 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -16,6 +16,29 @@ Partition = Literal["column", "row", "replicated"]
 Kind = Literal["linear", "norm", "embedding", "head", "router", "vector", "other"]
 
 MOST_DIGITS = 9
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertStack:
+    """Linears of all experts of a layer in one tensor, whose dim 0 counts the experts.
+
+    Attributes:
+        linears: (role, path) of each, the path relative to the layer's prefix and with ``{e}`` for the expert's number,
+            in their order along the output features; all have as many of these.
+        parameter: of theirs: ``weight`` or ``bias``.
+        transposed: whether the tensor is ``[experts, in, out]``, and not ``[experts, out, in]``.
+        interleaved: whether the output features are of each linear in turn, and not of one behind those of the other.
+        axis: the model axis that is cut: of the output features of each, or of the input features where the role ends
+            in ``.down``; None: nothing is.
+        why: why they are never quantised; "" where they may be.
+    """
+
+    linears: tuple[tuple[str, str], ...]
+    parameter: str = "weight"
+    transposed: bool = False
+    interleaved: bool = False
+    axis: str | None = None
+    why: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +68,7 @@ class Module:
         dim: the dimension that ``axis`` runs along and that is cut, where ``partition`` does not say: of a stack.
         stacked: whether dim 0 counts a layer's experts.
         either_way: whether checkpoints of the model have it with its last two dims in either order.
+        experts: of a stack of experts' linears: which they are; None where they cannot be taken apart.
         in_memory: what transformers calls the module, where that is not its name on disk: in full, with ``{i}`` for
             the layer's number and ``{e}`` for the expert's.
     """
@@ -66,6 +90,7 @@ class Module:
     dim: int | None = None
     stacked: bool = False
     either_way: bool = False
+    experts: ExpertStack | None = None
     in_memory: str = ""
 
     @property
@@ -209,6 +234,39 @@ class Family:
         return any(module.is_expert for module in self.layer)
 
     @property
+    def has_stacks(self) -> bool:
+        """True if its experts are stacked in tensors that can be taken apart."""
+        return any(module.experts is not None for module in self.layer)
+
+    def apart(self) -> Family:
+        """The same for checkpoints in which every expert has linears of its own, in place of stacks of them."""
+        stacks = [module.experts for module in self.layer if module.experts is not None]
+        if not stacks:
+            return self
+        biased = {path for stack in stacks if stack.parameter == "bias" for _, path in stack.linears}
+        layer: list[Module] = []
+        for module in self.layer:
+            if module.experts is None:
+                layer.append(module)
+            elif module.experts.parameter == "weight":
+                layer += _expert_linears(module, module.experts, biased)
+        dimensions = self.dimensions
+        if dimensions is not None:
+            counted = (module.shape[0] for module in self.layer if module.experts is not None and module.shape)
+            dimensions = replace(dimensions, experts=max(size for size in counted if isinstance(size, int)))
+        return replace(self, layer=tuple(layer), dimensions=dimensions)
+
+    def as_in(self, names: Collection[str]) -> Family:
+        """The same as a checkpoint whose tensors have these names has it: with stacks of experts, or these apart."""
+        if not self.has_stacks:
+            return self
+        layers = self.layer_prefix.partition("{i}")[0]
+        stacks = (module.experts for module in self.layer if module.experts is not None)
+        firsts = {f".{path.format(e=0)}." for stack in stacks for _, path in stack.linears}
+        is_apart = any(name.startswith(layers) and any(first in name for first in firsts) for name in names)
+        return self.apart() if is_apart else self
+
+    @property
     def attention(self) -> str:
         """The path of what caches keys and values in a layer; "" where nothing is known to."""
         linears = (module for module in self.layer if module.kind == "linear" and module.role.startswith("attention."))
@@ -248,6 +306,27 @@ class Family:
         if root is None or any(mtp_root(f"{m.path}.") for m in (*self.before, *self.layer, *self.after)):
             return None
         return root
+
+
+def _expert_linears(module: Module, stack: ExpertStack, biased: Collection[str]) -> Iterator[Module]:
+    """The linears that every expert has in place of a part of a stack."""
+    for role, path in stack.linears:
+        partition: Partition = "row" if role.endswith(".down") else "column"
+        out_in = [size for size in (module.shape or ()) if isinstance(size, int)][1:]
+        if stack.transposed:
+            out_in.reverse()
+        yield Module(
+            path=path,
+            kind="linear",
+            role=role,
+            partition=partition if stack.axis is not None else "replicated",
+            axis=stack.axis,
+            shape=(out_in[0] // len(stack.linears), out_in[1]) if len(out_in) == 2 else None,
+            fused_into=f"{path.partition('.{e}.')[0]}.w13" if role in ("expert.gate", "expert.up") else None,
+            bias=path in biased,
+            layers=module.layers,
+            why=stack.why,
+        )
 
 
 def mtp_root(name: str) -> str | None:

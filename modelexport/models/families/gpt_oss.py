@@ -1,18 +1,21 @@
 """gpt-oss: attention with sinks, and experts that are stacked into one tensor for all of a layer.
 
 ``mlp.experts.gate_up_proj`` is ``[experts, hidden, 2 * intermediate]`` with the columns of gate and up in turn, and
-``down_proj`` is ``[experts, intermediate, hidden]``: what lies beside the attention stays as it is. The published
-checkpoints hold these as MXFP4 blocks (``quant_method`` mxfp4).
+``down_proj`` is ``[experts, intermediate, hidden]``. The published checkpoints hold these as MXFP4 blocks
+(``quant_method`` mxfp4), with output features ahead of input features.
 """
 
 from modelexport.models.families._blocks import READS_ATTENTION_NORM, VALUES, attention, embedding, head, norm, router
-from modelexport.models.families.base import Axis, Family, Module
+from modelexport.models.families.base import Axis, ExpertStack, Family, Module
 
-WHY = "all experts of a layer in one tensor, in which engines look for bfloat16 or MXFP4 blocks only"
+WHY = "all experts of a layer in one tensor"
 
 
-def _stack(name: str, role: str, *shape: str) -> tuple[Module, Module]:
-    """A linear that every expert has, stacked, with its bias."""
+def _stack(name: str, linears: tuple[str, ...], *shape: str) -> tuple[Module, Module]:
+    """Linears that every expert has, stacked, and their biases."""
+    role = f"experts.{name.removesuffix('_proj')}"
+    paths = tuple((f"expert.{linear}", f"mlp.experts.{{e}}.{linear}_proj") for linear in linears)
+    interleaved = len(linears) > 1
     return (
         Module(
             path="mlp.experts",
@@ -22,6 +25,7 @@ def _stack(name: str, role: str, *shape: str) -> tuple[Module, Module]:
             shape=("stacked", *shape),
             why=WHY,
             stacked=True,
+            experts=ExpertStack(linears=paths, transposed=True, interleaved=interleaved, axis="intermediate"),
         ),
         Module(
             path="mlp.experts",
@@ -30,6 +34,7 @@ def _stack(name: str, role: str, *shape: str) -> tuple[Module, Module]:
             role=f"{role}_bias",
             shape=("stacked", shape[-1]),
             stacked=True,
+            experts=ExpertStack(linears=paths, parameter="bias", interleaved=interleaved),
         ),
     )
 
@@ -56,8 +61,8 @@ FAMILY = Family(
         ),
         norm("post_attention_layernorm", "mlp.norm"),
         router("mlp.router", axis="stacked", bias=True),
-        *_stack("gate_up_proj", "experts.gate_up", "hidden", "gate_up"),
-        *_stack("down_proj", "experts.down", "intermediate", "hidden"),
+        *_stack("gate_up_proj", ("gate", "up"), "hidden", "gate_up"),
+        *_stack("down_proj", ("down",), "intermediate", "hidden"),
     ),
     after=head(),
     scalings=(VALUES, READS_ATTENTION_NORM),

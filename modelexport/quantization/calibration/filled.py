@@ -44,11 +44,11 @@ class FilledLayer:
             if not stacked and (parameter.dim() != 2 or not key.endswith(".weight")):
                 continue
             for source in self._made_of[key]:
-                weight = parameter if source.expert is None else parameter[source.expert]
-                rows = weight.shape[0] // source.parts
+                weight = source.matrix(parameter)
                 name = source.name.removesuffix(".weight")
                 path = general(name.removeprefix(self._prefix))
-                part = LinearRows(name, path, (source.part * rows, (source.part + 1) * rows), self._cut.share(path))
+                rows, share = source.span(weight.shape[0]), self._cut.share(path)
+                part = LinearRows(name, path, rows, share, source.transposed)
                 self.products.setdefault(weight.data_ptr(), []).append(part)
                 if not is_stacked(key) and key not in plain:
                     routers.add(part.name)
@@ -88,12 +88,19 @@ def fill(
             if out is None:
                 stacked = stacked_as_stored and source.expert is not None
                 as_is = stacked or not value.is_floating_point()
-                out = torch.empty(shape.shape, dtype=value.dtype if as_is else dtype, device=device)
+                out = _empty(shape.shape, source, value.dtype if as_is else dtype, device)
             source.view(out).copy_(value)
             tensors[source.name] = source.view(out)
         assert out is not None, "made of nothing"
         state[key] = out
     return state, FilledLayer(index, prefix, made_of, tensors, cut)
+
+
+def _empty(shape: torch.Size, source: TensorSource, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory of a module's tensor, in which the input features of a linear lie next to each other."""
+    if not source.transposed:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.empty((*shape[:-2], shape[-1], shape[-2]), dtype=dtype, device=device).transpose(-2, -1)
 
 
 def _share_of(path: str, cut: ForwardCut) -> ForwardShard:

@@ -213,7 +213,7 @@ class LayerRunner:
         """
         module, prefix = self.layers[index], f"{self._layers_on_disk}.{index}."
         empty = module.state_dict()
-        made_of = sources(empty, prefix, self.names)
+        made_of = sources(module, prefix, self.names)
         memory = f"{self.prefix}.{index}."
         for key in empty:
             if key not in made_of and (name := self.on_disk.get(memory + key)) is not None:

@@ -38,8 +38,8 @@ DYNAMIC = "choose what needs no calibration (such as --quant fp8 or int8 with --
 OF_MODELS = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What transformers' modules raise that are run in a way they are not made for."""
 
-_EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.(\w+)\.weight")
-_STACKED = re.compile(r"(.+)\.experts\.(gate_up_proj|down_proj)")
+_EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.(\w+)\.(weight|bias)")
+_STACKED = re.compile(r"(.+)\.experts\.(gate_up_proj|down_proj)(_bias)?")
 _PARTS = {"gate_up_proj": (("gate_proj", "w1"), ("up_proj", "w3")), "down_proj": (("down_proj", "w2"),)}
 """transformers' stacked parameter -> the linears that an expert has on disk in its stead, by any of their names."""
 
@@ -51,20 +51,34 @@ class TensorSource:
     Attributes:
         name: in the checkpoint.
         expert: of a stacked tensor; None where it is the whole.
-        part, parts: which of how many equal ones it is along the rows of the expert.
+        part, parts: which of how many equal ones it is along the output features of the expert.
+        interleaved: whether these have features in turn, and not one behind the other.
+        transposed: whether the model's tensor is ``[experts, in, out]``.
     """
 
     name: str
     expert: int | None = None
     part: int = 0
     parts: int = 1
+    interleaved: bool = False
+    transposed: bool = False
+
+    def span(self, size: int) -> slice:
+        """Its output features among the ``size`` of the expert."""
+        if self.interleaved:
+            return slice(self.part, size, self.parts)
+        rows = size // self.parts
+        return slice(self.part * rows, (self.part + 1) * rows)
+
+    def matrix(self, of: Tensor) -> Tensor:
+        """The expert's ``[out, in]``, or bias, of the model's tensor."""
+        own = of if self.expert is None else of[self.expert]
+        return own.t() if self.transposed else own
 
     def view(self, of: Tensor) -> Tensor:
         """Its place in the model's tensor."""
-        if self.expert is None:
-            return of
-        rows = of.shape[1] // self.parts
-        return of[self.expert, self.part * rows : (self.part + 1) * rows]
+        own = self.matrix(of)
+        return own if self.expert is None else own[self.span(own.shape[0])]
 
 
 def build(config: Mapping[str, Any], local: Mapping[str, int]) -> Any:
@@ -261,17 +275,23 @@ def in_memory(model: Any, names: Collection[str]) -> dict[str, str]:
     return {new: name for new, name in renamed if new in held and new not in names}
 
 
-def sources(empty: Mapping[str, Tensor], prefix: str, names: Collection[str]) -> dict[str, tuple[TensorSource, ...]]:
+def sources(layer: nn.Module, prefix: str, names: Collection[str]) -> dict[str, tuple[TensorSource, ...]]:
     """Of which of the checkpoint's tensors each of a layer's is made; what cannot be found is left out.
 
     transformers may stack a layer's experts and rename what they are in: "block_sparse_moe" on disk is its "mlp".
+
+    Args:
+        layer: transformers' module, without storage.
+        prefix: of the layer's tensors in the checkpoint.
+        names: every tensor of the checkpoint.
     """
+    empty = layer.state_dict()
     own = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
     found: dict[str, tuple[TensorSource, ...]] = {key: (TensorSource(prefix + key),) for key in empty if key in own}
-    experts: dict[str, dict[tuple[int, str], str]] = {}
+    experts: dict[str, dict[tuple[int, str, str], str]] = {}
     for name in own:
         if match := _EXPERT.fullmatch(name):
-            experts.setdefault(match[1], {})[int(match[2]), match[3]] = prefix + name
+            experts.setdefault(match[1], {})[int(match[2]), match[3], match[4]] = prefix + name
     if len(experts) != 1:
         return found
     ((theirs, linears),) = experts.items()
@@ -279,13 +299,21 @@ def sources(empty: Mapping[str, Tensor], prefix: str, names: Collection[str]) ->
         match = _STACKED.fullmatch(key)
         if key in found or match is None:
             continue
-        parts = _PARTS[match[2]]
+        parts, parameter = _PARTS[match[2]], "weight" if match[3] is None else "bias"
+        module = layer.get_submodule(f"{match[1]}.experts")
         stacked = [
-            TensorSource(linears[expert, name], expert, number, len(parts))
+            TensorSource(
+                linears[expert, name, parameter],
+                expert,
+                number,
+                len(parts),
+                interleaved=len(parts) > 1 and _is_interleaved(module),
+                transposed=parameter == "weight" and _is_transposed(module),
+            )
             for expert in range(empty[key].shape[0])
             for number, known in enumerate(parts)
             for name in known
-            if (expert, name) in linears
+            if (expert, name, parameter) in linears
         ]
         if len(stacked) == empty[key].shape[0] * len(parts):
             found[key] = tuple(stacked)
@@ -294,6 +322,26 @@ def sources(empty: Mapping[str, Tensor], prefix: str, names: Collection[str]) ->
             if other not in found and other.startswith(f"{match[1]}.") and renamed in own:
                 found[other] = (TensorSource(prefix + renamed),)
     return found
+
+
+def _is_transposed(experts: nn.Module) -> bool:
+    """Returns whether stacks of experts are ``[experts, in, out]``: what goes into the one comes out of the other."""
+    said = getattr(experts, "is_transposed", None)
+    if said is not None:
+        return bool(said)
+    up, down = (getattr(experts, name).shape for name in ("gate_up_proj", "down_proj"))
+    return bool(up[2] != down[1] and up[1] == down[2])
+
+
+def _is_interleaved(experts: nn.Module) -> bool:
+    """Returns whether gate and up have features in turn: a change of the second changes what comes out first."""
+    gated = getattr(experts, "_apply_gate", None)
+    if gated is None:
+        return False
+    ones = torch.ones(2, 8)
+    ones[1, 1] = 2.0
+    before, after = gated(ones)
+    return bool(before[0] != after[0])
 
 
 @contextmanager
@@ -312,7 +360,8 @@ def choosing_all(layer: nn.Module) -> Iterator[None]:
 
 def is_stacked(key: str) -> bool:
     """Returns whether a layer's parameter holds the weights of all its experts."""
-    return _STACKED.fullmatch(key) is not None
+    match = _STACKED.fullmatch(key)
+    return match is not None and match[3] is None
 
 
 def unknown(model: nn.Module, name: str) -> PlanError:

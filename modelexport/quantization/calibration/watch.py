@@ -1,7 +1,8 @@
 """A layer's products as this rank computes them: seen, and changed, by watching torch's functions while it runs.
 
 ``F.linear`` and ``F.scaled_dot_product_attention`` (or what stands for it) are watched, not modules, so that experts
-whose weights transformers stacks into one parameter are like any other linear.
+whose weights transformers stacks into one parameter are like any other linear; matrix products are, too, for stacks
+that have input features ahead of output features.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from modelexport.quantization.calibration.sums import ForwardRanks
 
 __all__ = ["Activation", "LayerInputs", "LinearRows", "ShardedProducts"]
 
+_PRODUCTS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
 Activation = Callable[[Tensor], Tensor]
 
 
@@ -31,14 +33,16 @@ class LinearRows:
     Attributes:
         name: of the module in the checkpoint.
         path: within its layer, with ``*`` for an expert's number.
-        rows: of the weight.
+        rows: output features of the weight.
         share: what the rank holds of it.
+        transposed: whether it is a part of a stack that is ``[experts, in, out]``.
     """
 
     name: str
     path: str
-    rows: tuple[int, int]
+    rows: slice
     share: ForwardShard
+    transposed: bool = False
 
 
 @dataclass
@@ -89,6 +93,8 @@ class ShardedProducts(TorchFunctionMode):
         """Called by torch in place of every function of its own."""
         if func is functional.linear:
             return self._linear(*args, **(kwargs or {}))
+        if func in _PRODUCTS and not kwargs and (found := self._product(*args)) is not None:
+            return found
         if func is functional.scaled_dot_product_attention:
             return self._attention(*args, **(kwargs or {}))
         if func is attention_of_heads and self.seen is not None:
@@ -117,12 +123,27 @@ class ShardedProducts(TorchFunctionMode):
                 if id(function) not in rounded:
                     rounded[id(function)] = self.together.own_columns(function(whole), part.share)
                 given = rounded[id(function)]
-            rows = weight[part.rows[0] : part.rows[1]]
-            outputs.append(self.together.product(given, rows, part.path, part.share))
-        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+            outputs.append(self.together.product(given, weight[part.rows], part.path, part.share))
+        out = outputs[0] if len(outputs) == 1 else x.new_empty(x.shape[0], sum(each.shape[1] for each in outputs))
+        if len(outputs) > 1:
+            for part, output in zip(parts, outputs, strict=True):
+                out[:, part.rows] = output
         if bias is not None:
             out = out + bias
         return out.view(*input.shape[:-1], out.shape[-1])
+
+    def _product(self, input: Tensor, other: Tensor) -> Tensor | None:
+        """``input @ other``, where the second is an expert's ``[in, out]`` or a stack of them; None where it is not."""
+        parts = self.products.get(other.data_ptr()) if isinstance(other, Tensor) else None
+        if parts is None or not parts[0].transposed:
+            return None
+        if other.dim() == 2:
+            return self._linear(input, other.t())
+        out = input.new_zeros(*input.shape[:2], other.shape[2])
+        for expert, (rows, weight) in enumerate(zip(input, other, strict=True)):
+            routed = rows.any(dim=1)  # all tokens are there, of which zeros are left of those that are others'
+            out[expert, routed] = self._linear(rows[routed], weight.t())
+        return out
 
     def _whole(self, input: Tensor, x: Tensor, part: LinearRows) -> Tensor:
         """The whole input, the same tensor where another linear was given the same."""

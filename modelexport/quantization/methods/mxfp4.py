@@ -33,16 +33,12 @@ KV_SCALES: Mapping[str, str] = {}
 KV_SHAPE: tuple[int, ...] = ()
 SIDE_FILES: tuple[str, ...] = ()
 
+BLOCK = 32
+"""Weights that share an exponent."""
 _EXPERTS = r"re:(?:.*\.)?experts(?:\.|$)"
 _READ_ONLY = (
     "checkpoints of quant_method 'mxfp4' (gpt-oss) are only read: write mxfp4 with --format hf (--quant mxfp4-wo)"
 )
-NO_SOURCE = (
-    "its experts are MXFP4 blocks, all of a layer in one tensor (quant_method 'mxfp4'), which inspect reads and "
-    "nothing else: give the model in bfloat16, as transformers writes it (from_pretrained with "
-    "Mxfp4Config(dequantize=True), then save_pretrained)"
-)
-"""Why such a checkpoint is no source."""
 _FUSED = (
     "quant_method 'mxfp4' (gpt-oss) stores all experts of a layer in one tensor, {what}_blocks and {what}_scales; "
     "a single linear has none: export such a model from its bfloat16 original"
@@ -67,6 +63,16 @@ def tensor_specs(scheme: Scheme, shape: tuple[int, int]) -> dict[str, StoredTens
         CheckpointError: always.
     """
     raise CheckpointError(_FUSED.format(what="gate_up_proj"))
+
+
+def stack_specs(experts: int, rows: int, columns: int) -> dict[str, StoredTensorSpec]:
+    """The tensors that hold the weights of all experts of a layer, ``[experts, rows, columns]``: ending of the
+    parameter's name -> what it is."""
+    blocks = -(-columns // BLOCK)
+    return {
+        "_blocks": StoredTensorSpec(("U8",), ((experts, rows, blocks, BLOCK // 2),)),
+        "_scales": StoredTensorSpec(("U8",), ((experts, rows, blocks),)),
+    }
 
 
 def decode_blocks(blocks: Tensor, scales: Tensor) -> list[dict[str, Tensor]]:

@@ -72,7 +72,6 @@ def test_gptq_is_the_same_on_any_number_of_ranks_and_better_than_nearest(
         ("cohere", "awq", "gptq, mse, rtn work for every model"),
         ("cohere", "smoothquant", "gptq, mse, rtn work for every model"),
         ("cohere", "rotation", "leave rotation out"),
-        ("gemma3", "gptq", "config.json has no vocab_size"),
     ],
 )
 def test_what_needs_more_than_a_plan_is_refused_in_words(

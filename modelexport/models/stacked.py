@@ -1,0 +1,207 @@
+"""Stacks of experts taken apart: every expert has linears of its own, read where they lie in the stack.
+
+The view of a checkpoint whose experts of a layer are one tensor (``experts.gate_up_proj``, ``[experts, 2 *
+intermediate, hidden]``), in the way of :mod:`modelexport.models.decoded`: whatever works on linears works on it, with
+the bytes that a checkpoint of the same weights by expert gives. No stack is ever in memory, only what is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from modelexport.checkpoints.safetensors.file import Checkpoint, Reader, TensorInfo, tensor_nbytes
+from modelexport.checkpoints.safetensors.placement import Placement, whole_place
+from modelexport.errors import CheckpointError, PlanError
+from modelexport.models.architecture import family_of, read_dimensions
+from modelexport.models.decoded import StoredLinear, StoredStack
+from modelexport.models.families.base import ExpertStack, Module
+from modelexport.models.matching import ModelDescription, too_many_blocks
+from modelexport.sharding.plan import Range
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["TransposedLinear", "apart_as", "experts_apart"]
+
+
+@dataclass(frozen=True)
+class TransposedLinear:
+    """The linear of an expert in a stack that has input features ahead of output features.
+
+    Attributes:
+        stored: what lies there: ``[in, out of all the expert's linears]``.
+        start, step: the first of its output features among those, and how many further the next one is.
+    """
+
+    stored: TensorInfo
+    start: int
+    step: int
+
+    @property
+    def sources(self) -> tuple[TensorInfo, ...]:
+        """The tensor that it is read from."""
+        return (self.stored,)
+
+    def read(self, reader: Reader, rows: Range, cols: Range) -> Tensor:
+        """Rows and columns of it, in its dtype.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+        """
+        first = self.start + self.step * rows[0]
+        last = self.start + self.step * (rows[1] - 1) + 1 if rows[1] > rows[0] else first
+        found = reader.read_stored(self.stored, rows=cols, cols=(first, last))
+        return found[:, :: self.step].t().contiguous()
+
+
+def experts_apart(checkpoint: Checkpoint) -> Checkpoint:
+    """The same model with linears of each expert in place of stacks, in draft layers too; a model without stacks is
+    returned as it is.
+
+    Raises:
+        CheckpointError: config.json lacks a number; or a stack has not the shape that config.json gives it.
+        PlanError: the architecture is unknown.
+    """
+    stacks = _stacks(checkpoint)
+    if not stacks:
+        return checkpoint
+    swapped = any(_is_swapped(stack.module, stack.shape, checkpoint.infos[name]) for name, stack in stacks.items())
+    infos: dict[str, TensorInfo] = {}
+    placements = dict(checkpoint.placements)
+    computed = dict(checkpoint.computed)
+    for name, info in checkpoint.infos.items():
+        stack = stacks.get(name)
+        if stack is None:
+            infos[name] = info
+            continue
+        whole = computed.pop(name, None)
+        if isinstance(whole, StoredStack):
+            for quantised, own_places in _stored_linears(stack, whole):
+                infos[quantised.weight.name] = quantised.weight
+                computed[quantised.weight.name] = quantised
+                placements |= own_places
+            continue
+        places = placements.pop(name, None) or (whole_place(info),)
+        for linear in _linears(stack, info, places, transposed=stack.experts.transposed != swapped):
+            infos[linear.info.name] = linear.info
+            if linear.computed is None:
+                placements[linear.info.name] = linear.places
+            else:
+                computed[linear.info.name] = linear.computed
+                placements[linear.computed.stored.name] = linear.places
+    return replace(checkpoint, infos=infos, placements=placements, computed=computed)
+
+
+def apart_as(checkpoint: Checkpoint, other: Checkpoint) -> Checkpoint:
+    """The checkpoint with experts apart where another one of the same model has them so, and else as it is; so, too,
+    where nothing here knows the model."""
+    try:
+        apart = experts_apart(checkpoint)
+    except (CheckpointError, PlanError):
+        return checkpoint
+    fresh = {name.rpartition(".")[0] for name in apart.infos if name not in checkpoint.infos}
+    return checkpoint if fresh.isdisjoint(name.rpartition(".")[0] for name in other.infos) else apart
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """A stack of a checkpoint: its module, with what is in front of the names of the linears."""
+
+    module: Module
+    experts: ExpertStack
+    prefix: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _OfOne:
+    """A weight or bias of one expert; of a computed one, the places are those of what it is computed from."""
+
+    info: TensorInfo
+    places: tuple[Placement, ...]
+    computed: TransposedLinear | None = None
+
+
+def _stacks(checkpoint: Checkpoint) -> dict[str, _Stack]:
+    """The stacks of a checkpoint by their tensors' names.
+
+    Raises:
+        CheckpointError, PlanError: as :func:`experts_apart`.
+    """
+    config = checkpoint.config
+    family = None if config is None else family_of(config, checkpoint.infos)
+    if config is None or family is None or not family.has_stacks:
+        return {}
+    dimensions = read_dimensions(config, family)
+    if too_many_blocks(dimensions, len(checkpoint.infos)):  # whoever plans says so
+        return {}
+    found = {}
+    for place in ModelDescription(config, family, dimensions, None).with_drafts(checkpoint).places():
+        experts = place.module.experts
+        info = checkpoint.infos.get(place.tensor(place.module.parameter))
+        if experts is None or info is None:
+            continue
+        shape = dimensions.weight_shape(place.module)
+        if info.shape not in dimensions.stored_shapes(place.module):
+            raise CheckpointError(
+                f"{checkpoint.directory}: {info.name} is {list(info.shape)}, but config.json makes it {list(shape)}"
+            )
+        found[info.name] = _Stack(place.module, experts, place.name.removesuffix(place.path), shape)
+    return found
+
+
+def _is_swapped(module: Module, shape: tuple[int, ...], info: TensorInfo) -> bool:
+    """Returns whether a checkpoint certainly has the last two dims in the other order; of both kinds of stacks one is
+    not square."""
+    return module.either_way and info.shape != shape
+
+
+def _linears(stack: _Stack, info: TensorInfo, places: Sequence[Placement], *, transposed: bool) -> Iterator[_OfOne]:
+    """The weights or biases that a stack holds, expert by expert."""
+    experts = stack.experts
+    is_bias = experts.parameter == "bias"
+    shape = info.shape[1:][::-1] if transposed and not is_bias else info.shape[1:]
+    count = shape[0] // len(experts.linears)
+    shape = (count, *shape[1:])
+    step = len(experts.linears) if experts.interleaved else 1
+    for e in range(info.shape[0]):
+        own = tuple(place.at(e) for place in places if place.box[0][0] <= e < place.box[0][1])
+        stored = replace(info, name=f"{info.name}[{e}]", shape=info.shape[1:], nbytes=info.nbytes // info.shape[0])
+        for number, (_, path) in enumerate(experts.linears):
+            start = number if experts.interleaved else number * count
+            name = f"{stack.prefix}{path.format(e=e)}.{experts.parameter}"
+            linear = TensorInfo(name, info.dtype, shape, info.path, 0, tensor_nbytes(info.dtype, shape))
+            if transposed and not is_bias:
+                yield _OfOne(linear, own, TransposedLinear(stored, start, step))
+            else:
+                yield _OfOne(linear, _rows(own, start, step, count))
+
+
+def _stored_linears(
+    stack: _Stack, whole: StoredStack
+) -> Iterator[tuple[StoredLinear, dict[str, tuple[Placement, ...]]]]:
+    """The quantised linears that a stack holds, expert by expert, and the places of their tensors."""
+    experts = stack.experts
+    step = len(experts.linears) if experts.interleaved else 1
+    for e, expert in enumerate(whole.experts):
+        count = expert.weight.shape[0] // len(experts.linears)
+        for number, (_, path) in enumerate(experts.linears):
+            start = number if experts.interleaved else number * count
+            name = f"{stack.prefix}{path.format(e=e)}"
+            tensors, places = {}, {}
+            for suffix, info in expert.tensors.items():
+                shape = (count, *info.shape[1:])
+                tensors[suffix] = TensorInfo(
+                    f"{name}.{suffix}", info.dtype, shape, info.path, 0, tensor_nbytes(info.dtype, shape)
+                )
+                places[tensors[suffix].name] = _rows(whole.placements[info.name], start, step, count)
+            dtype, out_in = expert.weight.dtype, (count, expert.weight.shape[1])
+            weight = TensorInfo(f"{name}.weight", dtype, out_in, expert.weight.path, 0, tensor_nbytes(dtype, out_in))
+            yield replace(expert, tensors=tensors, weight=weight), places
+
+
+def _rows(places: Iterable[Placement], start: int, step: int, count: int) -> tuple[Placement, ...]:
+    found = (place.every(step, start, count) for place in places)
+    return tuple(place for place in found if place is not None)
