@@ -113,6 +113,26 @@ REFUSALS: tuple[Refusal, ...] = (
         "--format mxfp4 --quant '*experts*=mxfp4-wo,*=none', or --quant none",
         models=("gpt_oss",),
     ),
+    # weight_utils.py: maybe_remap_moe_expert_param_name has no input_global_scale. Run: KeyError of it.
+    Refusal(
+        VLLM,
+        _HF,
+        ("nvfp4",),
+        "its loader of Granite 4's experts does not know the scales of their inputs",
+        "--quant nvfp4-wo, fp8 or int4",
+        experts=True,
+        models=("granitemoehybrid",),
+    ),
+    # aria.py gives its experts a loader of its own. Run: IndexError at weight_global_scale.
+    Refusal(
+        VLLM,
+        _HF,
+        ("nvfp4", "nvfp4-wo"),
+        "its loader of Aria's experts takes no scale of a whole weight",
+        "--quant int4 or fp8",
+        experts=True,
+        models=("aria",),
+    ),
     # auto_awq.py: in_features of a rank // in_features groups, which is none. Run: tp 2 fails, groups of 32 load.
     # layers/mamba/mamba_mixer.py gives its linears no quantisation. Run: loading fails on weight_packed.
     Refusal(
