@@ -172,9 +172,9 @@ _VLLM_FILLS = (
 _VLLM_FILLS_WEIGHTS = (
     "aya_vision", "blip-2", "cosmos3_omni", "deepseek_vl", "deepseek_vl_hybrid", "emu3", "exaone4_5",
     "gemma3n_text", "gemma4_text", "glm46v", "glm4v", "glm4v_moe", "glm_moe_dsa", "glm_ocr", "glmasr", "glmga",
-    "got_ocr2", "granite_speech", "granite_speech_plus", "granitemoehybrid", "hrm_text", "hyperclovax_vision_v2", "idefics2", "idefics3",
-    "internvl", "janus", "kosmos-2", "kosmos-2.5", "lighton_ocr", "llama4", "minicpmv4_6", "minicpmv4_7",
-    "minimax_m2", "mistral3", "mistral4", "mllama", "nemotron_h", "ovis2", "paddleocr_vl", "qwen2_5_vl",
+    "got_ocr2", "granite_speech", "granite_speech_plus", "granitemoehybrid", "hrm_text", "hyperclovax_vision_v2",
+    "idefics2", "idefics3", "internvl", "janus", "kosmos-2", "kosmos-2.5", "lighton_ocr", "llama4", "minicpmv4_6",
+    "minicpmv4_7", "minimax_m2", "mistral3", "mistral4", "mllama", "nemotron_h", "ovis2", "paddleocr_vl", "qwen2_5_vl",
     "qwen2_audio", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_asr", "qwen3_vl", "qwen3_vl_moe", "smolvlm",
     "vibevoice_asr", "video_llama_3", "video_llava", "vipllava", "voxtral_realtime", "zaya",
 )
