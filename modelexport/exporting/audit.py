@@ -16,6 +16,7 @@ from modelexport.exporting.plan import ExportPlan, full_name
 from modelexport.inspection.verify.audit import run_audit
 from modelexport.inspection.verify.items import AuditItem, WrittenPiece
 from modelexport.models.opening import open_model
+from modelexport.models.stacked import as_written
 
 
 def audit(
@@ -38,7 +39,7 @@ def audit(
     Raises:
         CheckpointError: the files do not hold the planned tensors, or their bytes are not those written.
     """
-    written = open_model(payload)
+    written = as_written(open_model(payload), layout.infos)
     _same_structure(layout.infos, written)
     pieces: dict[str, list[WrittenPiece]] = {}
     for record in records.values():

@@ -24,6 +24,7 @@ from modelexport.quantization.methods import (
     WeightSlice,
     of_method,
     read_quantization_config,
+    tensor_specs,
 )
 from modelexport.quantization.methods.base import Axes
 from modelexport.sharding.plan import Range, scale_range
@@ -169,9 +170,11 @@ def decoded(checkpoint: Checkpoint) -> Checkpoint:
                 left_out[info.name] = "a scale of the source's KV cache: --kv-cache fp8 makes new ones"
                 del infos[info.name]
         if module.place.module.experts is not None and module.place.module.parameter not in module.tensors:
-            stack = _decoded_stack(
-                checkpoint, module, matched.model.dimensions.weight_shape(module.place.module), dtype
-            )
+            quantization = matched.model.quantization
+            scheme = None if quantization is None else quantization.scheme_of(module.place.name)
+            assert scheme is not None, "config.json quantises stacks"
+            shape = matched.model.dimensions.weight_shape(module.place.module)
+            stack = _decoded_stack(checkpoint, module, scheme, shape, dtype)
             for info in module.tensors.values():
                 del infos[info.name]
             infos[stack.weight.name] = stack.weight
@@ -196,37 +199,37 @@ def decoded(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, infos=infos, config=config, left_out=left_out, computed=computed, placements=placements)
 
 
-def _decoded_stack(checkpoint: Checkpoint, matched: MatchedModule, shape: tuple[int, ...], dtype: str) -> StoredStack:
-    """A stack of MXFP4 blocks: of each expert the tensors that compressed-tensors has of a linear.
+def _decoded_stack(
+    checkpoint: Checkpoint, matched: MatchedModule, scheme: Scheme, shape: tuple[int, ...], dtype: str
+) -> StoredStack:
+    """A stack of experts that are quantised in it.
 
     Args:
+        scheme: of each expert's linear.
         shape: of the stack of weights.
         dtype: of the model's unquantised numbers.
-    """
-    from modelexport.quantization.formats import get
 
+    Raises:
+        CheckpointError: no number format of ours holds such weights.
+    """
     module = matched.place.module
     assert module.experts is not None
     name = matched.place.tensor(module.parameter)
     weight = TensorInfo(name, dtype, shape, Path(), 0, tensor_nbytes(dtype, shape))
     out_in = shape[:0:-1] if module.experts.transposed else shape[1:]
-    blocks, scales = (matched.tensors[f"{module.parameter}{ending}"] for ending in ("_blocks", "_scales"))
-    number_format = get("mxfp4-wo")
+    stored = {ending.removeprefix(f"{module.parameter}_"): info for ending, info in matched.tensors.items()}
+    number_format, exact = _held(matched.place.name, scheme, stored)
+    axes = {suffix: spec.axes for suffix, spec in tensor_specs(scheme, (out_in[0], out_in[1])).items()}
     experts, placements = [], {}
     for e in range(shape[0]):
         tensors = {}
-        for suffix, info in (("weight_packed", blocks), ("weight_scale", scales)):
-            own = (out_in[0], info.nbytes // shape[0] // out_in[0])  # bytes of a row lie next to each other
-            tensors[suffix] = TensorInfo(f"{info.name}[{e}]", info.dtype, own, info.path, 0, math.prod(own))
+        for suffix, info in stored.items():
+            own = replace(info, name=f"{info.name}[{e}]", shape=info.shape[1:], nbytes=info.nbytes // shape[0])
+            tensors[suffix] = own
             parts = checkpoint.placements.get(info.name) or (whole_place(info),)
-            ofits = (place.at(e) for place in parts if place.box[0][0] <= e < place.box[0][1])
-            placements[tensors[suffix].name] = tuple(
-                Placement((place.box[0], (0, own[1])), place.path, place.offset, (place.strides[0], 1))
-                for place in ofits
-            )
+            placements[own.name] = tuple(part.at(e) for part in parts if part.box[0][0] <= e < part.box[0][1])
         linear = TensorInfo(f"{name}[{e}]", dtype, out_in, Path(), 0, tensor_nbytes(dtype, out_in))
-        axes = {"weight_packed": ((0, 1), (1, 2)), "weight_scale": ((0, 1), (1, 32))}
-        experts.append(StoredLinear("compressed-tensors", number_format, tensors, axes, linear))
+        experts.append(StoredLinear(scheme.method, number_format, tensors, axes, linear, exact))
     return StoredStack(tuple(experts), weight, module.experts.transposed, placements)
 
 

@@ -160,8 +160,8 @@ _VLLM_FILLS = (
     "apertus", "arcee", "axk2", "bert-generation", "biogpt", "bitnet", "cohere", "cohere2", "cohere2_moe", "ctrl",
     "cwm", "deepseek_v2", "deepseek_v3", "deepseek_v32", "doge", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4",
     "exaone_moe", "falcon_h1", "flex_olmo", "gemma", "gemma2", "gemma3_text", "gemma4_unified_text", "glm", "glm4",
-    "glm4_moe", "glm4_moe_lite", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "gptj", "granite",
-    "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "helium",
+    "glm4_moe", "glm4_moe_lite", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "granite",
+    "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared", "helium",
     "hunyuan_v1_dense", "hunyuan_v1_moe", "hyperclovax", "jais2", "jetmoe", "lfm2", "lfm2_moe", "llama",
     "llama4_text", "mamba2", "minicpm3", "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mixtral",
     "moshi", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi", "phi3",
@@ -170,11 +170,11 @@ _VLLM_FILLS = (
 )
 # Not calibrated: wrappers, and layers that do not run one by one.
 _VLLM_FILLS_WEIGHTS = (
-    "aria", "aya_vision", "blip-2", "cosmos3_omni", "deepseek_vl", "deepseek_vl_hybrid", "emu3", "exaone4_5",
+    "aya_vision", "blip-2", "cosmos3_omni", "deepseek_vl", "deepseek_vl_hybrid", "emu3", "exaone4_5",
     "gemma3n_text", "gemma4_text", "glm46v", "glm4v", "glm4v_moe", "glm_moe_dsa", "glm_ocr", "glmasr", "glmga",
-    "got_ocr2", "granite_speech", "granite_speech_plus", "hrm_text", "hyperclovax_vision_v2", "idefics2", "idefics3",
-    "internvl", "janus", "kosmos-2", "kosmos-2.5", "lighton_ocr", "llama4", "minicpmv4_6", "minicpmv4_7",
-    "minimax_m2", "mistral3", "mistral4", "mllama", "nemotron_h", "ovis2", "paddleocr_vl", "qwen2_5_vl",
+    "got_ocr2", "granite_speech", "granite_speech_plus", "granitemoehybrid", "hrm_text", "hyperclovax_vision_v2",
+    "idefics2", "idefics3", "internvl", "janus", "kosmos-2", "kosmos-2.5", "lighton_ocr", "llama4", "minicpmv4_6",
+    "minicpmv4_7", "minimax_m2", "mistral3", "mistral4", "mllama", "nemotron_h", "ovis2", "paddleocr_vl", "qwen2_5_vl",
     "qwen2_audio", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_asr", "qwen3_vl", "qwen3_vl_moe", "smolvlm",
     "vibevoice_asr", "video_llama_3", "video_llava", "vipllava", "voxtral_realtime", "zaya",
 )
@@ -182,7 +182,9 @@ _VLLM_FILLS_WEIGHTS = (
 _VLLM_FILLED = {
     **dict.fromkeys(_VLLM_FILLS, ("none", "int4", "fp8", "nvfp4")),
     **dict.fromkeys(_VLLM_FILLS_WEIGHTS, ("none", "int4", "fp8", "nvfp4-wo")),
+    "aria": ("none", "int4", "fp8"),
     "bloom": ("none", "fp8"),
+    "gpt_oss": ("none",),
     **dict.fromkeys(("falcon_mamba", "jamba", "mamba"), ("none",)),
 }
 _FAMILIES_TEST = "tests/conformance/test_engines_families.py"

@@ -7,7 +7,7 @@ the bytes that a checkpoint of the same weights by expert gives. No stack is eve
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -15,15 +15,16 @@ from modelexport.checkpoints.safetensors.file import Checkpoint, Reader, TensorI
 from modelexport.checkpoints.safetensors.placement import Placement, whole_place
 from modelexport.errors import CheckpointError, PlanError
 from modelexport.models.architecture import family_of, read_dimensions
-from modelexport.models.decoded import StoredLinear, StoredStack
+from modelexport.models.decoded import StoredLinear, StoredStack, decoded
 from modelexport.models.families.base import ExpertStack, Module
 from modelexport.models.matching import ModelDescription, too_many_blocks
+from modelexport.quantization.methods import read_quantization_config
 from modelexport.sharding.plan import Range
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["TransposedLinear", "apart_as", "experts_apart"]
+__all__ = ["TransposedLinear", "apart_as", "as_written", "experts_apart"]
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,29 @@ def apart_as(checkpoint: Checkpoint, other: Checkpoint) -> Checkpoint:
         return checkpoint
     fresh = {name.rpartition(".")[0] for name in apart.infos if name not in checkpoint.infos}
     return checkpoint if fresh.isdisjoint(name.rpartition(".")[0] for name in other.infos) else apart
+
+
+def as_written(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
+    """A checkpoint whose stacks of experts are quantised, with the quantised tensors of each expert's linears in place
+    of theirs, if these are what was written; any other as it is, damaged ones too.
+
+    Args:
+        names: every tensor that was written.
+    """
+    if checkpoint.infos.keys() <= set(names) or read_quantization_config(checkpoint.config) is None:
+        return checkpoint
+    try:
+        apart = experts_apart(decoded(checkpoint))
+    except (CheckpointError, PlanError):
+        return checkpoint
+    infos: dict[str, TensorInfo] = {}
+    for name, info in apart.infos.items():
+        linear = apart.computed.get(name)
+        own = linear.sources if isinstance(linear, StoredLinear) else (info,)
+        infos |= {each.name: each for each in own}
+    if infos.keys().isdisjoint(set(names) - checkpoint.infos.keys()):
+        return checkpoint
+    return replace(checkpoint, infos=infos, placements=apart.placements)
 
 
 @dataclass(frozen=True)

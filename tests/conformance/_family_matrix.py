@@ -10,17 +10,19 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from modelexport.checkpoints.safetensors.file import Reader
 from modelexport.exporting import export
 from modelexport.inspection.diff import diff_checkpoints
 from modelexport.inspection.evaluate.models import PlainTensors
 from modelexport.models.opening import open_model
+from modelexport.models.stacked import apart_as, experts_apart
 from tests.helpers.tiny_models import model_class, tiny_checkpoint, tiny_inputs
 
 QUANTS = ("none", "int8", "int4")
@@ -178,7 +180,7 @@ def decoding() -> dict[str, Any]:
 
 def check_decoded(reference: Path, plain: Path) -> None:
     """The export of a quantised checkpoint with ``--quant none`` is what its numbers stand for."""
-    expected, found = tensors_of(reference), tensors_of(plain)
+    expected, found = apart_as_in(reference, plain), tensors_of(plain)
     if expected.keys() != found.keys():
         raise Mismatch(f"decoded: tensors that only one side has: {sorted(expected.keys() ^ found.keys())[:4]}")
     for name, tensor in expected.items():
@@ -252,7 +254,8 @@ def decode(source: Path, out: Path, directory: Path, quant: str) -> Path:
         Mismatch: a tensor is missing, one that is not quantised differs from the source's or stays without a word,
             or one that is quantised is further from it than its number format explains.
     """
-    originals, replaced = tensors_of(source), {}
+    replaced: dict[str, torch.Tensor] = {}
+    originals = apart_as_in(source, out)
     record = json.loads((out / "modelexport.json").read_text())
     left_out = record["left_out"]
     with PlainTensors(open_model(out)) as plain:
@@ -270,8 +273,47 @@ def decode(source: Path, out: Path, directory: Path, quant: str) -> Path:
             replaced[name] = value.to(original.dtype)
     weights = shutil.ignore_patterns("*.safetensors", "*.safetensors.index.json")
     shutil.copytree(source, directory, ignore=weights)
+    replaced = restacked(source, replaced, directory / "numbered")
     save_file(replaced, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
+
+
+def apart_as_in(source: Path, out: Path) -> dict[str, torch.Tensor]:
+    """All of a source's tensors, those of stacked experts one by one where an export has them so."""
+    checkpoint = apart_as(open_model(source), open_model(out))
+    with Reader(checkpoint) as reader:
+        return {name: reader.read(info) for name, info in checkpoint.infos.items()}
+
+
+def restacked(source: Path, tensors: dict[str, torch.Tensor], work: Path) -> dict[str, torch.Tensor]:
+    """The tensors with experts in the stacks of the source, as transformers reads them.
+
+    Where each element of a stack goes is seen from a copy whose elements are numbered.
+    """
+    stacks = {name: tensor for name, tensor in tensors_of(source).items() if name not in tensors}
+    if not stacks:
+        return tensors
+    shutil.copytree(source, work, ignore=shutil.ignore_patterns("*.safetensors", "*.safetensors.index.json"))
+    kept = {name: tensor for name, tensor in tensors_of(source).items() if name not in stacks}
+    numbered = {name: torch.arange(tensor.numel()).view(tensor.shape) for name, tensor in stacks.items()}
+    save_file({**kept, **numbered}, work / "model.safetensors", metadata={"format": "pt"})
+    checkpoint = open_model(work)
+    found = dict(tensors)
+    for name, stack in stacks.items():
+        others = [other for other in stacks if other != name]
+        alone = experts_apart(replace(checkpoint, infos=without(checkpoint.infos, others)))
+        whole = torch.empty(stack.numel(), dtype=stack.dtype)
+        with Reader(alone) as reader:
+            for linear in alone.infos.keys() - checkpoint.infos.keys():
+                whole[reader.read(alone.infos[linear]).flatten()] = found.pop(linear).flatten()
+        found[name] = whole.view(stack.shape)
+    shutil.rmtree(work)
+    return found
+
+
+def without(infos: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """A dictionary without some of its keys."""
+    return {name: info for name, info in infos.items() if name not in set(names)}
 
 
 def is_matrix(tensor: torch.Tensor) -> bool:

@@ -15,6 +15,7 @@ HEADER = ("type", "class", "family", "tp", "quantised", "stays, and why", "rank 
 DECLARED, PLANNED, WHOLE = "declared", "derived", "derived, no plan"
 
 # Number formats, what transformers says when it does not load them -> why, in the table's words.
+_BY_EXPERT = r"missing_keys.*experts\.(gate_up|down)_proj.*unexpected_keys.*experts\.0\."
 LIMITS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
         ("int8", "int4"),
@@ -30,7 +31,7 @@ LIMITS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     ),
     (
         ("int8",),
-        r"experts\.(gate_up_proj|down_proj|up_proj|gate_proj)\b",
+        rf"^(?!.*{_BY_EXPERT}).*experts\.(gate_up_proj|down_proj|up_proj|gate_proj)\b",
         "transformers stacks experts as it loads them, and does not decode int8 ones (int4 and FP8 ones it does)",
     ),
     (
@@ -38,6 +39,12 @@ LIMITS: tuple[tuple[tuple[str, ...], str, str], ...] = (
         r"can only have one to many",
         "transformers takes fused linears apart as it loads them, and cannot once a checkpoint has a "
         "quantization_config, even where they are not quantised",
+    ),
+    (
+        ("int8", "int4"),
+        _BY_EXPERT,
+        "transformers has these experts of a layer in one tensor, in its files too, and does not read them one by one, "
+        "as they are quantised",
     ),
 )
 

@@ -5,7 +5,8 @@ usage: python vllm_parameters.py [--modules] [--draft] CHECKPOINT...
 Builds vLLM's model class for each checkpoint, runs its real weight loading, and prints a line of JSON for each:
 
 * ``parameters``: how many parameters the model has;
-* ``missing``: those that no tensor of the checkpoint filled. They stay uninitialised, and vLLM says nothing;
+* ``missing``: those that no tensor of the checkpoint filled, by what loading names and by their bytes: they stay
+  uninitialised, and vLLM says nothing;
 * ``methods``: class of the quantisation method -> how many modules have it;
 * ``error``: what vLLM raised instead;
 * with ``--modules``, ``asked``: what ``vllm_rules.py`` works with, instead of the methods.
@@ -45,6 +46,8 @@ SETTINGS = {
 LAYERS = "vllm.model_executor.layers."
 COMPRESSED = LAYERS + "quantization.compressed_tensors."
 # Of the KV cache; 1.0 unless the checkpoint has them.
+UNTOUCHED = 0xA5
+"""What every byte of a parameter is before loading."""
 CACHE_SCALE = re.compile(r"\.attn\w*\.([0-9]+\.)?(q|k|v|prob)_(scale|zero_point)$")
 
 
@@ -76,6 +79,8 @@ def replace_kernels() -> None:
     fp8 = importlib.import_module(oracle + "fp8").Fp8MoeBackend.TRITON
     returns(moe + "w8a8_fp8", "select_fp8_moe_backend", (fp8, Kernel))
     returns(moe + "w4a4_nvfp4", "select_nvfp4_moe_backend", (first("nvfp4", "NvFp4MoeBackend"), Kernel))
+    mxfp4 = importlib.import_module(oracle + "mxfp4").Mxfp4MoeBackend.TRITON
+    returns(LAYERS + "quantization.mxfp4", "select_mxfp4_moe_backend", (mxfp4, Kernel))
     returns(schemes + "wNa16", "choose_mp_linear_kernel", Kernel)
     returns(schemes + "w4a4_nvfp4", "init_nvfp4_linear_kernel", Kernel())
     returns(schemes + "w8a8_fp8", "init_fp8_linear_kernel", Kernel())
@@ -196,11 +201,14 @@ def start_distributed() -> None:
 
 def filled(path: str, *, modules: bool = False, draft: bool = False) -> dict[str, Any]:
     """What is printed of a checkpoint."""
+    import torch
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model_loader
 
     model, config = built(path, draft=draft)
     loader = get_model_loader(config.load_config)
+    for parameter in model.parameters():
+        parameter.data.view(torch.uint8).fill_(UNTOUCHED)
     with set_current_vllm_config(config):
         loaded = set(model.load_weights(loader.get_all_weights(config.model_config, model)) or ())
     names: dict[int, str] = {}  # by identity: a module may stand in several places
@@ -216,8 +224,20 @@ def filled(path: str, *, modules: bool = False, draft: bool = False) -> dict[str
     result: dict[str, Any] = {"methods": dict(methods)}
     if modules:
         result = {"asked": asked(model, config)}
-    missing = sorted(name for name in names.values() if name not in loaded and not CACHE_SCALE.search(name))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    missing = sorted(
+        name
+        for name in names.values()
+        if name not in loaded and not CACHE_SCALE.search(name) and is_untouched(parameters[name])
+    )
     return {"parameters": len(names), "missing": missing, **result}
+
+
+def is_untouched(parameter: Any) -> bool:
+    """Returns whether a parameter is as it was before loading: not all of vLLM's classes name all that they fill."""
+    import torch
+
+    return bool((parameter.data.view(torch.uint8) == UNTOUCHED).all())
 
 
 def asked(model: Any, config: Any) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def test_what_is_refused_has_a_line_that_says_what_to_type(format_name: str, lin
 def test_a_row_may_be_about_one_type_of_models() -> None:
     assert warnings("hf", [QUERY], model="llama") == []
     (line,) = warnings("hf", [QUERY], model="gpt_oss")
-    assert "beside quantised attention" in line
+    assert "--format mxfp4" in line
 
 
 def test_kinds_are_counted_and_not_names() -> None:

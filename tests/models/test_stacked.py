@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from modelexport.checkpoints.safetensors.file import Checkpoint, Reader
-from modelexport.errors import CheckpointError
+from modelexport.errors import CheckpointError, PlanError
 from modelexport.exporting import export
 from modelexport.inspection.diff import diff_checkpoints
 from modelexport.inspection.evaluate.models import PlainTensors
@@ -307,3 +307,27 @@ def test_blocks_are_sharded_and_joined(published: Path, tmp_path: Path) -> None:
 def test_blocks_are_described(published: Path) -> None:
     rows = {row.name: (row.count, row.number_format) for row in inspect_checkpoint(published).rows}
     assert rows["mlp.experts.gate_up_proj"] == (2, "mxfp4")
+
+
+def test_the_published_format_is_written_expert_by_expert(tmp_path: Path) -> None:
+    """What transformers decodes of it is what compressed-tensors' MXFP4 of the same experts stands for."""
+    source, quant = tiny_checkpoint("gpt_oss"), "*experts*=mxfp4-wo,*=none"
+    for name, settings in {"one": {"format": "mxfp4"}, "two": {"format": "mxfp4", "tp": 2}, "plain": {}}.items():
+        export(model=str(source), quant=quant, out=str(tmp_path / name), evaluate=False, quiet=True, **(settings or {}))
+    assert weights(tmp_path / "one") == weights(tmp_path / "two")
+    found = by_hand("gpt_oss", plain(tmp_path / "one"))
+    wanted = tensors_of(decoded(open_model(tmp_path / "plain")))
+    assert set(found) == set(wanted)
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    checked = verify_checkpoint(tmp_path / "one", source)
+    assert checked.ok
+    assert checked.hashes == len(wanted) + 24  # blocks and scales for a weight of 2 layers, 4 experts, 3 linears each
+
+
+@pytest.mark.parametrize(
+    ("quant", "says"),
+    [("mxfp4-wo", "q_proj.blocks is quantised"), ("*experts*=int8,*=none", "holds experts in mxfp4-wo, not int8")],
+)
+def test_the_published_format_holds_experts_alone(quant: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=says):
+        export(model=str(tiny_checkpoint("gpt_oss")), quant=quant, format="mxfp4", out=str(tmp_path / "out"))

@@ -35,7 +35,7 @@ def planned(name: str, *grid: int, scheme: str | None = None, limit: int = 1 << 
 
 
 def test_the_formats() -> None:
-    containers = ["dcp", "gguf", "hf", "megatron", "trtllm", "vllm-sharded"]
+    containers = ["dcp", "gguf", "hf", "megatron", "mxfp4", "trtllm", "vllm-sharded"]
     assert list(formats.formats()) == containers
     assert formats.names() == sorted([*containers, "awq", "fp8-block", "gptq", "modelopt"])
     assert [formats.get(name).NAME for name in ("awq", "modelopt", "dcp")] == ["hf", "hf", "dcp"]
@@ -59,7 +59,7 @@ def test_the_formats() -> None:
         ("trtlm", "--format trtlm: unknown; did you mean 'trtllm'"),
         ("HF", "--format HF: unknown"),
         ("", "--format : unknown"),
-        ("zzz", "known: awq, dcp, fp8-block, gguf, gptq, hf, megatron, modelopt, trtllm, vllm-sharded"),
+        ("zzz", "known: awq, dcp, fp8-block, gguf, gptq, hf, megatron, modelopt, mxfp4, trtllm, vllm-sharded"),
         ("../hf", "unknown"),
     ],
 )
@@ -89,6 +89,10 @@ def test_no_format_claims_a_plain_directory(tmp_path: Path) -> None:
 def test_every_element_has_a_place_and_no_byte_two(name: str, grid: tuple[int, int, int]) -> None:
     if name == "vllm-sharded" and (grid[1] > 1 or grid[2] not in (1, grid[0])):
         with pytest.raises(PlanError, match="vllm-sharded"):
+            planned(name, *grid, model_type="mixtral")
+        return
+    if name == "mxfp4":
+        with pytest.raises(PlanError, match="known to hold gpt_oss models"):
             planned(name, *grid, model_type="mixtral")
         return
     if name == "gguf" and grid != (1, 1, 1):

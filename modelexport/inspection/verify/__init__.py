@@ -30,7 +30,7 @@ from modelexport.models.decoded import decoded
 from modelexport.models.matching import places, too_many_blocks
 from modelexport.models.modules import Architecture, StoredModule, read_architecture, read_modules
 from modelexport.models.opening import open_model
-from modelexport.models.stacked import apart_as
+from modelexport.models.stacked import apart_as, as_written
 from modelexport.quantization import algorithms
 from modelexport.quantization.methods import QuantizationConfig, methods, read_quantization_config
 from modelexport.system.small_files import file_sha256
@@ -142,6 +142,15 @@ def verify_checkpoint(
     except (CheckpointError, PlanError) as error:
         result.problems.append(str(error))
         return result
+    record = None
+    try:
+        record = read_record(directory)
+        if record is None:
+            result.notes.append(f"there is no {RECORD}: no hashes to compare with")
+        else:
+            checkpoint = as_written(checkpoint, record.sha256)
+    except CheckpointError as error:
+        result.problems.append(str(error))
     if source is not None:
         source = _plain(source, checkpoint, adapters)
     result.tensors = len(checkpoint.infos)
@@ -153,13 +162,6 @@ def verify_checkpoint(
         result.notes.append(f"whether modules are missing was not checked: {architecture.reason}")
     if quantization is not None and quantization.method not in methods():
         result.notes.append(f"which tensors quant_method '{quantization.method}' promises is not known here")
-    record = None
-    try:
-        record = read_record(directory)
-        if record is None:
-            result.notes.append(f"there is no {RECORD}: no hashes to compare with")
-    except CheckpointError as error:
-        result.problems.append(str(error))
     if record is not None:
         result.problems += check_record(record, checkpoint, modules, quantization)
         if source is not None:

@@ -1,15 +1,17 @@
-"""mxfp4: the experts of gpt-oss, two numbers to a byte and an exponent for each 32. Read only.
+"""mxfp4: the experts of gpt-oss, two numbers to a byte and an exponent for each 32.
 
 https://huggingface.co/openai/gpt-oss-20b: all experts of a layer are in one tensor, ``gate_up_proj_blocks`` uint8
 ``[experts, rows, in / 32, 16]`` and ``gate_up_proj_scales`` uint8 ``[experts, rows, in / 32]`` (``down_proj`` alike).
+Here are the rows of one expert's linear among them, ``blocks`` and ``scales``;
+:mod:`modelexport.checkpoints.formats.mxfp4` puts them into their stacks.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from modelexport.errors import CheckpointError, PlanError
 from modelexport.quantization.methods._arguments import MXFP4, with_modules_below
 from modelexport.quantization.methods.base import (
     ModelQuantization,
@@ -36,13 +38,6 @@ SIDE_FILES: tuple[str, ...] = ()
 BLOCK = 32
 """Weights that share an exponent."""
 _EXPERTS = r"re:(?:.*\.)?experts(?:\.|$)"
-_READ_ONLY = (
-    "checkpoints of quant_method 'mxfp4' (gpt-oss) are only read: write mxfp4 with --format hf (--quant mxfp4-wo)"
-)
-_FUSED = (
-    "quant_method 'mxfp4' (gpt-oss) stores all experts of a layer in one tensor, {what}_blocks and {what}_scales; "
-    "a single linear has none: export such a model from its bfloat16 original"
-)
 
 
 def read(value: Mapping[str, Any]) -> QuantizationConfig:
@@ -57,12 +52,12 @@ def read(value: Mapping[str, Any]) -> QuantizationConfig:
 
 
 def tensor_specs(scheme: Scheme, shape: tuple[int, int]) -> dict[str, StoredTensorSpec]:
-    """Nothing: experts are fused.
-
-    Raises:
-        CheckpointError: always.
-    """
-    raise CheckpointError(_FUSED.format(what="gate_up_proj"))
+    """The tensors of one expert's linear, by suffix."""
+    blocks = -(-shape[1] // BLOCK)
+    return {
+        "blocks": StoredTensorSpec(("U8",), ((shape[0], blocks, BLOCK // 2),), ((0, 1), (1, BLOCK))),
+        "scales": StoredTensorSpec(("U8",), ((shape[0], blocks),), ((0, 1), (1, BLOCK))),
+    }
 
 
 def stack_specs(experts: int, rows: int, columns: int) -> dict[str, StoredTensorSpec]:
@@ -75,62 +70,26 @@ def stack_specs(experts: int, rows: int, columns: int) -> dict[str, StoredTensor
     }
 
 
-def decode_blocks(blocks: Tensor, scales: Tensor) -> list[dict[str, Tensor]]:
-    """Each expert's native tensors (number format mxfp4-wo), as views; exact.
-
-    ``weight_packed`` is uint8 ``[rows, in / 2]``, ``weight_scale`` uint8 ``[rows, in / 32]``. The rows are in the
-    stored order: of ``gate_up_proj`` the even ones are the gate's, the odd ones the up projection's.
-
-    Args:
-        blocks: uint8 ``[experts, rows, in / 32, 16]``: the low four bits hold the even column, sign then E2M1.
-        scales: uint8 ``[experts, rows, in / 32]``: exponents, + 127.
-
-    Raises:
-        CheckpointError: the dtypes or shapes do not go together.
-    """
-    import torch
-
-    shape = tuple(blocks.shape)
-    if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
-        raise CheckpointError(f"MXFP4 experts of {blocks.dtype} and {scales.dtype}: both must be torch.uint8")
-    if len(shape) != 4 or shape[3] != 16 or shape[:3] != tuple(scales.shape):
-        raise CheckpointError(
-            f"MXFP4 experts are blocks [experts, rows, in / 32, 16] with scales [experts, rows, in / 32], "
-            f"not {list(shape)} with {list(scales.shape)}"
-        )
-    return [
-        {"weight_packed": packed.flatten(1), "weight_scale": scale}
-        for packed, scale in zip(blocks.unbind(), scales.unbind(), strict=True)
-    ]
-
-
 def refusal(number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str | None:
-    """Returns why it writes nothing: it is only read."""
-    return _READ_ONLY
+    """Returns why it cannot encode a linear; None where it can."""
+    if number_format.name == "mxfp4-wo":
+        return None
+    return f"--format mxfp4 holds experts in mxfp4-wo, not {number_format.name}: --quant '*experts*=mxfp4-wo,*=none'"
 
 
 def quantization_files(announced: ModelQuantization) -> QuantizationFiles:
-    """It is only read.
-
-    Raises:
-        PlanError: always.
-    """
-    raise PlanError(_READ_ONLY)
+    """The quantization config: what is kept, with ``*`` for numbers."""
+    kept = dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in announced.unquantised)
+    return QuantizationFiles({"modules_to_not_convert": list(kept), "quant_method": METHOD})
 
 
 def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice) -> dict[str, Tensor]:
-    """It is only read.
-
-    Raises:
-        PlanError: always.
-    """
-    raise PlanError(_READ_ONLY)
+    """Native tensors in the method's form: the same bytes."""
+    packed = tensors["weight_packed"]
+    blocks = packed.reshape(packed.shape[0], -1, BLOCK // 2)
+    return {"blocks": blocks, "scales": tensors["weight_scale"]}
 
 
 def decode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice) -> dict[str, Tensor]:
-    """Not of single linears; see :func:`decode_blocks`.
-
-    Raises:
-        CheckpointError: always.
-    """
-    raise CheckpointError(_FUSED.format(what="gate_up_proj"))
+    """The method's tensors in native form: the same bytes."""
+    return {"weight_packed": tensors["blocks"].flatten(1), "weight_scale": tensors["scales"]}
