@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from modelexport.exporting import export
@@ -22,6 +23,7 @@ from modelexport.quantization import formats
 from tests.conformance._kv_cache import round_kv_cache
 from tests.helpers.marks import few
 from tests.helpers.models import make_llama
+from tests.helpers.tiny_models import tiny_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' and compressed-tensors' own, many and changing
 
@@ -147,6 +149,17 @@ def test_experts_that_were_calibrated(
         expected, got = ours.logits(0), logits_of(theirs)[0]
     print(f"{kind}: logits differ by {described((got - expected).abs(), expected)}")
     assert (got - expected).abs().max() <= 1e-4
+
+
+def test_gpt_oss_as_it_was_published(tmp_path: Path) -> None:
+    """Without a GPU transformers decodes the blocks as it loads them."""
+    source, quant = str(tiny_checkpoint("gpt_oss")), "*experts*=mxfp4-wo,*=none"
+    export(model=source, quant=quant, format="mxfp4", out=str(tmp_path / "out"), quiet=True, evaluate=False)
+    export(model=str(tmp_path / "out"), quant="none", out=str(tmp_path / "plain"), quiet=True, evaluate=False)
+    theirs, plain = loaded(tmp_path / "out", torch.bfloat16), load_file(tmp_path / "plain" / "model.safetensors")
+    held = theirs.state_dict()
+    assert {*plain} == {*held}
+    assert all(torch.equal(held[name], tensor) for name, tensor in plain.items())
 
 
 @pytest.mark.parametrize("quant", ["none", "int4"])

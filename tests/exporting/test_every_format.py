@@ -270,5 +270,5 @@ def test_a_tensor_that_is_missing_in_a_quantised_source(model: str, tmp_path: Pa
 
 def test_every_format_is_tried_here() -> None:
     written = {case.format for case in OTHERS} | {"hf"}
-    assert written == set(checkpoint_formats.names()) - {"dcp", "megatron", "vllm-sharded", "trtllm"}
+    assert written == set(checkpoint_formats.names()) - {"dcp", "megatron", "mxfp4", "vllm-sharded", "trtllm"}
     assert {case.quant for case in HF} == set(NAMES)

@@ -88,7 +88,7 @@ def test_it_is_made_of_the_record_and_says_no_path(demo: Path) -> None:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("form", checkpoint_formats())
+@pytest.mark.parametrize("form", [name for name in checkpoint_formats() if name != "mxfp4"])  # of gpt-oss alone
 def test_every_checkpoint_format_has_one(tmp_path: Path, form: str) -> None:
     quant = {"gguf": "int4:32", "fp8-block": "fp8-block", "awq": "int4", "gptq": "int4", "modelopt": "nvfp4-wo"}
     names = {"quant": quant.get(form, "none" if form in ("dcp", "megatron", "vllm-sharded") else "fp8")}

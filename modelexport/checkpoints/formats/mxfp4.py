@@ -30,6 +30,7 @@ NAME = "mxfp4"
 DESCRIPTION = "gpt-oss as it was published: experts in stacks of MXFP4 blocks"
 QUANT_METHOD = "mxfp4"
 HUB_LIBRARY = "transformers"
+HOLDS_UNQUANTISED = False
 SIDE_FILES = ()
 _TYPES = frozenset({"gpt_oss"})
 _ENDINGS = {"blocks": "_blocks", "scales": "_scales", "bias": "_bias"}

@@ -106,7 +106,7 @@ def _algorithm(name: str) -> dict[str, Any]:
 def _holds(checkpoint_format: str, number_format: str) -> bool:
     """Returns True if it can hold such linears in at least one group size."""
     if number_format == "none":
-        return True
+        return getattr(checkpoint_formats.get(checkpoint_format), "HOLDS_UNQUANTISED", True)
     if not getattr(checkpoint_formats.get(checkpoint_format), "HOLDS_QUANTISED", True):
         return False
     method = checkpoint_formats.method_of(checkpoint_format)
