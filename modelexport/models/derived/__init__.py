@@ -22,7 +22,7 @@ from modelexport.models.derived.skeleton import Skeleton, language_part, read_sk
 from modelexport.models.families.base import Family
 from modelexport.models.families.drafts import draft_counts
 
-__all__ = ["causal_types", "derive", "is_known", "is_language_part", "language_part", "model_types"]
+__all__ = ["causal_types", "derive", "is_known", "is_language_part", "language_part", "model_types", "skeleton_of"]
 
 PLANNED = "tensor-parallel plan"
 WHOLE = "no plan: replicated"
@@ -39,6 +39,11 @@ def derive(config: Mapping[str, Any], names: Collection[str] = ()) -> Family:
         PlanError: transformers has no causal language model of that type.
     """
     return _derived(json.dumps(config, sort_keys=True, default=str), frozenset(names))
+
+
+def skeleton_of(config: Mapping[str, Any]) -> Skeleton:
+    """transformers' model of a config.json without storage. Errors as :func:`derive`."""
+    return _skeleton(json.dumps(config, sort_keys=True, default=str))
 
 
 @lru_cache(maxsize=8)

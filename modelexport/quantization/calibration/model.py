@@ -39,8 +39,12 @@ OF_MODELS = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What transformers' modules raise that are run in a way they are not made for."""
 
 _EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.(\w+)\.weight")
-_STACKED = re.compile(r"(.+)\.experts\.(gate_up_proj|down_proj)")
-_PARTS = {"gate_up_proj": (("gate_proj", "w1"), ("up_proj", "w3")), "down_proj": (("down_proj", "w2"),)}
+_STACKED = re.compile(r"(.+)\.experts\.(gate_up_proj|up_proj|down_proj)")
+_PARTS = {
+    "gate_up_proj": (("gate_proj", "w1"), ("up_proj", "w3")),
+    "up_proj": (("up_proj",),),  # of experts without a gate
+    "down_proj": (("down_proj", "w2"),),
+}
 """transformers' stacked parameter -> the linears that an expert has on disk in its stead, by any of their names."""
 
 

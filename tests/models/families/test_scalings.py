@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from modelexport.exporting.calibrated.folds import apply_fold, folds_of_layer
 from modelexport.models.architecture import Family, Scaling, family_of, read_dimensions
+from modelexport.models.folds import apply_fold, folds_of_layer
 from modelexport.quantization import formats
 from modelexport.quantization.algorithms.base import CalibratedLinear
 from tests.helpers.models import LlamaShape, copy_checkpoint, describe, make_llama
