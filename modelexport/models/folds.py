@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from modelexport.models.architecture import Dimensions, Family, Module, Scaling
+from modelexport.models.families.base import Dimensions, Family, Module, Scaling
 from modelexport.quantization.algorithms.base import CalibratedLinear, Fold
 from modelexport.quantization.calibration.cut import WHOLE, ForwardShard, Range
 

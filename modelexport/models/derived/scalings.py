@@ -1,4 +1,4 @@
-"""What scales into what in a derived family, found and proved by function on a small random model of the type.
+"""Scalings of a derived family, found and proved by function on a small random model of the type.
 
 A declared family's file says which norm is read by which linears. Of a derived one nobody has said it, and no name
 tells: so a small model of the same structure is run, one decoder layer of each kind. A norm's weight, or rows of a
@@ -16,13 +16,14 @@ import json
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from modelexport.errors import ModelExportError, PlanError
 from modelexport.models.derived import derive, skeleton_of
-from modelexport.models.derived.skeleton import Skeleton
+from modelexport.models.derived.skeleton import Skeleton, completed
 from modelexport.models.derived.small import small_configs
 from modelexport.models.families.base import Family, Module, Scaling
 
@@ -36,6 +37,7 @@ __all__ = ["Proofs", "prove", "with_scalings"]
 
 _LARGEST = 1 << 28  # elements of one layer: larger ones are not filled with random numbers for a proof
 _TOKENS = 48
+_LARGE = 1024.0  # times what random weights give: beyond what models clip at
 _TOLERANCE = 2e-4  # of float32, through a layer; what is wrong is off by as much as there is
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
@@ -45,7 +47,7 @@ Kind = frozenset[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Proofs:
-    """What was found of a model.
+    """The scalings of a model.
 
     Attributes:
         scalings: what scales into what, each with the layers that it holds for.
@@ -56,12 +58,12 @@ class Proofs:
     refused: Mapping[str, str]
 
     def lines(self) -> Iterator[str]:
-        """What a user should know, a line each."""
-        pairs = dict.fromkeys(f"{scaling.source} into {', '.join(scaling.into)}" for scaling in self.scalings)
-        if pairs:
-            yield f"scales go from {'; from '.join(pairs)} (proved on a small random model of the type)"
+        """Yields what a user should know, a line each."""
+        sources = dict.fromkeys(scaling.source for scaling in self.scalings)
+        if sources:
+            yield f"scales may be moved out of {', '.join(sources)}: proved on a small random model of the type"
         for path, why in self.refused.items():
-            yield f"nothing is scaled out of {path}: {why}"
+            yield f"no scales are moved out of {path}: {why}"
 
 
 def with_scalings(family: Family, config: Mapping[str, Any]) -> Family:
@@ -81,7 +83,7 @@ def with_scalings(family: Family, config: Mapping[str, Any]) -> Family:
 
 
 def prove(family: Family, config: Mapping[str, Any]) -> Proofs:
-    """What scales into what in a model of a derived family, see the module. Known for the next call.
+    """Find the scalings of a model of a derived family, see the module. They are known for the next call.
 
     Args:
         config: of its language model.
@@ -135,22 +137,17 @@ def _small_model(config: Mapping[str, Any]) -> _Small:
     Raises:
         PlanError: there is none that is small enough.
     """
-    from transformers import CONFIG_MAPPING
-
-    whole = skeleton_of(config)
+    whole = skeleton_of(config, part=True)
     kinds = _firsts(_kinds(whole))
     # What a config.json leaves out has values, too.
-    parsed = CONFIG_MAPPING[config["model_type"]].from_dict(
-        {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
-    )
-    complete = {**parsed.to_dict(), "architectures": [whole.architecture], "tie_word_embeddings": whole.tied}
+    complete = {**completed(config), "architectures": [whole.architecture], "tie_word_embeddings": whole.tied}
     for small in small_configs(complete, max(kinds.values()) + 1):
         try:
-            skeleton = skeleton_of(small)
+            skeleton = skeleton_of(small, part=True)
             own = tuple(_kinds(skeleton))
             if set(own) != set(kinds) or _largest_layer(skeleton) > _LARGEST:
                 continue
-            return _Small(small, skeleton, derive(small), own)
+            return _Small(small, skeleton, derive(small, part=True), own)
         except ModelExportError:  # numbers that do not go together
             continue
     raise PlanError(
@@ -201,7 +198,7 @@ def _runner(small: _Small) -> LayerRunner:
 def _proved(config: str) -> tuple[_Small, tuple[tuple[Kind, Proofs], ...]]:
     """Of the language model with that config.json: what was proved on a small one of each kind of layer."""
     small = _small_model(json.loads(config))
-    with _runner(small) as runner:
+    with _silent(), _runner(small) as runner:
         found = {kind: _Layer(small, runner, number).proofs() for kind, number in _firsts(small.kinds).items()}
         if not _all_at_once(small, runner, found):
             # A linear's outputs may go to other layers by ways that one alone does not show; a norm's hardly.
@@ -213,6 +210,19 @@ def _proved(config: str) -> tuple[_Small, tuple[tuple[Kind, Proofs], ...]]:
                     for kind, each in found.items()
                 }
     return small, tuple(found.items())
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Without transformers' warnings of kernels that are not installed: ranks give them, where they matter."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def _norms_alone(small: _Small, proofs: Proofs) -> Proofs:
@@ -258,7 +268,8 @@ class _Layer:
                 known.append((path, module))
 
     def proofs(self) -> Proofs:
-        """What scales into what in this layer: linears first, whose rows a norm's readers then are no larger for."""
+        """Its scalings: out of linears first, so that rows that read a norm are no larger merely because what reads
+        them is small."""
         with self.runner.filled(self.number) as self.filled:
             self.before = {name: value.clone() for name, value in self.filled.tensors.items()}
             self.out, self.inputs = self._run()
@@ -369,15 +380,30 @@ class _Layer:
     # ------------------------------------------------------------ whether it holds
 
     def _holds(self, scaling: Scaling, spread: float) -> bool:
-        """Returns whether the layer gives the same with it folded, and something else without one side of it."""
-        self.fold(scaling)
-        same = _close(self._run()[0], self.out, spread)
-        self._restore()
-        for fold in self._folds(scaling) if same else ():
+        """Returns whether the layer gives the same with it folded, and something else without one side of it.
+
+        A linear's outputs are tried when they are large, too: some models clip them.
+        """
+        for size in (1.0, _LARGE) if self.modules[scaling.source][0][1].kind == "linear" else (1.0,):
+            out = self.out
+            if size > 1:
+                self._enlarge(scaling, size)
+                out = self._run()[0]
+                spread = _spread(out, self.runner.hidden[0])
+            self.fold(scaling)
+            same = _close(self._run()[0], out, spread)
+            self._restore()
+            if not same:
+                return False
+        for fold in self._folds(scaling):
             self._multiply(fold, _scale(fold.fold.features))
-        other = not same or _close(self._run()[0], self.out, spread)
+        other = not _close(self._run()[0], self.out, _spread(self.out, self.runner.hidden[0]))
         self._restore()
-        return same and not other
+        return other
+
+    def _enlarge(self, scaling: Scaling, size: float) -> None:
+        for fold in self._folds(scaling):
+            self._multiply(fold, _scale(fold.fold.features).fill_(size))
 
     def fold(self, scaling: Scaling) -> None:
         """Fold it, as an export does."""
@@ -435,7 +461,7 @@ class _Layer:
     # ------------------------------------------------------------ running
 
     def _run(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """What the layer gives, and what its linears are given."""
+        """Its output, and the inputs of its linears."""
         assert self.filled is not None
         out, inputs = self.runner.look(self.filled)
         return out, {name: x for x, names in inputs for name in names}
@@ -468,8 +494,8 @@ def _close(one: Tensor, other: Tensor, size: float) -> bool:
 def _carried_over(
     small: _Small, family: Family, config: Mapping[str, Any], proofs: Iterable[tuple[Kind, Proofs]]
 ) -> Proofs:
-    """What was proved, by the names that the family of the whole model has, for its layers."""
-    kinds = _kinds(skeleton_of(config))
+    """The scalings that were proved, by the names that the family of the whole model has, for its layers."""
+    kinds = _kinds(skeleton_of(config, part=True))
     own = {_in_memory(module): module.general_path for module in reversed(family.layer)}
     theirs = {module.general_path: own.get(_in_memory(module)) for module in reversed(small.family.layer)}
     layers: dict[Scaling, set[int]] = {}
