@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Proofs", "prove", "with_scalings"]
 
+_SCALED = ("norm", "linear", "router")  # a router's other tensors may be of its name, too
 _LARGEST = 1 << 28  # elements of one layer: larger ones are not filled with random numbers for a proof
 _TOKENS = 48
 _LARGE = 1024.0  # times what random weights give: beyond what models clip at
@@ -496,8 +497,10 @@ def _carried_over(
 ) -> Proofs:
     """The scalings that were proved, by the names that the family of the whole model has, for its layers."""
     kinds = _kinds(skeleton_of(config, part=True))
-    own = {_in_memory(module): module.general_path for module in reversed(family.layer)}
-    theirs = {module.general_path: own.get(_in_memory(module)) for module in reversed(small.family.layer)}
+    own = {_in_memory(module): module.general_path for module in family.layer if module.kind in _SCALED}
+    theirs = {
+        module.general_path: own.get(_in_memory(module)) for module in small.family.layer if module.kind in _SCALED
+    }
     layers: dict[Scaling, set[int]] = {}
     refused: dict[str, str] = {}
     for kind, found in proofs:
