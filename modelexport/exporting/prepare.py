@@ -14,7 +14,7 @@ from modelexport.checkpoints.source import Source, is_local, resolve_source
 from modelexport.checkpoints.staging import check_target, resolve_target
 from modelexport.distributed import launch
 from modelexport.errors import PlanError, UsageError
-from modelexport.exporting.plan import ExportPlan, build_plan, full_name
+from modelexport.exporting.plan import ExportPlan, build_plan, full_name, why_untied
 from modelexport.inspection.record.reading import read_record
 from modelexport.models import checkpoint_formats
 from modelexport.models.adapted import adapted, without_adapters
@@ -36,6 +36,8 @@ from modelexport.recipe import ExportRecipe
 from modelexport.sharding.plan import Parallelism
 from modelexport.system.startup import without_collector
 from modelexport.system.terminal import note
+
+_ROTATED = "no longer tied to the embedding, which has not taken in the last norm as it has"
 
 __all__ = ["PreparedExport", "check_early", "parse_assignment", "prepare", "quantization_files"]
 
@@ -92,6 +94,7 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> PreparedExpor
             from modelexport.exporting.calibrated.rotation import rotation_changes
 
             rotation_changes(checkpoint)  # whether it can be
+        untied = _ROTATED if rotated else why_untied(checkpoint, assignment)
         plan = build_plan(
             checkpoint,
             assignment,
@@ -99,10 +102,10 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> PreparedExpor
             method=method.METHOD,
             kv_cache=recipe.kv_cache is not None,
             rows=ROWS if recipe.is_calibrated else None,
-            untied=rotated,
+            untied=untied,
             quantise_drafts=recipe.draft == "quantise",
         )
-        if rotated:
+        if untied:
             checkpoint = untie(checkpoint)
         if plan.needs_ranges or plan.calibrated:
             _check_calibration(recipe, source, checkpoint)
@@ -231,7 +234,8 @@ def quantization_files(plan: ExportPlan) -> QuantizationFiles | None:
     formats = plan.formats()
     if not formats and not plan.kv_cache:
         return None
-    announced = ModelQuantization(formats, plan.ignored(), plan.kv_cache, __version__, plan.kept_subtrees())
+    embeddings = [module.path for module in plan.family.before if module.kind == "embedding" and module.path in formats]
+    announced = ModelQuantization(formats, plan.ignored(), plan.kv_cache, __version__, plan.kept_subtrees(), embeddings)
     return of_method(plan.method).quantization_files(announced)
 
 

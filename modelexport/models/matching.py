@@ -173,8 +173,8 @@ class ModelDescription:
             CheckpointError: nothing here knows those of its quantisation scheme.
         """
         module, scheme = place.module, None
-        if self.quantization is not None and module.kind in ("linear", "head"):
-            scheme = self.quantization.scheme_of(place.name)
+        if self.quantization is not None:
+            scheme = self.quantization.scheme_of_kind(place.name, module.kind)
         return self._known(module, scheme)
 
     def unquantised(self, module: Module) -> ExpectedModule:
