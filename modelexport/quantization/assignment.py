@@ -100,7 +100,7 @@ class Assignment:
             meant += [module for module in spelled if _spells(pattern, module)]
             if not meant:
                 example = f", such as {linears[0]}" if linears else ""
-                close = _nearest_pattern(pattern, linears)
+                close = _nearest_pattern(pattern, [*linears, *spelled])
                 raise PlanError(
                     f"--quant '{pattern}={found.name}': no linear of the model's {len(linears)} has such a name"
                     f"{example}; {'mind the * at both ends' if close is None else f'did you mean {quoted(close)}?'}"

@@ -171,6 +171,14 @@ class _Planner:
             rounded = sum(task.quantised and task.place.draft is not None for step in steps for task in step.tasks)
             said = f"{rounded} linears of draft layers are rounded to nearest: samples do not run through them"
             notes = (*notes, *([said] if rounded else []))
+        apart = [
+            task.place.name
+            for step in steps
+            for task in step.tasks
+            if task.quantised and task.module.kind in _VOCABULARY
+        ]
+        if apart and self.cuts.rows is not None:
+            notes = (*notes, f"{' and '.join(apart)}: rounded to nearest: calibration is of the layers between")
         kept_cache = self.assignment is None and self.quantization is not None and self.quantization.kv_cache_scheme
         return ExportPlan(
             self.family,
@@ -319,23 +327,29 @@ class _Planner:
         found = self.assignment.of_vocabulary(place.name)
         if found is None or not found.quantised:
             return None
-        why = None
-        if place.module.kind == "embedding":
-            refusal = getattr(self.method, "embedding_refusal", None)
-            why = "its embeddings are unquantised: choose --format hf" if refusal is None else refusal(found)
-        elif not getattr(self.method, "HOLDS_HEADS", False):
-            why = "its heads are unquantised: choose --format hf"
-        elif found.has_static_inputs and self.cuts.rows is not None:
-            why = (
-                f"{found.name} needs the range of the head's inputs, which an export that is calibrated layer by layer "
-                "does not look at: choose a format without static scales, or --algorithm rtn"
-            )
+        why = self._no_embedding(found) if place.module.kind == "embedding" else self._no_head(found)
         if why is not None:
-            place_of = (
-                "" if why.startswith(found.name) or "engines" in why else f"{self.method.FORMAT or 'this format'}: "
-            )
-            self.format_problems.setdefault(f"{place_of}{why}", {})[place.name] = None
+            self.format_problems.setdefault(why, {})[place.name] = None
         return found
+
+    def _no_embedding(self, number_format: NumberFormat) -> str | None:
+        refusal = getattr(self.method, "embedding_refusal", None)
+        if refusal is None:
+            return f"{self.method.METHOD} checkpoints have unquantised embeddings: choose --format hf"
+        text: str | None = refusal(number_format)
+        return text
+
+    def _no_head(self, number_format: NumberFormat) -> str | None:
+        if not getattr(self.method, "HOLDS_HEADS", False):
+            return f"{self.method.METHOD} checkpoints have unquantised heads: choose --format hf"
+        if number_format.weight_arguments().get("strategy") == "block":
+            return f"engines cut a head between any two rows, and {number_format.name} has scales of blocks: choose fp8"
+        if number_format.has_static_inputs and self.cuts.rows is not None:
+            return (
+                f"{number_format.name} needs the range of the head's inputs, which layer-by-layer calibration does not "
+                "see: choose a format without static scales for it, or --algorithm rtn"
+            )
+        return None
 
     def _assigned(self, place: Place) -> NumberFormat | None:
         """The number format that ``--quant`` gives a linear; one of a draft layer has that of the last decoder layer's
@@ -381,7 +395,8 @@ class _Planner:
         if stored is None and weight.dtype not in FLOATS:
             self.problems.append(f"{weight.name} is {weight.dtype}; only {', '.join(FLOATS)} weights can be quantised")
             return False
-        pattern, shape = f"*.{module.general_path}", (weight.shape[0], weight.shape[1])
+        pattern = module.path if module.kind in _VOCABULARY else f"*.{module.general_path}"
+        shape = (weight.shape[0], weight.shape[1])
         try:
             number_format.check_shape(pattern, shape)
         except PlanError as error:
