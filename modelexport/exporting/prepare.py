@@ -14,11 +14,11 @@ from modelexport.checkpoints.source import Source, is_local, resolve_source
 from modelexport.checkpoints.staging import check_target, resolve_target
 from modelexport.distributed import launch
 from modelexport.errors import PlanError, UsageError
-from modelexport.exporting.plan import ExportPlan, build_plan, full_name
+from modelexport.exporting.plan import ExportPlan, build_plan, full_name, why_untied
 from modelexport.inspection.record.reading import read_record
 from modelexport.models import checkpoint_formats
 from modelexport.models.adapted import adapted, without_adapters
-from modelexport.models.architecture import why_no_language_model
+from modelexport.models.architecture import language_config, why_no_language_model
 from modelexport.models.decoded import StoredLinear, decoded
 from modelexport.models.draft_layers import without_drafts
 from modelexport.models.engines import Linear
@@ -37,6 +37,8 @@ from modelexport.recipe import ExportRecipe
 from modelexport.sharding.plan import Parallelism
 from modelexport.system.startup import without_collector
 from modelexport.system.terminal import note
+
+_ROTATED = "no longer tied to the embedding, which has not taken in the last norm as it has"
 
 __all__ = ["PreparedExport", "check_early", "parse_assignment", "prepare", "quantization_files"]
 
@@ -93,6 +95,7 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> PreparedExpor
             from modelexport.exporting.calibrated.rotation import rotation_changes
 
             rotation_changes(checkpoint)  # whether it can be
+        untied = _ROTATED if rotated else why_untied(checkpoint, assignment)
         plan = build_plan(
             checkpoint,
             assignment,
@@ -100,14 +103,15 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> PreparedExpor
             method=method.METHOD,
             kv_cache=recipe.kv_cache is not None,
             rows=ROWS if recipe.is_calibrated else None,
-            untied=rotated,
+            untied=untied,
             quantise_drafts=recipe.draft == "quantise",
         )
-        if rotated:
+        if untied:
             checkpoint = untie(checkpoint)
         if plan.needs_ranges or plan.calibrated:
             _check_calibration(recipe, source, checkpoint)
         _check_work(recipe, plan)
+        plan = _with_scalings(recipe, checkpoint, plan)
         notes = (*checkpoint.notes, *merged, *_unmerged(source, adapters), *_second_rounding(checkpoint, plan))
         plan = replace(plan, notes=(*plan.notes, *notes))
         prepared = PreparedExport(recipe, source, checkpoint, plan, _target(recipe, checkpoint, plan), (), adapters)
@@ -243,7 +247,8 @@ def quantization_files(plan: ExportPlan) -> QuantizationFiles | None:
     formats = plan.formats()
     if not formats and not plan.kv_cache:
         return None
-    announced = ModelQuantization(formats, plan.ignored(), plan.kv_cache, __version__, plan.kept_subtrees())
+    embeddings = [module.path for module in plan.family.before if module.kind == "embedding" and module.path in formats]
+    announced = ModelQuantization(formats, plan.ignored(), plan.kv_cache, __version__, plan.kept_subtrees(), embeddings)
     return of_method(plan.method).quantization_files(announced)
 
 
@@ -350,8 +355,7 @@ def _check_work(recipe: ExportRecipe, plan: ExportPlan) -> None:
     """Refuse algorithms that there is nothing for.
 
     Raises:
-        PlanError: the model's family does not say what scales into what; or an algorithm cannot work with one of the
-            number formats.
+        PlanError: an algorithm cannot work with one of the number formats.
         UsageError: no linear is quantised, and an algorithm is for those that are.
     """
     idle = [found.name for found in recipe.of_kind("assign", "fold", "round") if found.name != ExportRecipe.algorithm]
@@ -362,13 +366,34 @@ def _check_work(recipe: ExportRecipe, plan: ExportPlan) -> None:
             "--algorithm"
         )
     recipe.check_number_formats(plan.formats().values())
-    folding = [algorithm.name for algorithm in recipe.of_kind("fold")]
-    if folding and not plan.family.scalings:
+
+
+def _with_scalings(recipe: ExportRecipe, checkpoint: Checkpoint, plan: ExportPlan) -> ExportPlan:
+    """The plan with what scales into what, where scales are to be folded: declared, or proved on a small model.
+
+    Raises:
+        PlanError: there is nothing of that; the message says why.
+    """
+    family, folding = plan.family, [algorithm.name for algorithm in recipe.of_kind("fold")]
+    if not folding or not plan.formats():
+        return plan
+    why = "the family declares no scalings"
+    if family.is_derived:
+        from modelexport.models.derived.scalings import with_scalings
+
+        try:
+            family = with_scalings(family, language_config(checkpoint.config or {}, checkpoint.infos))
+        except PlanError as error:
+            why = str(error)
+    if not family.scalings:
         rounding = [name for name, algorithm in algorithms.registered().items() if algorithm.kind == "round"]
         raise PlanError(
-            f"--algorithm {recipe.algorithm}: which weights of a {plan.family.name} model take the scales that "
-            f"{' and '.join(folding)} would move is not known: {', '.join(rounding)} work for every model"
+            f"--algorithm {recipe.algorithm}: {' and '.join(folding)} cannot move scales within a {family.name} model: "
+            f"{why}. {', '.join(rounding)} move none"
         )
+    if family is plan.family:
+        return plan
+    return replace(plan, family=family, notes=(*plan.notes, *family.notes[len(plan.family.notes) :]))
 
 
 def _check_kept(source: Source, checkpoint: Checkpoint) -> None:

@@ -97,6 +97,13 @@ class Refusal:
 _HF = ("hf",)
 _ASYMMETRIC_8 = "--quant int8-wo, or int4-asym"
 _MAMBA = ("mixer.in_proj", "mixer.x_proj", "mixer.out_proj", "mamba.in_proj", "mamba.x_proj", "mamba.out_proj")
+_PLAIN_EMBEDDINGS = (
+    *("afmoe", "bloom", "cohere", "cohere2", "cohere2_moe", "dbrx", "falcon", "falcon_h1", "gemma", "gemma2"),
+    *("glm4_moe", "gpt_oss", "granitemoe", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "longcat_flash", "mamba"),
+    *("mamba2", "mixtral", "nemotron", "olmo_hybrid", "opt", "phimoe", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"),
+    *("qwen3_5_text", "qwen3_next", "zamba2"),
+)
+_PLAIN_HEADS = ("bloom", "falcon_h1", "gpt_oss", "jamba", "mamba", "mamba2", "opt", "qwen3_next", "zamba2")
 _FIRST_OF_FUSED = ("attention.q", "attention.k", "mlp.gate", "shared.gate")
 
 REFUSALS: tuple[Refusal, ...] = (
@@ -143,6 +150,34 @@ REFUSALS: tuple[Refusal, ...] = (
         "--quant none, or patterns of --quant that leave these linears out",
         roles=_MAMBA,
         models=("falcon_mamba", "jamba", "mamba"),
+    ),
+    # models/*.py: of these, VocabParallelEmbedding and ParallelLMHead are made without quant_config.
+    Refusal(
+        VLLM,
+        _HF,
+        (),
+        "its model of this type makes its embedding unquantised",
+        "a --quant that leaves the embedding out",
+        roles=("embedding",),
+        models=_PLAIN_EMBEDDINGS,
+    ),
+    Refusal(
+        VLLM,
+        ("hf", "modelopt", "awq", "gptq"),
+        (),
+        "its model of this type makes its head unquantised",
+        "a --quant that leaves the head out",
+        roles=("head",),
+        models=_PLAIN_HEADS,
+    ),
+    # Run: AttributeError, 'Embedding' object has no attribute 'weight', once its tensors are loaded.
+    Refusal(
+        TRANSFORMERS,
+        _HF,
+        (),
+        "it looks no rows up in a quantised embedding",
+        "a --quant that leaves the embedding out, if transformers is to load it",
+        roles=("embedding",),
     ),
     # bloom.py reorders the rows of all tensors of query_key_value as it loads them. Run: what has no rows fails.
     Refusal(

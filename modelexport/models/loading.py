@@ -244,9 +244,6 @@ LOADINGS: tuple[Loading, ...] = (
         TRANSFORMERS, "hf", {"llama": ("none", "int4")}, _TRANSFORMERS, _COMPUTES, _TRANSFORMERS_TEST, kv_cache=True
     ),
     Loading(
-        TRANSFORMERS, "mxfp4", {"gpt_oss": ("mxfp4-wo",)}, _TRANSFORMERS, _COMPUTES, _TRANSFORMERS_TEST, mixed=True
-    ),
-    Loading(
         LLAMA_CPP,
         "gguf",
         {"llama": _LLAMA_CPP_ALL, **_LLAMA_CPP_TWO},

@@ -171,10 +171,10 @@ class ModelDescription:
             CheckpointError: nothing here knows those of its quantisation scheme.
         """
         module, scheme = place.module, None
-        if self.quantization is not None and (stack := self._quantised_stack(module, self.quantization)) is not None:
-            return stack
-        if self.quantization is not None and module.kind in ("linear", "head"):
-            scheme = self.quantization.scheme_of(place.name)
+        if self.quantization is not None:
+            if (stack := self._quantised_stack(module, self.quantization)) is not None:
+                return stack
+            scheme = self.quantization.scheme_of_kind(place.name, module.kind)
         return self._known(module, scheme)
 
     def _quantised_stack(self, module: Module, quantization: QuantizationConfig) -> ExpectedModule | None:

@@ -127,9 +127,11 @@ def read_modules(
     for name, tensors in grouped.items():
         stack, index, path = layer_path(name)
         scheme = quantization.scheme_of(name) if quantization is not None else None
+        if quantization is not None and architecture.kinds.get(path) == "embedding":
+            scheme = quantization.scheme_of_kind(name, "embedding")
         stored = recognise(tensors, scheme, quantization.method if quantization is not None else "")
         kind = drafts.get(name) or architecture.kinds.get(path) or _guess_kind(name, stored)
-        if scheme is not None and kind in ("linear", "head"):
+        if scheme is not None and kind in ("linear", "head", "embedding"):
             stored = _as_announced(stored, scheme, tensors, architecture.shapes.get(path))
         modules.append(StoredModule(name, stack, index, path, kind, stored, tensors, name in drafts))
     return modules

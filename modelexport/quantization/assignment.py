@@ -3,6 +3,9 @@
 ``fp8`` is one format for all of them. A list of ``pattern=format`` gives each the first whose pattern means it and
 leaves the rest as they are: ``*.self_attn.*=fp8,*.mlp.*=int4:64``. A pattern is a shell wildcard over the module's full
 name, or a regular expression after ``re:``; a format may be followed by its group size.
+
+The head and the embedding of the tokens are no linears to it: they get what a pattern says that spells the last part of
+their names, ``lm_head=int8`` or ``*embed_tokens=int4``, and no other.
 """
 
 from __future__ import annotations
@@ -76,19 +79,28 @@ class Assignment:
         """The number format of a linear; None where no pattern means it."""
         return next((found for pattern, found in self.rules if _means(pattern, module)), None)
 
-    def check_used(self, modules: Iterable[str]) -> None:
+    def of_vocabulary(self, module: str) -> NumberFormat | None:
+        """The number format of a head or an embedding; None where no pattern spells the last part of its name."""
+        return next((found for pattern, found in self.rules if self.is_list and _spells(pattern, module)), None)
+
+    def check_used(self, modules: Iterable[str], vocabulary: Iterable[str] = ()) -> None:
         """Refuse a pattern that decides about none of a model's linears: it is a slip.
+
+        Args:
+            modules: the linears.
+            vocabulary: heads and embeddings.
 
         Raises:
             PlanError: there is one.
         """
-        linears = list(modules)
-        left = linears
+        linears, spelled = list(modules), list(vocabulary)
+        left = [*linears, *spelled]
         for pattern, found in self.rules if self.is_list else ():
             meant = [module for module in linears if _means(pattern, module)]
+            meant += [module for module in spelled if _spells(pattern, module)]
             if not meant:
                 example = f", such as {linears[0]}" if linears else ""
-                close = _nearest_pattern(pattern, linears)
+                close = _nearest_pattern(pattern, [*linears, *spelled])
                 raise PlanError(
                     f"--quant '{pattern}={found.name}': no linear of the model's {len(linears)} has such a name"
                     f"{example}; {'mind the * at both ends' if close is None else f'did you mean {quoted(close)}?'}"
@@ -133,6 +145,10 @@ def _sized(text: str) -> tuple[str, int | None]:
 def _means(pattern: str, module: str) -> bool:
     matches = _matcher(pattern)
     return matches(module) if matches is not None else fnmatch.fnmatchcase(module, pattern)
+
+
+def _spells(pattern: str, module: str) -> bool:
+    return module.rpartition(".")[2] in pattern and _means(pattern, module)
 
 
 def _matcher(pattern: str) -> Callable[[str], bool] | None:

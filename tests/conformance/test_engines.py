@@ -120,13 +120,20 @@ READ = [
     *(("gptq", quant) for quant in ("int4", "int8-wo")),  # vLLM takes no asymmetric ones
     ("fp8-block", "fp8-block"),
 ]
+HEADS = [
+    *(("hf", f"*=int4,lm_head={name}") for name in ("int8", "int8-wo", "int4:32", "int4-asym", "fp8", "nvfp4-wo")),
+    ("hf", "*=nvfp4,lm_head=nvfp4"),
+    ("awq", "*=int4,lm_head=int4"),
+    ("gptq", "*=int4,lm_head=int4"),
+    ("modelopt", "*=fp8-static,lm_head=fp8-static"),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @needs_vllm
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("form", "quant"), READ)
+@pytest.mark.parametrize(("form", "quant"), [*READ, *HEADS])
 def test_vllm_reads_every_format(tmp_path: Path, form: str, quant: str) -> None:
     export(out=str(tmp_path / "out"), quant=quant, format=form, quiet=True, evaluate=False)
     # vLLM's word for MXFP4 does not tell whether inputs are rounded: that depends on the GPU.

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from modelexport.models.engines import Linear, warnings
 from tests.conformance import vllm_rules
 from tests.conformance._vllm import needs_vllm
 from tests.conformance._vllm_parameters import CASES, DOCUMENT, fill, page
@@ -39,3 +40,16 @@ def test_the_rules_have_what_vllm_says(tmp_path: Path) -> None:
     recorded = json.loads(Path(vllm_rules.__file__).with_name("vllm_modules.json").read_text())
     for (kind, _), result in printed.items():
         assert result["asked"] == recorded[kind], kind
+
+
+def test_embeddings_are_read_or_warned_of(tmp_path: Path) -> None:
+    """Some of vLLM's models tell their embedding its name, some its number format alone, and some neither."""
+    kinds = ("llama", "qwen3", "gemma3_text", "deepseek_v3", "gemma2", "mixtral")
+    quant = "*=int4:32,*embed_tokens=int4:32,lm_head=int8"
+    found = {kind: result for (kind, _), result in fill([(kind, quant) for kind in kinds], tmp_path).items()}
+    unread = {kind for kind, result in found.items() if result.get("error") or result["missing"]}
+    embedding = Linear("model.embed_tokens", "int4", (256, 128), 32, "embedding", "column")
+    warned = {
+        kind for kind in kinds if any("makes its embedding" in line for line in warnings("hf", [embedding], model=kind))
+    }
+    assert unread == warned == {"gemma2", "mixtral"}

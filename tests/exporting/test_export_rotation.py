@@ -264,7 +264,9 @@ def test_a_tied_head_is_planned_as_a_tensor_of_its_own(tmp_path: Path) -> None:
     saved = make_llama(tied=True)
     twice = open_model(copy_checkpoint(saved, tmp_path / "twice", tensors=add_head))
     once = open_model(saved)
-    plans = [build_plan(each, None, Parallelism(tp=2), untied=True) for each in (once, twice)]
+    plans = [
+        build_plan(each, None, Parallelism(tp=2), untied="no longer tied to the embedding") for each in (once, twice)
+    ]
     assert [list(plan.outputs()) for plan in plans] == [list(plans[0].outputs())] * 2
     head = next(entry for entry in plans[0].outputs() if entry[0] == "lm_head.weight")
     assert head == ("lm_head.weight", "BF16", (211, 128))
@@ -292,4 +294,6 @@ def test_what_is_untied_reads_as_it_was() -> None:
 
 def test_heads_that_are_not_tied_are_planned_as_ever() -> None:
     source = open_model(make_llama())
-    assert build_plan(source, None, Parallelism(tp=1), untied=True) == build_plan(source, None, Parallelism(tp=1))
+    assert build_plan(source, None, Parallelism(tp=1), untied="no longer tied to the embedding") == build_plan(
+        source, None, Parallelism(tp=1)
+    )

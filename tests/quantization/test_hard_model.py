@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from modelexport.assets import demo_documents, demo_model_path
-from modelexport.exporting.calibrated.folds import apply_fold, folds_of_layer
 from modelexport.inspection.evaluate import tokenise
 from modelexport.models.architecture import family_of, read_dimensions
+from modelexport.models.folds import apply_fold, folds_of_layer
 from modelexport.quantization import formats
 from modelexport.quantization.algorithms import get
 from modelexport.quantization.algorithms.base import CalibratedLinear, Folding

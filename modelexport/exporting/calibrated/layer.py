@@ -14,10 +14,10 @@ from torch import Tensor
 from modelexport.checkpoints.safetensors.file import torch_dtype
 from modelexport.distributed.launch import phase
 from modelexport.errors import ValuesError
-from modelexport.exporting.calibrated.folds import apply_fold, folds_of_layer
 from modelexport.exporting.calibrated.recut import from_rows, to_rows
 from modelexport.exporting.plan import ExportStep, full_name
 from modelexport.exporting.scales import ScaleAgreement
+from modelexport.models.folds import apply_fold, folds_of_layer
 from modelexport.quantization.algorithms.base import CalibratedLinear, Folding, Rounding
 from modelexport.quantization.algorithms.rtn import RoundToNearest
 from modelexport.quantization.calibration import static_ranges

@@ -35,8 +35,9 @@ if TYPE_CHECKING:
     from modelexport.quantization.assignment import Assignment
     from modelexport.quantization.formats.base import NumberFormat
 
-__all__ = ["ExportPlan", "ExportStep", "OutputTensor", "TensorTask", "build_plan", "full_name"]
+__all__ = ["ExportPlan", "ExportStep", "OutputTensor", "TensorTask", "build_plan", "full_name", "why_untied"]
 
+_VOCABULARY = ("head", "embedding")
 SLAB_BYTES = 64 << 20  # an embedding larger than this is exported in slabs of rows, to bound memory
 
 
@@ -48,7 +49,7 @@ def build_plan(
     method: str = "compressed-tensors",
     kv_cache: bool = False,
     rows: int | None = None,
-    untied: bool = False,
+    untied: str = "",
     quantise_drafts: bool = False,
 ) -> ExportPlan:
     """Plan the export of ``checkpoint``.
@@ -58,8 +59,8 @@ def build_plan(
         method: the quantisation method that the target spells them by.
         kv_cache: whether scales of an FP8 KV cache are to be written.
         rows: where layers are calibrated: linears are cut along their rows only, on multiples of this.
-        untied: whether a head that is tied to the embedding becomes a tensor of its own, as what is rotated
-            needs: its head has taken in the final norm, its embedding has not.
+        untied: the reason why a head that is tied to the embedding becomes a tensor of its own, as what is rotated
+            needs: its head has taken in the final norm, its embedding has not. "": it stays tied.
         quantise_drafts: whether draft layers' linears get a number format, too.
 
     Raises:
@@ -81,13 +82,41 @@ def build_plan(
             rows=rows,
             quantise_drafts=quantise_drafts,
         )
-        why = "head: no longer tied to the embedding, which has not taken in the last norm as it has"
-        told = {module.path: why for module in family.after if module.kind == "head"}
-        return replace(plan, unquantised={**plan.unquantised, **told})
+        told = {m.path: f"head: {untied}" for m in family.after if m.kind == "head" and m.path in plan.unquantised}
+        # A head that is quantised has no line among those that are not.
+        said = () if told else (f"the head is {untied}",)
+        return replace(plan, unquantised={**plan.unquantised, **told}, notes=(*plan.notes, *said))
     cuts = Cuts(dimensions, parallelism.tp, rows)
     matched = match(checkpoint, model)
     planner = _Planner(checkpoint, matched, assignment, parallelism, of_method(method), cuts, quantise_drafts)
     return planner.plan(kv_cache)
+
+
+def why_untied(checkpoint: Checkpoint, assignment: Assignment | None) -> str:
+    """The reason why a head that is tied to the embedding has to become a tensor of its own; "" where it has not.
+
+    Of a head and an embedding that are one, engines take one for a linear and look up rows of the other: no number
+    format is read as both.
+
+    Raises:
+        CheckpointError, PlanError: as :func:`build_plan`.
+    """
+    if assignment is None or not assignment.is_list:
+        return ""
+    model = ModelDescription.of(checkpoint)
+    if not model.dimensions.tied_embeddings:
+        return ""
+    named = {
+        module.kind: found.name
+        for module in (*model.family.before, *model.family.after)
+        if module.kind in _VOCABULARY
+        and (found := assignment.of_vocabulary(module.path)) is not None
+        and found.quantised
+    }
+    if not named:
+        return ""
+    both = f"; the {next(iter(named))} alone is quantised" if len(named) == 1 else ""
+    return f"no longer tied to the embedding: engines read no number format as both{both}"
 
 
 class _Planner:
@@ -129,8 +158,10 @@ class _Planner:
         if self.format_problems:
             raise PlanError("; ".join(f"{', '.join(paths)}: {text}" for text, paths in self.format_problems.items()))
         if self.assignment is not None:
-            places = (module.place for module in self.matched.modules)
-            self.assignment.check_used([name for place in places for name in self._named_by_patterns(place)])
+            places = [module.place for module in self.matched.modules]
+            linears = [name for place in places for name in self._named_by_patterns(place)]
+            kept = (p for p in places if p.module.kind in _VOCABULARY and not p.module.why and p.draft is None)
+            self.assignment.check_used(linears, [place.name for place in kept])
         for head, embedding in ties:  # last: the one check that reads weights
             check_tied(self.checkpoint, head, embedding)
         notes = self.family.notes
@@ -138,6 +169,14 @@ class _Planner:
             rounded = sum(task.quantised and task.place.draft is not None for step in steps for task in step.tasks)
             said = f"{rounded} linears of draft layers are rounded to nearest: samples do not run through them"
             notes = (*notes, *([said] if rounded else []))
+        apart = [
+            task.place.name
+            for step in steps
+            for task in step.tasks
+            if task.quantised and task.module.kind in _VOCABULARY
+        ]
+        if apart and self.cuts.rows is not None:
+            notes = (*notes, f"{' and '.join(apart)}: rounded to nearest: calibration is of the layers between")
         kept_cache = self.assignment is None and self.quantization is not None and self.quantization.kv_cache_scheme
         return ExportPlan(
             self.family,
@@ -219,7 +258,8 @@ class _Planner:
     def _single(self, path: str, tasks: Sequence[TensorTask]) -> list[ExportStep]:
         """Steps of a module outside the decoder layers, in slabs of rows if it is large."""
         weight = tasks[0].info
-        if len(tasks) > 1 or tasks[0].stored is not None or weight.nbytes <= SLAB_BYTES:
+        kept = tasks[0].number_format is None  # scales may span all rows
+        if len(tasks) > 1 or not kept or weight.nbytes <= SLAB_BYTES:
             return [ExportStep(path, path, None, tuple(tasks))]
         row_bytes = max(1, weight.nbytes // max(1, weight.shape[0]))
         rows_per_slab = max(1, SLAB_BYTES // row_bytes)
@@ -289,9 +329,41 @@ class _Planner:
                 )[f"*.{module.general_path}"] = None
         elif self.assignment is not None and module.kind == "linear" and not module.why:
             found = self._assigned(place)
+        elif self.assignment is not None and module.kind in _VOCABULARY and place.draft is None:
+            found = self._of_vocabulary(place)
         if found is None and (module.why or module.kind not in ("norm", "vector", "other")):
             self.unquantised[place.name] = self._why_unquantised(place)
         return found
+
+    def _of_vocabulary(self, place: Place) -> NumberFormat | None:
+        """The number format that ``--quant`` gives the head or the embedding by its name; notes why it cannot be."""
+        assert self.assignment is not None
+        found = self.assignment.of_vocabulary(place.name)
+        if found is None or not found.quantised:
+            return None
+        why = self._no_embedding(found) if place.module.kind == "embedding" else self._no_head(found)
+        if why is not None:
+            self.format_problems.setdefault(why, {})[place.name] = None
+        return found
+
+    def _no_embedding(self, number_format: NumberFormat) -> str | None:
+        refusal = getattr(self.method, "embedding_refusal", None)
+        if refusal is None:
+            return f"{self.method.METHOD} checkpoints have unquantised embeddings: choose --format hf"
+        text: str | None = refusal(number_format)
+        return text
+
+    def _no_head(self, number_format: NumberFormat) -> str | None:
+        if not getattr(self.method, "HOLDS_HEADS", False):
+            return f"{self.method.METHOD} checkpoints have unquantised heads: choose --format hf"
+        if number_format.weight_arguments().get("strategy") == "block":
+            return f"engines cut a head between any two rows, and {number_format.name} has scales of blocks: choose fp8"
+        if number_format.has_static_inputs and self.cuts.rows is not None:
+            return (
+                f"{number_format.name} needs the range of the head's inputs, which layer-by-layer calibration does not "
+                "see: choose a format without static scales for it, or --algorithm rtn"
+            )
+        return None
 
     def _assigned(self, place: Place) -> NumberFormat | None:
         """The number format that ``--quant`` gives a linear; one of a draft layer has that of the last decoder layer's
@@ -337,7 +409,8 @@ class _Planner:
         if stored is None and weight.dtype not in FLOATS:
             self.problems.append(f"{weight.name} is {weight.dtype}; only {', '.join(FLOATS)} weights can be quantised")
             return False
-        pattern, shape = f"*.{module.general_path}", (weight.shape[0], weight.shape[1])
+        pattern = module.path if module.kind in _VOCABULARY else f"*.{module.general_path}"
+        shape = (weight.shape[0], weight.shape[1])
         try:
             number_format.check_shape(pattern, shape)
         except PlanError as error:

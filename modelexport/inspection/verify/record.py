@@ -83,7 +83,7 @@ def _module_problems(
                 yield (
                     f"{info.name} is {info.dtype} {list(info.shape)}, {tensor.dtype} {list(tensor.shape)} was exported"
                 )
-        if module.name in present and module.kind in ("linear", "head"):
+        if module.name in present and module.kind in ("linear", "head", "embedding"):
             if module.label not in formats:
                 try:
                     formats[module.label] = RecordedFormat.of(module)
@@ -92,7 +92,7 @@ def _module_problems(
                     yield f"{RECORD}: {module.name}: {error}"
             wanted = formats[module.label]
             if isinstance(wanted, RecordedFormat):
-                yield from _scheme_problems(module.name, wanted, quantization)
+                yield from _scheme_problems(module.name, module.kind, wanted, quantization)
 
 
 @dataclass(frozen=True)
@@ -118,10 +118,12 @@ class RecordedFormat:
         return cls(shown, formats.get(module.number_format, group_size=size).config_group())
 
 
-def _scheme_problems(name: str, recorded: RecordedFormat, quantization: QuantizationConfig | None) -> Iterator[str]:
+def _scheme_problems(
+    name: str, kind: str, recorded: RecordedFormat, quantization: QuantizationConfig | None
+) -> Iterator[str]:
     """The config must say of a linear what it was exported as, or engines compute something else."""
     shown, group = recorded.shown, recorded.group
-    scheme = quantization.scheme_of(name) if quantization is not None else None
+    scheme = quantization.scheme_of_kind(name, kind) if quantization is not None else None
     if scheme is None:
         if group is not None:
             yield f"{name} was exported as {shown}, but config.json does not quantise it"

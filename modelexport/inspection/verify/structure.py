@@ -111,8 +111,8 @@ def _module_problems(module: StoredModule, quantization: QuantizationConfig | No
         if module.stored.quantised and not module.stored.scale:
             yield f"{module.name}: {module.stored.number_format} weights without scales"
         return
-    if quantization is not None and module.kind in ("linear", "head"):
-        scheme = quantization.scheme_of(module.name)
+    if quantization is not None:
+        scheme = quantization.scheme_of_kind(module.name, module.kind)
     shape, tensors = module.stored.shape, dict(module.tensors)
     if scheme is None or shape is None or len(shape) != 2:
         yield from _plain_problems(module, quantization)

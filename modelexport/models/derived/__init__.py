@@ -22,37 +22,43 @@ from modelexport.models.derived.skeleton import Skeleton, language_part, read_sk
 from modelexport.models.families.base import Family
 from modelexport.models.families.drafts import draft_counts
 
-__all__ = ["causal_types", "derive", "is_known", "is_language_part", "language_part", "model_types"]
+__all__ = ["causal_types", "derive", "is_known", "is_language_part", "language_part", "model_types", "skeleton_of"]
 
 PLANNED = "tensor-parallel plan"
 WHOLE = "no plan: replicated"
 
 
-def derive(config: Mapping[str, Any], names: Collection[str] = ()) -> Family:
+def derive(config: Mapping[str, Any], names: Collection[str] = (), *, part: bool = False) -> Family:
     """The family of the one model that a config.json describes, its dimensions with it.
 
     Args:
         names: every tensor of the checkpoint: its modules are then called as they are there.
+        part: whether it may be a language model that transformers has only as a part of others.
 
     Raises:
         CheckpointError: transformers does not accept config.json.
         PlanError: transformers has no causal language model of that type.
     """
-    return _derived(json.dumps(config, sort_keys=True, default=str), frozenset(names))
+    return _derived(json.dumps(config, sort_keys=True, default=str), frozenset(names), part)
+
+
+def skeleton_of(config: Mapping[str, Any], *, part: bool = False) -> Skeleton:
+    """transformers' model of a config.json without storage. Arguments and errors as :func:`derive`."""
+    return _skeleton(json.dumps(config, sort_keys=True, default=str), part)
 
 
 @lru_cache(maxsize=8)
-def _skeleton(config: str) -> Skeleton:
-    return read_skeleton(json.loads(config))
+def _skeleton(config: str, part: bool) -> Skeleton:
+    return read_skeleton(json.loads(config), part=part)
 
 
 @lru_cache(maxsize=8)
-def _derived(config: str, names: frozenset[str]) -> Family:
-    skeleton, content = _skeleton(config).named_as(names), json.loads(config)
+def _derived(config: str, names: frozenset[str], part: bool) -> Family:
+    skeleton, content = _skeleton(config, part).named_as(names), json.loads(config)
     head = skeleton.copies.get(f"{skeleton.head}.weight")
     if skeleton.tied and not skeleton.part_tied and content.get("tie_word_embeddings") is None and head in names:
         # The language model's own part says that its head is none: so engines read it, and there the head is.
-        return derive({**content, "tie_word_embeddings": False}, names)
+        return derive({**content, "tie_word_embeddings": False}, names, part=part)
     family = Derivation(skeleton).family().as_in(names)
     assert family.dimensions is not None
     drafts = max(draft_counts(content).values(), default=0)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from modelexport.errors import CheckpointError, PlanError, error_text
+from modelexport.errors import CheckpointError, ModelExportError, PlanError, error_text
 
 _NUMBERS = (
     "hidden_size",
@@ -162,8 +162,12 @@ def _tensor(module: str, leaf: str) -> str:
     return f"{module.strip('.')}.{leaf}"
 
 
-def read_skeleton(config: Mapping[str, Any]) -> Skeleton:
+def read_skeleton(config: Mapping[str, Any], *, part: bool = False) -> Skeleton:
     """Build transformers' model of a config.json on torch's meta device, and look at it. No code but its own runs.
+
+    Args:
+        part: whether it may also be a language model that transformers has only as a part of others: as calibration
+            builds it, with a head.
 
     Raises:
         CheckpointError: transformers does not accept the numbers of config.json, or nobody has models so large.
@@ -173,12 +177,15 @@ def read_skeleton(config: Mapping[str, Any]) -> Skeleton:
 
     _check_counts(config, "config.json")
     kind = str(config.get("model_type"))
-    model_class, parsed = _model_class(config, kind)
+    within = part and not _language_models(kind)
+    model_class, parsed = _part_class(config, kind) if within else _model_class(config, kind)
     try:
         with torch.device("meta"):
             model = model_class(parsed)
         numbers = parsed.get_text_config(decoder=True)
         model.tie_weights()
+    except ModelExportError:
+        raise
     except Exception as error:  # a stranger's numbers can fail anywhere in transformers' code
         raise CheckpointError(
             f"config.json: transformers cannot build {model_class.__name__} of it: {_in_short(error)}"
@@ -289,12 +296,36 @@ def _model_class(config: Mapping[str, Any], kind: str) -> tuple[Any, Any]:
     return found, _parsed(config, own)
 
 
+def _part_class(config: Mapping[str, Any], kind: str) -> tuple[Any, Any]:
+    """The same for a language model that is a part of others."""
+    import transformers
+
+    from modelexport.quantization.calibration.model import build
+
+    def language_model(_: Any) -> Any:
+        return build(config, {})
+
+    language_model.__name__ = f"part of type {kind}"
+    return language_model, _parsed(config, transformers.CONFIG_MAPPING[kind])
+
+
 def _parsed(config: Mapping[str, Any], own: Any) -> Any:
     plain = {key: _special(value) for key, value in config.items() if key not in ("quantization_config", "auto_map")}
     try:
         return own.from_dict(plain)
     except Exception as error:  # transformers checks a config in many ways
         raise CheckpointError(f"config.json: transformers refuses it: {_in_short(error)}") from error
+
+
+def completed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json's content with every key that transformers' class has, by the names that it saves them under.
+
+    Raises:
+        CheckpointError: transformers does not accept it.
+    """
+    import transformers
+
+    return dict(_parsed(config, transformers.CONFIG_MAPPING[config["model_type"]]).to_dict())
 
 
 def language_part(config: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -152,10 +152,20 @@ class Scaling:
             lies between and its readers.
         into: roles of all that read it, routers too; those that a layer has not are skipped. Where both are experts',
             each expert's source goes into its own.
+        part: of a derived family, which tells modules by their paths (``*`` for an expert's number) and not by roles:
+            the role of the part of a fused source that is scaled; "" for the whole.
+        share: the same where no roles are known: which of how many equal parts of the source's rows.
+        layers: those where it holds; None: all.
+        offset: what is added to a norm's weight before anything is multiplied by it, where that is not the same for
+            all norms of the family.
     """
 
     source: str
     into: tuple[str, ...]
+    part: str = ""
+    share: tuple[int, int] | None = None
+    layers: frozenset[int] | None = None
+    offset: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

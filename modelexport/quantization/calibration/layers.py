@@ -289,6 +289,13 @@ class LayerRunner:
             self._check_all_seen(layer, observed)
         return observed
 
+    def look(self, layer: FilledLayer, number: int = 0) -> tuple[Tensor, list[tuple[Tensor, list[str]]]]:
+        """Run one batch through a layer, whose ``hidden`` stays what it is: what comes out, and each different input
+        of its linears ``[tokens, in_features]`` with the names of those that it was given to."""
+        seen = LayerInputs()
+        out = self._run(layer, number, seen)
+        return out, seen.inputs
+
     def advance(self, layer: FilledLayer, activations: Mapping[str, Activation] | None = None) -> None:
         """Run all samples through a layer; its outputs become ``hidden``.
 

@@ -39,8 +39,12 @@ OF_MODELS = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What transformers' modules raise that are run in a way they are not made for."""
 
 _EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.(\w+)\.(weight|bias)")
-_STACKED = re.compile(r"(.+)\.experts\.(gate_up_proj|down_proj)(_bias)?")
-_PARTS = {"gate_up_proj": (("gate_proj", "w1"), ("up_proj", "w3")), "down_proj": (("down_proj", "w2"),)}
+_STACKED = re.compile(r"(.+)\.experts\.(gate_up_proj|up_proj|down_proj)(_bias)?")
+_PARTS = {
+    "gate_up_proj": (("gate_proj", "w1"), ("up_proj", "w3")),
+    "up_proj": (("up_proj",),),  # of experts without a gate
+    "down_proj": (("down_proj", "w2"),),
+}
 """transformers' stacked parameter -> the linears that an expert has on disk in its stead, by any of their names."""
 
 
@@ -329,8 +333,9 @@ def _is_transposed(experts: nn.Module) -> bool:
     said = getattr(experts, "is_transposed", None)
     if said is not None:
         return bool(said)
-    up, down = (getattr(experts, name).shape for name in ("gate_up_proj", "down_proj"))
-    return bool(up[2] != down[1] and up[1] == down[2])
+    shapes = {name: tuple(parameter.shape) for name, parameter in experts.named_parameters(recurse=False)}
+    up, down = shapes.get("gate_up_proj") or shapes["up_proj"], shapes["down_proj"]
+    return up[2] != down[1] and up[1] == down[2]
 
 
 def _is_interleaved(experts: nn.Module) -> bool:

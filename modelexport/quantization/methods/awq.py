@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from modelexport.quantization.methods.base import NumberFormatProtocol
 
 METHOD = "awq"
+HOLDS_HEADS = True
 FORMAT = "awq"
 DESCRIPTION = "AutoAWQ's gemm words, in Hugging Face's files"
 HUB_LIBRARY = "transformers"

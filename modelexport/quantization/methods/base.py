@@ -139,6 +139,10 @@ class Scheme:
 Matching = Literal["name", "wildcard", "part"]
 
 
+EMBEDDING = "Embedding"
+"""The class of embeddings, as targets name it; to vLLM a part of its own class's name."""
+
+
 @dataclass(frozen=True)
 class QuantizationConfig:
     """config.json's ``quantization_config``.
@@ -201,6 +205,16 @@ class QuantizationConfig:
             if matches(module):
                 return scheme
         return next((scheme for scheme in self.schemes if class_name in scheme.targets), None)
+
+    def scheme_of_kind(self, module: str, kind: str) -> Scheme | None:
+        """The same for a module of a family's: linears and heads have schemes; and an embedding, if its own name or
+        its class is a target: patterns and other classes do not mean it."""
+        if kind in ("linear", "head"):
+            return self.scheme_of(module)
+        if kind != "embedding" or self.ignores(module):
+            return None
+        named = self._by_name.get(module)
+        return named or next((scheme for scheme in self.schemes if EMBEDDING in scheme.targets), None)
 
     @cached_property
     def _by_name(self) -> dict[str, Scheme]:
@@ -275,6 +289,7 @@ class ModelQuantization:
     Attributes:
         formats: every quantised linear -> its number format, in the model's order.
         unquantised: every linear and head that is kept, in the model's order, heads of tied embeddings too.
+        embeddings: those of ``formats`` that are no linears: their rows are looked up.
         kv_cache: whether the KV cache has scales (FP8).
         version: ours, where a method names the producer.
         subtrees: parts of the model that are kept whole; their linears are among ``unquantised``, too.
@@ -285,6 +300,7 @@ class ModelQuantization:
     kv_cache: bool = False
     version: str = ""
     subtrees: Sequence[KeptSubtree] = ()
+    embeddings: Sequence[str] = ()
 
     def ignored(self) -> list[str]:
         """Names of kept linears and heads, and patterns of kept subtrees as compressed-tensors encodes them."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from modelexport.errors import CheckpointError, shown
 from modelexport.quantization.methods.base import (
     AS_WEIGHT,
+    EMBEDDING,
     Axes,
     ModelQuantization,
     QuantizationConfig,
@@ -52,6 +53,7 @@ _FLOATS = {
     "mxfp4-pack-quantized": ("float", 4, "group"),
     "mxfp8-quantized": ("float", 8, "group"),
 }
+HOLDS_HEADS = True
 _HEAD = "lm_head"  # no "Linear" to vLLM
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
@@ -198,6 +200,15 @@ def refusal(number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str 
     return None
 
 
+def embedding_refusal(number_format: NumberFormatProtocol) -> str | None:
+    """Returns why engines do not look rows up in a number format; None where they do."""
+    scheme = number_format.weight_arguments()
+    rounds_inputs = number_format.input_arguments() is not None
+    if number_format.checkpoint_format == "pack-quantized" and scheme.get("symmetric") and not rounds_inputs:
+        return None
+    return "engines look rows of an embedding up in packed integers without zero points: choose int4 or int8-wo for it"
+
+
 def quantization_files(announced: ModelQuantization) -> QuantizationFiles:
     """A config group for each number format.
 
@@ -211,7 +222,10 @@ def quantization_files(announced: ModelQuantization) -> QuantizationFiles:
     for number, (number_format, modules) in enumerate(groups):
         group = number_format.config_group()
         assert group is not None
-        targets = _targets(modules, announced) if mixed else ["Linear", *(name for name in modules if name == _HEAD)]
+        apart = [name for name in modules if name == _HEAD or name in announced.embeddings]
+        targets = _targets(modules, announced) if mixed else ["Linear", *apart]
+        if any(name in announced.embeddings for name in modules):
+            targets.append(EMBEDDING)  # several of vLLM's models do not tell their embedding its name
         config_groups[f"group_{number}"] = {**group, "targets": targets}
     formats = list(dict.fromkeys(number_format.checkpoint_format for number_format, _ in groups))
     config = {

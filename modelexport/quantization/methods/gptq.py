@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from modelexport.quantization.methods.base import NumberFormatProtocol
 
 METHOD = "gptq"
+HOLDS_HEADS = True
 FORMAT = "gptq"
 DESCRIPTION = "GPTQ's words, in Hugging Face's files"
 HUB_LIBRARY = "transformers"

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from modelexport.quantization.methods.base import NumberFormatProtocol
 
 METHOD = "modelopt"
+HOLDS_HEADS = True
 ALIASES = ("modelopt_fp4", "modelopt_mixed", "modelopt_mxfp8")
 FORMAT = "modelopt"
 DESCRIPTION = "NVIDIA ModelOpt's names and hf_quant_config.json"

@@ -13,7 +13,8 @@ from modelexport.cli.summary import summary
 from modelexport.errors import PlanError
 from modelexport.exporting import export
 from modelexport.exporting.result import ExportResult
-from tests.helpers.marks import extended
+from modelexport.inspection.verify import verify_checkpoint
+from tests.helpers.marks import extended, few
 from tests.helpers.tiny_models import tiny_checkpoint
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
@@ -27,12 +28,12 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(model_type: str, out: Path, algorithm: str, samples: Path, tp: int = 1) -> ExportResult:
+def run(model_type: str, out: Path, algorithm: str, samples: Path, tp: int = 1, quant: str = "int4") -> ExportResult:
     return export(
         model=str(tiny_checkpoint(model_type)),
         out=str(out),
-        quant="int4",
-        group_size=32,
+        quant=quant,
+        group_size=32 if quant == "int4" else None,
         tp=tp,
         algorithm=algorithm,
         calib=str(samples),
@@ -66,12 +67,33 @@ def test_gptq_is_the_same_on_any_number_of_ranks_and_better_than_nearest(
     assert json.loads((tmp_path / "1" / "modelexport.json").read_text())["notes"] == result.notes
 
 
+HYBRIDS = ["granitemoehybrid", "nemotron_h", "falcon_h1", "qwen3_next", "qwen3_5_text", "qwen3_5", "jamba"]
+FOLDED = [(kind, *how) for kind in [*HYBRIDS, "cohere", "gemma3"] for how in (("int4", "awq"), ("int8", "smoothquant"))]
+
+
+@pytest.mark.parametrize(("model_type", "quant", "algorithm"), few(FOLDED, FOLDED[0]))
+def test_what_is_folded_is_the_same_on_any_number_of_ranks(
+    tmp_path: Path, model_type: str, quant: str, algorithm: str, samples: Path
+) -> None:
+    """Hybrids' layers of every kind, whose places for scales are proved, not declared."""
+    result = run(model_type, tmp_path / "1", algorithm, samples, quant=quant)
+    run(model_type, tmp_path / "2", algorithm, samples, tp=2, quant=quant)
+    assert hashes(tmp_path / "1") == hashes(tmp_path / "2")
+    assert verify_checkpoint(tmp_path / "1").ok
+    changed = json.loads((tmp_path / "1" / "modelexport.json").read_text())["changed"]
+    assert any("norm" in name for name in changed), "a norm was divided"
+    if algorithm == "awq":
+        rows = [row for row in result.rows if row.error_after is not None and row.error_before is not None]
+        assert sum(row.error_after or 0 for row in rows) < sum(row.error_before or 0 for row in rows)
+    assert any(note.startswith("scales may be moved out of") for note in result.notes)
+
+
 @pytest.mark.parametrize(
     ("model_type", "algorithm", "says"),
     [
-        ("cohere", "awq", "gptq, mse, rtn work for every model"),
-        ("cohere", "smoothquant", "gptq, mse, rtn work for every model"),
+        ("falcon", "awq", "no norm is read by linears. gptq, mse, rtn move none"),
         ("cohere", "rotation", "leave rotation out"),
+        ("mllama", "gptq", "no causal language model of its model_type"),
     ],
 )
 def test_what_needs_more_than_a_plan_is_refused_in_words(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from modelexport.exporting.calibrated.folds import apply_fold, folds_of_layer
-from modelexport.models.architecture import Family, Scaling, family_of, read_dimensions
-from modelexport.quantization import formats
-from modelexport.quantization.algorithms.base import CalibratedLinear
+from modelexport.models.architecture import Scaling, family_of, read_dimensions
+from modelexport.models.folds import apply_fold, folds_of_layer
+from tests.helpers.folded_models import folded, in_float32, linears_of, logits, powers_of_two
 from tests.helpers.models import LlamaShape, copy_checkpoint, describe, make_llama
 from tests.helpers.tiny_models import tiny_checkpoint
 
@@ -39,53 +37,6 @@ READ_BY_NO_LINEAR = {
     "olmo2": {"attention.post_norm", "mlp.post_norm", "attention.q_norm", "attention.k_norm"},
     "gpt_oss": {"mlp.norm"},  # by experts in a stack, which stays as it is
 }
-
-
-def in_float32(source: Path, target: Path) -> Path:
-    """A copy, so that powers of two are all that changes its numbers."""
-    return copy_checkpoint(source, target, tensors=lambda found: {name: x.float() for name, x in found.items()})
-
-
-def linears_of(
-    family: Family, config: dict[str, Any], layer: int, tensors: dict[str, Tensor]
-) -> dict[str, CalibratedLinear]:
-    """All linears of a layer on one rank; routers are not quantised."""
-    found = {}
-    for path, _, module in family.modules_of_layer(read_dimensions(config, family), layer):
-        name = f"{family.layer_prefix.format(i=layer)}.{path}"
-        if module.kind in ("linear", "router"):
-            weight = tensors[f"{name}.weight"]
-            number_format = formats.get("int8") if module.kind == "linear" else None
-            found[name] = CalibratedLinear(
-                name, module.role, number_format, weight, (0, len(weight)), (len(weight), weight.shape[1]), None
-            )
-    return found
-
-
-def folded(family: Family, config: dict[str, Any], scale_of: Callable[[int], Tensor]) -> Callable[[Any], Any]:
-    """Changes a checkpoint's tensors by scales through every pair of every layer; counts them in ``folds``."""
-    dims = read_dimensions(config, family)
-
-    def change(tensors: dict[str, Tensor]) -> None:
-        for layer in range(dims.layers):
-            linears = linears_of(family, config, layer, tensors)
-            for fold in folds_of_layer(family, dims, layer, linears, tensors, lambda name: tensors[name].dtype):
-                apply_fold(tensors, {}, fold, scale_of(fold.fold.features))
-
-    return change
-
-
-def logits(directory: Path) -> Tensor:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    with torch.no_grad():
-        out: Tensor = model(torch.arange(1, 49)[None]).logits
-    return out
-
-
-def powers_of_two(features: int) -> Tensor:
-    return 2.0 ** torch.randint(-4, 5, (features,))
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: describe(LlamaShape(**model)))

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from modelexport.exporting.calibrated.folds import LayerFold, apply_fold, folds_of_layer
 from modelexport.models.architecture import family_of, read_dimensions
+from modelexport.models.folds import LayerFold, apply_fold, folds_of_layer
 from modelexport.quantization import formats
 from modelexport.quantization.algorithms.base import CalibratedLinear
 from modelexport.quantization.calibration.cut import ForwardShard

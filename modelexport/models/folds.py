@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from modelexport.models.architecture import Dimensions, Family, Module
+from modelexport.models.families.base import Dimensions, Family, Module, Scaling
 from modelexport.quantization.algorithms.base import CalibratedLinear, Fold
 from modelexport.quantization.calibration.cut import WHOLE, ForwardShard, Range
 
@@ -59,14 +59,14 @@ def folds_of_layer(
     """
     prefix = family.layer_prefix.format(i=layer) + "."
     found = []
-    for source, part, readers in _pairs(family, dimensions, layer):
+    for scaling, source, part, readers in _pairs(family, dimensions, layer):
         name, rows, features = prefix + source[0], None, dimensions.weight_shape(source[1])[0]
         own = linears.get(name)
         if source[1].kind == "norm":
             weight, exact = tensors[f"{name}.weight"], f"{name}.bias" in tensors
         else:
             assert own is not None, f"{name} is folded from, but was not given"
-            rows = _rows_of_part(source[1], dimensions, part)
+            rows = _rows_of_part(source[1], dimensions, part, scaling.share)
             weight, features = None, rows[1] - rows[0]
             # A bias is stored as it is: only a power of two leaves all of it.
             exact = not _is_quantised(own) or f"{name}.bias" in tensors
@@ -74,9 +74,10 @@ def folds_of_layer(
         if not any(_is_quantised(linear) for linear in reading):
             continue
         exact = exact or not all(_is_quantised(linear) for linear in reading)
-        columns = _columns(source[1], part, readers[0][1], dimensions)
+        columns = _columns(source[1], part, readers[0][1], dimensions, features)
         fold = Fold(name, weight, reading, columns, exact, features)
-        found.append(LayerFold(fold, rows, own, dtype_of(f"{name}.weight"), family.norm_offset))
+        offset = family.norm_offset if scaling.offset is None else scaling.offset
+        found.append(LayerFold(fold, rows, own, dtype_of(f"{name}.weight"), offset))
     return found
 
 
@@ -128,13 +129,18 @@ def apply_fold(
 
 def _pairs(
     family: Family, dimensions: Dimensions, layer: int
-) -> Iterator[tuple[tuple[str, Module], str, list[tuple[str, Module]]]]:
-    """((path, module), role of the part) of each source, and what reads it, all of them there."""
+) -> Iterator[tuple[Scaling, tuple[str, Module], str, list[tuple[str, Module]]]]:
+    """(scaling, (path, module), role of the part) of each source, and what reads it, all of them there."""
     modules: dict[tuple[str, int | None], tuple[str, Module]] = {}
     for path, expert, module in family.modules_of_layer(dimensions, layer):
+        if family.is_derived:  # the first of what has a path is its weight
+            modules.setdefault((module.general_path, expert), (path, module))
+            continue
         for role in {module.role, *(role for role, _ in module.parts)}:
             modules[role, expert] = path, module
     for scaling in family.scalings:
+        if scaling.layers is not None and layer not in scaling.layers:
+            continue
         for (role, expert), source in modules.items():
             if role != scaling.source:
                 continue
@@ -146,14 +152,18 @@ def _pairs(
                 if reader == into and (expert is None or e == expert)
             ]
             if readers:
-                yield source, role, readers
+                yield scaling, source, scaling.part if family.is_derived else role, readers
 
 
 def _is_quantised(linear: CalibratedLinear) -> bool:
     return linear.number_format is not None and linear.number_format.quantised
 
 
-def _rows_of_part(module: Module, dimensions: Dimensions, part: str) -> Range:
+def _rows_of_part(module: Module, dimensions: Dimensions, part: str, share: tuple[int, int] | None) -> Range:
+    if not part:
+        number, count = share or (0, 1)
+        size = dimensions.weight_shape(module)[0] // count
+        return (number * size, (number + 1) * size)
     start = 0
     for role, axis in module.axes:
         size = dimensions.axis_size(axis)
@@ -163,14 +173,22 @@ def _rows_of_part(module: Module, dimensions: Dimensions, part: str) -> Range:
     raise AssertionError(f"{module.path} has no part {part}")
 
 
-def _columns(source: Module, part: str, reader: Module, dimensions: Dimensions) -> Tensor | None:
-    """The feature of the source that each input of the reader is, where that is not the one of its own number."""
-    axis = dict(source.axes).get(part)
-    if axis != "kv_heads" or reader.axis != "heads" or dimensions.heads == dimensions.kv_heads:
+def _columns(source: Module, part: str, reader: Module, dimensions: Dimensions, features: int) -> Tensor | None:
+    """The feature of the source that each input of the reader is, where that is not the one of its own number.
+
+    Heads, or whatever no cut of the source's axis may separate, that several of the reader's in turn are made from; a
+    norm's features all.
+    """
+    inputs = dimensions.weight_shape(reader)[1]
+    if inputs == features:
         return None
-    queries = torch.arange(dimensions.heads).unsqueeze(1)
-    head = queries // (dimensions.heads // dimensions.kv_heads)
-    return (head * dimensions.head_dim + torch.arange(dimensions.head_dim)).flatten()
+    if source.kind == "norm":
+        unit = features
+    else:
+        axis = dict(source.axes).get(part or source.role)
+        unit = dimensions.axis_unit(axis) if axis is not None and dimensions.axis_heads(axis) else dimensions.head_dim
+    head = torch.arange(inputs // unit).unsqueeze(1) // (inputs // features)
+    return (head * unit + torch.arange(unit)).flatten()
 
 
 def _divide_norm(weight: Tensor, fold: LayerFold, scale: Tensor) -> Tensor:
