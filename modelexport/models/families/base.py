@@ -266,6 +266,36 @@ class Family:
             dimensions = replace(dimensions, experts=max(size for size in counted if isinstance(size, int)))
         return replace(self, layer=tuple(layer), dimensions=dimensions)
 
+    def below(self, prefix: str, inside: str, dimensions: Dimensions, names: Collection[str]) -> Family:
+        """The same for a model that it is a part of.
+
+        Args:
+            prefix: in front of its tensors' names, ``"language_model."``.
+            inside: what that stands in place of, ``"model."``; "" where nothing.
+            dimensions: its own.
+            names: every tensor of the checkpoint. The head may stand beside the part.
+        """
+        outer = prefix.strip(".").split(".")
+        modules = {name.rpartition(".")[0] for name in names}
+
+        def placed(module: Module) -> Module:
+            paths = [
+                ".".join([*outer[:depth], module.path.removeprefix(inside)]) for depth in range(len(outer), -1, -1)
+            ]
+            own = next((path for path in paths if path in modules), paths[0]) if module.kind == "head" else paths[0]
+            return replace(module, path=own, in_memory="")
+
+        return replace(
+            self,
+            layer_prefix=prefix + self.layer_prefix.removeprefix(inside),
+            before=tuple(map(placed, self.before)),
+            layer=tuple(replace(module, in_memory="") for module in self.layer),
+            after=tuple(map(placed, self.after)),
+            dimensions=dimensions,
+            linears=(),
+            old_prefix="",
+        )
+
     def as_in(self, names: Collection[str]) -> Family:
         """The same as a checkpoint whose tensors have these names has it: with stacks of experts, or these apart."""
         if not self.has_stacks:
