@@ -378,7 +378,7 @@ def _with_scalings(recipe: ExportRecipe, checkpoint: Checkpoint, plan: ExportPla
     if not folding or not plan.formats():
         return plan
     why = "the family declares no scalings"
-    if family.is_derived and not family.scalings:
+    if family.is_derived:
         from modelexport.models.derived.scalings import with_scalings
 
         try:

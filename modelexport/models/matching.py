@@ -8,6 +8,7 @@ Works on headers and config.json alone.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -355,6 +356,8 @@ class _Outside:
 
     def has(self, name: str) -> bool:
         """Returns whether a tensor is of such a part."""
+        if any(re.search(pattern, name) for pattern in self._family.carried):
+            return True
         return self._has_parts and _root(self._family, name) not in self._own
 
     def note(self, module: FittedTensors) -> None:
