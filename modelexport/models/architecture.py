@@ -22,6 +22,7 @@ __all__ = [
     "Scaling",
     "declared_family",
     "family_of",
+    "has_part",
     "known_model_types",
     "language_config",
     "read_dimensions",
@@ -78,12 +79,71 @@ def family_of(config: Mapping[str, Any], names: Collection[str] = ()) -> Family:
         return family.as_in(names)
     from modelexport.models.derived import causal_types, derive, is_known
 
-    if not is_known(model_type):
+    part = _part(config)
+    if is_known(model_type):
+        try:
+            return derive(config, names)
+        except CheckpointError as error:  # transformers cannot build the rest: it needs a package, or another version
+            if part is None:
+                raise
+            try:
+                return _family_of_part(part, names)
+            except CheckpointError:
+                raise error from None
+    elif part is None:
         known = {*known_model_types(), *causal_types()}
         raise PlanError(
             f"unknown architecture '{shown(model_type)}'{nearest(model_type, known, listing='modelexport models')}"
         )
-    return derive(config, names)
+    return _family_of_part(part, names)
+
+
+_PARTS = ("text_config", "llm_config", "language_config")
+"""Keys by which models that also see or hear have the config of their language model."""
+
+
+def _part(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The config of the language model in one that has it as a part, if its type is known."""
+    from modelexport.models.derived import causal_types
+
+    parts = (config[key] for key in _PARTS if isinstance(config.get(key), Mapping))
+    kinds = (*known_model_types(), *causal_types())
+    return next((dict(part) for part in parts if part.get("model_type") in kinds), None)
+
+
+def has_part(config: Mapping[str, Any]) -> bool:
+    """Returns whether config.json is that of a model which has a language model as a part."""
+    return any(isinstance(config.get(key), Mapping) for key in _PARTS)
+
+
+def _family_of_part(part: Mapping[str, Any], names: Collection[str]) -> Family:
+    """The family of a language model by the names that it has as a part of a checkpoint's model, found by its
+    embedding and its layers.
+
+    Raises:
+        CheckpointError: it is not there, or is there twice.
+    """
+    family = family_of(part)
+    tokens = next(f"{module.path}.weight" for module in family.before if module.kind == "embedding")
+    layers = family.layer_prefix.format(i=0)
+    base = f"{tokens.partition('.')[0]}."
+    places = []  # the name of the part, and what of its own names is not below it
+    for inside in ("", base) if layers.startswith(base) else ("",):
+        own = tokens.removeprefix(inside)
+        found = {name.removesuffix(own) for name in names if name == own or name.endswith(f".{own}")}
+        first = layers.removeprefix(inside)
+        places += [(each, inside) for each in found if any(name.startswith(f"{each}{first}.") for name in names)]
+        if places:
+            break
+    if len(places) != 1:
+        several = f"several language models: below {', '.join(sorted(each for each, _ in places))}"
+        raise CheckpointError(
+            f"the checkpoint has {several if places else 'no language model'}, and config.json makes one of it, a "
+            f"{family.name} ({tokens}, {layers})"
+        )
+    prefix, inside = places[0]
+    family = family_of(part, {inside + name.removeprefix(prefix) for name in names if name.startswith(prefix)})
+    return family.below(prefix, inside, read_dimensions(part, family), names)
 
 
 def language_config(config: Mapping[str, Any], names: Collection[str] = ()) -> dict[str, Any]:
@@ -103,7 +163,7 @@ def language_config(config: Mapping[str, Any], names: Collection[str] = ()) -> d
         return dict(config) if is_known(str(kind)) else {**config, "model_type": family.name}
     if kind in causal_types() and _counts_tokens(config):
         return dict(config)
-    part = language_part(config)
+    part = language_part(config) if is_known(str(kind)) else _part(config)
     return dict(config) if part is None else {**part, "tie_word_embeddings": ties_embeddings(config, names)}
 
 
@@ -116,10 +176,10 @@ def why_no_language_model(config: Mapping[str, Any]) -> str:
     if not _counts_tokens(own):
         return "config.json has no vocab_size that is a number of tokens"
     kind = own.get("model_type")
-    from modelexport.models.derived import causal_types, is_language_part
+    from modelexport.models.derived import causal_types, is_known, is_language_part
 
     is_part = kind != config.get("model_type") and is_language_part(kind)
-    if declared_family(kind) is not None or kind in causal_types() or is_part:
+    if (declared_family(kind) is not None and is_known(str(kind))) or kind in causal_types() or is_part:
         return ""
     return f"transformers has no causal language model of its model_type {quoted(kind)}"
 

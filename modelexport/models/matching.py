@@ -8,6 +8,7 @@ Works on headers and config.json alone.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -15,7 +16,7 @@ from typing import Any, Literal, NoReturn
 
 from modelexport.checkpoints.safetensors.file import Checkpoint, TensorInfo, dtype_names
 from modelexport.errors import CheckpointError, PlanError, did_you_mean
-from modelexport.models.architecture import Dimensions, Family, Module, family_of, read_dimensions
+from modelexport.models.architecture import Dimensions, Family, Module, family_of, has_part, read_dimensions
 from modelexport.models.draft_layers import DraftModule, draft_modules
 from modelexport.quantization.methods import (
     QuantizationConfig,
@@ -35,6 +36,7 @@ KV_SCALES = ("q_scale", "k_scale", "v_scale", "k_zero_point", "v_zero_point")
 
 PLAIN_DTYPES = (*FLOATS, "F64")
 
+_NOT_KNOWN = "of a part of the model that is not known: it is taken over as it is"
 _LISTED = 8
 _WITHOUT_DRAFTS = " (of a draft layer: --draft drop exports the model without them)"
 _CACHE = "_cache"
@@ -290,6 +292,7 @@ def match(checkpoint: Checkpoint, model: ModelDescription | None = None) -> Matc
     unfit: list[str] = []
     plain: dict[str, str] = {}
     undescribed: set[str] = set()
+    outside = _Outside(model)
     for layer, group in groupby(model.places(), key=lambda place: place.layer):
         for place in group:
             try:
@@ -302,6 +305,10 @@ def match(checkpoint: Checkpoint, model: ModelDescription | None = None) -> Matc
                 plain[place.name] = _in_words(expected.scheme)
                 expected = model.unquantised(place.module)
             module = fit(place.tensor, expected, infos.pop)
+            if outside.has(place.tensor("")) and (module.missing or module.unfit):
+                outside.note(module)
+                infos |= {info.name: info for info in module.tensors.values()}
+                continue
             reasons[place.name] = no_further(expected.scheme, model.quantization)
             hint = "" if place.draft is None else _WITHOUT_DRAFTS
             missing |= {name: f"{text}{hint}" for name, text in module.missing.items()}
@@ -314,6 +321,8 @@ def match(checkpoint: Checkpoint, model: ModelDescription | None = None) -> Matc
                 modules.append(MatchedModule(place, expected.scheme, module.specs, module.tensors))
         if layer is not None:
             modules += _take_cache_scales(model, layer, infos, unfit)
+    modules += outside.carried(infos)
+    missing |= outside.missing
     for name in list(missing)[:_LISTED]:  # each looks at all names
         if name.rpartition(".")[2] != "bias":
             missing[name] += did_you_mean(name, infos)
@@ -326,6 +335,62 @@ def match(checkpoint: Checkpoint, model: ModelDescription | None = None) -> Matc
     return Matched(
         model, tuple(modules), left_out, tuple(missing.values()), tuple(dict.fromkeys(unfit)), unknown, plain
     )
+
+
+class _Outside:
+    """The parts of a model beside its language model, which makers may have otherwise than transformers has.
+
+    They are taken over as they are, where something of them is there by a name or of a shape that nothing here knows.
+
+    Attributes:
+        missing: tensors that must be there all the same, in words.
+    """
+
+    def __init__(self, model: ModelDescription) -> None:
+        self._family, self._has_parts = model.family, has_part(model.config)
+        modules = (*(m for m in self._family.before if m.kind == "embedding"), *self._family.after)
+        self._own = {"", *(_root(self._family, f"{module.path}.weight") for module in modules)}
+        self._partly: set[str] = set()
+        self._strange = False
+        self.missing: dict[str, str] = {}
+
+    def has(self, name: str) -> bool:
+        """Returns whether a tensor is of such a part."""
+        if any(re.search(pattern, name) for pattern in self._family.carried):
+            return True
+        return self._has_parts and _root(self._family, name) not in self._own
+
+    def note(self, module: FittedTensors) -> None:
+        """Notes a module of such a part that is not there as it is known."""
+        self._strange |= bool(module.unfit)
+        self._partly.update(info.name for info in module.tensors.values())
+        self.missing |= module.missing
+
+    def carried(self, infos: dict[str, TensorInfo]) -> Iterator[MatchedModule]:
+        """Takes what is left of such parts out of ``infos``."""
+        left = [name for name in infos if self.has(name) and infos[name].dtype in (*FLOATS, "I64", "BOOL")]
+        if not self._strange and self._partly.issuperset(left):  # files of a tower that transformers knows are missing
+            for name in left:
+                del infos[name]
+            return
+        self.missing = {}
+        for name in left:
+            info = infos.pop(name)
+            path, _, parameter = name.rpartition(".")
+            why = _NOT_KNOWN if len(info.shape) > 1 else ""
+            module = Module(
+                path=path, kind="other", role=name, parameter=parameter, bias=False, shape=info.shape, why=why
+            )
+            spec = StoredTensorSpec((info.dtype,), (info.shape,))
+            place = Place(path, module, stages=("first",))
+            yield MatchedModule(place, None, {parameter: spec}, {parameter: info})
+
+
+def _root(family: Family, name: str) -> str:
+    """A tensor's name up to its first part that leads away from the decoder layers; ``""`` of theirs."""
+    above, parts = family.layer_prefix.split(".")[:-1], name.split(".")
+    apart = next((n for n, (own, other) in enumerate(zip(parts, above, strict=False)) if own != other), len(above))
+    return ".".join(parts[: apart + 1]) if apart < len(above) else ""
 
 
 def _is_plain(place: Place, expected: ExpectedModule, infos: Mapping[str, TensorInfo]) -> bool:

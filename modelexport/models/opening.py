@@ -69,9 +69,15 @@ def _family_of_old(found: Checkpoint) -> Family | None:
 
 
 def _with_side_config(found: Checkpoint) -> Checkpoint:
-    """Adds the quantization config of a file beside config.json, where config.json has none."""
+    """Adds the quantization config of a part of the model, or of a file beside config.json, where config.json has none
+    of its own."""
     if found.config is None or any(found.config.get(key) for key in QUANTIZATION_KEYS):
         return found
+    for name, part in found.config.items():
+        said = {key: part[key] for key in QUANTIZATION_KEYS if part.get(key)} if isinstance(part, dict) else {}
+        if said:
+            rest = {key: value for key, value in part.items() if key not in said}
+            return replace(found, config={**found.config, name: rest, **said})
     for method in methods().values():
         for name in method.SIDE_FILES:
             if has_file(found.directory, name):

@@ -58,11 +58,13 @@ def config_bytes(content: bytes, quantization: dict[str, Any] | None, *, replace
         replace: whether what ``content`` says of quantisation is dropped; it is, where ``quantization`` is given.
     """
     config = json.loads(content)
-    stale = [key for key in ("quantization_config", "compression_config") if config.get(key) is not None]
+    parts = [config, *(value for value in config.values() if isinstance(value, dict))]  # Kimi K2.5: in text_config
+    keys = ("quantization_config", "compression_config")
+    stale = [(part, key) for part in parts for key in keys if part.get(key) is not None]
     if quantization is None and not (replace and stale):
         return content
-    for key in stale:
-        del config[key]
+    for part, key in stale:
+        del part[key]
     if quantization is not None:
         config["quantization_config"] = quantization
     return (json.dumps(config, indent=2) + "\n").encode()

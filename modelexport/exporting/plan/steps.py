@@ -260,6 +260,9 @@ class ExportPlan:
             root = task.place.draft.root
             parts = root.split(".")
             yield root, ".".join(parts[len(above) - 1 :] if parts[:-1] == above else parts[-1:])
+            if parts[:-1] != above:  # an engine may build it as the layer behind the last (vLLM's Ernie)
+                for number in range(self.dimensions.layers, self.dimensions.layers + self.dimensions.prediction_layers):
+                    yield f"{'.'.join(above)}.{number}", f"{above[-1]}.{number}"
         elif step.index is None:
             name = full_name(step.layer, task.path).split(".")
             apart = next(

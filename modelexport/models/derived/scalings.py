@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["Proofs", "prove", "with_scalings"]
 
 _SCALED = ("norm", "linear", "router")  # a router's other tensors may be of its name, too
-_LARGEST = 1 << 28  # elements of one layer: larger ones are not filled with random numbers for a proof
+_MOST = 1 << 26  # elements of one layer: larger ones are not filled with random numbers for a proof
 _TOKENS = 48
 _LARGE = 1024.0  # times what random weights give: beyond what models clip at
 _TOLERANCE = 2e-4  # of float32, through a layer; what is wrong is off by as much as there is
@@ -146,14 +146,14 @@ def _small_model(config: Mapping[str, Any]) -> _Small:
         try:
             skeleton = skeleton_of(small, part=True)
             own = tuple(_kinds(skeleton))
-            if set(own) != set(kinds) or _largest_layer(skeleton) > _LARGEST:
+            if set(own) != set(kinds) or _largest_layer(skeleton) > _MOST:
                 continue
             return _Small(small, skeleton, derive(small, part=True), own)
         except ModelExportError:  # numbers that do not go together
             continue
     raise PlanError(
         f"no model of transformers' {whole.architecture} with the structure of this one is small enough to be run "
-        f"(at most {_LARGEST:,} numbers a layer)"
+        f"(at most {_MOST:,} numbers a layer)"
     )
 
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
 from typing import Any
 
 __all__ = ["small_configs"]
 
 _HEADS = 4
+_NARROWEST = 32
 _EXPERTS = 4
 _HEAD_COUNTS = re.compile(r"(^|_)(n|num)_?(.*_)?(heads?|head_count)$|^n_heads?$|heads$")
 _GROUP_COUNTS = re.compile(r"n_groups$|ngroups$|num_groups$")
@@ -95,32 +97,28 @@ def _fewer_experts(config: dict[str, Any]) -> dict[str, Any]:
 def _narrower(config: dict[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
     """Fewer heads of the same size, and all that is as wide as some of them by as much narrower."""
     heads, hidden = config.get(keys["heads"]), config.get(keys["hidden"])
-    if not isinstance(heads, int) or not isinstance(hidden, int) or heads < 1:
+    if not isinstance(heads, int) or not isinstance(hidden, int) or heads <= _HEADS:
         return config
-    fewer = next(n for n in range(1, heads + 1) if heads % n == 0 and n >= min(_HEADS, heads))
-    factor = heads // fewer
-    while hidden % factor or hidden // factor < 64:
-        factor -= 1  # down to 1, if there is no other
-        if factor <= 1:
-            return config
-    return _divided(config, heads, heads // factor, factor)
+    return _divided(config, heads, Fraction(_HEADS, heads))
 
 
-def _divided(config: dict[str, Any], heads: int, fewer: int, factor: int) -> dict[str, Any]:
+def _divided(config: dict[str, Any], heads: int, ratio: Fraction) -> dict[str, Any]:
     for name, value in config.items():
         if isinstance(value, dict):
-            config[name] = _divided(value, heads, fewer, factor)
-        elif not isinstance(value, int) or isinstance(value, bool):
+            config[name] = _divided(value, heads, ratio)
+        elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
             continue
         elif _HEAD_COUNTS.search(name) or _GROUP_COUNTS.search(name):
-            config[name] = _fewer_heads(value, heads, fewer, factor)
-        elif _WIDTHS.search(name) and not _NARROW.search(name) and value % factor == 0 and value // factor >= 16:
-            config[name] = value // factor
+            config[name] = _fewer_heads(value, heads, ratio)
+        elif _WIDTHS.search(name) and not _NARROW.search(name) and value * ratio >= _NARROWEST:
+            less = value * ratio  # what goes with heads stays whole; what does not may be anything
+            config[name] = int(less) if less.denominator == 1 else int(less) // _NARROWEST * _NARROWEST
     return config
 
 
-def _fewer_heads(value: int, heads: int, fewer: int, factor: int) -> int:
+def _fewer_heads(value: int, heads: int, ratio: Fraction) -> int:
     """Of keys and values (or of states) at least 2, where there were that many."""
-    if value % factor == 0 and (value // factor >= 2 or value == heads):
-        return value // factor
-    return next((n for n in (2, 1) if value % n == 0 and fewer % n == 0), value) if value < heads else value
+    less = value * ratio
+    if less.denominator == 1 and (less >= 2 or value == heads):
+        return int(less)
+    return next((n for n in (2, 1) if value % n == 0), value) if value < heads else value

@@ -183,7 +183,7 @@ class Family:
         dense_layers: the key of config.json that counts the first layers, which have no experts; None: all have.
         scalings: what scales into what, in a decoder layer, in the order in which it is done. Linears come first: their
             rows, which read a norm, are then no larger than others merely because what reads them is small.
-        dimensions: of a family that is derived from one model: that model's.
+        dimensions: of a family that is derived from one model, or declared for a part of one: that model's.
         notes: what a user should know of how its models are exported, a line each.
         defaults: what holds where config.json says nothing, by its keys. Files of models that transformers saved, or
             their makers wrote, leave out what their class has anyway.
@@ -193,6 +193,9 @@ class Family:
         old_prefix: what the names of its tensors begin with, but in old checkpoints did not.
         linears: of a derived family: every Linear in memory, ``{i}`` for a layer's number, and that which its weight
             is saved under, with the layers that have it.
+        is_part: whether it was declared for a model that is a part of this one; ``dimensions`` are then of the part.
+        carried: patterns that are searched for in the names of tensors beside the language model's, which are taken
+            over as they are.
         norms_centre: whether norms take the mean away first, as LayerNorm does.
     """
 
@@ -218,6 +221,8 @@ class Family:
     norms_centre: bool = False
     old_prefix: str = ""
     linears: tuple[tuple[str, str, frozenset[int]], ...] = ()
+    is_part: bool = False
+    carried: tuple[str, ...] = ()
 
     def of_type(self, model_type: str) -> Family:
         """The family as the models of one of its types have it."""
@@ -236,7 +241,7 @@ class Family:
     @property
     def is_derived(self) -> bool:
         """True if it was derived from transformers for one model, and not declared in a file."""
-        return self.dimensions is not None
+        return self.dimensions is not None and not self.is_part
 
     @property
     def has_experts(self) -> bool:
@@ -265,6 +270,37 @@ class Family:
             counted = (module.shape[0] for module in self.layer if module.experts is not None and module.shape)
             dimensions = replace(dimensions, experts=max(size for size in counted if isinstance(size, int)))
         return replace(self, layer=tuple(layer), dimensions=dimensions)
+
+    def below(self, prefix: str, inside: str, dimensions: Dimensions, names: Collection[str]) -> Family:
+        """The same for a model that it is a part of.
+
+        Args:
+            prefix: in front of its tensors' names, ``"language_model."``.
+            inside: what that stands in place of, ``"model."``; "" where nothing.
+            dimensions: its own.
+            names: every tensor of the checkpoint. The head may stand beside the part.
+        """
+        outer = prefix.strip(".").split(".")
+        modules = {name.rpartition(".")[0] for name in names}
+
+        def placed(module: Module) -> Module:
+            paths = [
+                ".".join([*outer[:depth], module.path.removeprefix(inside)]) for depth in range(len(outer), -1, -1)
+            ]
+            own = next((path for path in paths if path in modules), paths[0]) if module.kind == "head" else paths[0]
+            return replace(module, path=own, in_memory="")
+
+        return replace(
+            self,
+            layer_prefix=prefix + self.layer_prefix.removeprefix(inside),
+            before=tuple(map(placed, self.before)),
+            layer=tuple(replace(module, in_memory="") for module in self.layer),
+            after=tuple(map(placed, self.after)),
+            dimensions=dimensions,
+            linears=(),
+            old_prefix="",
+            is_part=not self.is_derived,
+        )
 
     def as_in(self, names: Collection[str]) -> Family:
         """The same as a checkpoint whose tensors have these names has it: with stacks of experts, or these apart."""

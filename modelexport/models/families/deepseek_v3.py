@@ -14,6 +14,7 @@ from modelexport.models.families.base import Axis, Family, Module, Scaling
 
 FAMILY = Family(
     name="deepseek_v3",
+    aliases=("kimi_k2",),
     architecture="DeepseekV3ForCausalLM",
     variants={"deepseek_v2": ("DeepseekV2ForCausalLM", ("router.correction",))},
     axes={
