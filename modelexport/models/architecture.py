@@ -30,6 +30,10 @@ __all__ = [
 ]
 
 
+BY_STRUCTURE = "modelexport --unknown-architecture structure exports it by its tensors' names and shapes"
+"""What to type for a type that nothing here knows."""
+
+
 @cache
 def _families() -> dict[str, Family]:
     """``model_type`` -> family, for every file of the package, and every plugin, that declares a ``FAMILY``."""
@@ -68,7 +72,8 @@ def family_of(config: Mapping[str, Any], names: Collection[str] = ()) -> Family:
 
     Raises:
         CheckpointError: config.json has no ``model_type``, or transformers refuses it.
-        PlanError: neither a family file nor transformers knows the type; the message says which is near.
+        PlanError: neither a family file nor transformers knows the type, and config.json does not describe its tensors
+            (:mod:`modelexport.models.structure`); the message says which is near.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
@@ -76,14 +81,17 @@ def family_of(config: Mapping[str, Any], names: Collection[str] = ()) -> Family:
     family = declared_family(model_type)
     if family is not None:
         return family.as_in(names)
-    from modelexport.models.derived import causal_types, derive, is_known
+    from modelexport.models.derived import KEY, causal_types, derive, derive_by_structure, is_known
 
-    if not is_known(model_type):
-        known = {*known_model_types(), *causal_types()}
-        raise PlanError(
-            f"unknown architecture '{shown(model_type)}'{nearest(model_type, known, listing='modelexport models')}"
-        )
-    return derive(config, names)
+    if is_known(model_type):
+        return derive(config, names)
+    if config.get(KEY) is not None:
+        return derive_by_structure(config)
+    known = {*known_model_types(), *causal_types()}
+    raise PlanError(
+        f"unknown architecture '{shown(model_type)}'{nearest(model_type, known, listing='modelexport models')}; "
+        f"{BY_STRUCTURE}"
+    )
 
 
 def language_config(config: Mapping[str, Any], names: Collection[str] = ()) -> dict[str, Any]:

@@ -1,0 +1,71 @@
+"""Checkpoints of types that nothing here knows, described by the names and shapes of their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from modelexport.checkpoints.safetensors.file import Checkpoint
+from modelexport.errors import PlanError, quoted
+from modelexport.models.architecture import declared_family
+from modelexport.models.derived import KEY, is_known
+from modelexport.models.derived.structure import described
+from modelexport.quantization.methods import read_quantization_config
+
+__all__ = ["by_structure", "check_whole", "is_structural"]
+
+
+def by_structure(checkpoint: Checkpoint) -> Checkpoint:
+    """The same checkpoint with the description of its tensors in its config.json, where nothing knows its type.
+
+    Raises:
+        PlanError: it is quantised, so that its tensors do not have the shapes of its weights; or no tensor's name has a
+            layer's number.
+    """
+    config = checkpoint.config
+    if config is None or not isinstance(config.get("model_type"), str) or _is_understood(config):
+        return checkpoint
+    if config.get(KEY) is not None:
+        return checkpoint
+    quantization = read_quantization_config(config)
+    if quantization is not None:
+        raise PlanError(
+            f"{checkpoint.directory}: --unknown-architecture structure takes what linears are from the shapes of their "
+            f"weights, and those of this {quoted(config['model_type'])} model are quantised (quant_method "
+            f"{quoted(quantization.method)}): give the unquantised checkpoint that it was made from"
+        )
+    shapes = {name: info.shape for name, info in checkpoint.infos.items()}
+    try:
+        description = described(shapes, config)
+    except PlanError as error:
+        raise PlanError(f"{checkpoint.directory}: --unknown-architecture structure: {error}") from error
+    return replace(checkpoint, config={**config, KEY: description})
+
+
+def is_structural(config: Mapping[str, Any] | None) -> bool:
+    """Returns whether a config.json's model is known by the description of its tensors alone."""
+    return config is not None and config.get(KEY) is not None and not _is_understood(config)
+
+
+def check_whole(config: Mapping[str, Any] | None, ranks: Mapping[str, int]) -> None:
+    """Refuse to cut a model of which names and shapes alone are known.
+
+    Args:
+        ranks: flag (``"target-tp"``) -> what it says.
+
+    Raises:
+        PlanError: one says more than 1.
+    """
+    several = {flag: count for flag, count in ranks.items() if count > 1}
+    if several and config is not None and is_structural(config):
+        asked = " ".join(f"--{flag} {count}" for flag, count in several.items())
+        raise PlanError(
+            f"{asked}: transformers does not know model_type {quoted(config.get('model_type'))}, and names and shapes do "
+            f"not say how tensors are cut: only 1 rank can have them, whole: {' '.join(f'--{flag} 1' for flag in several)}"
+        )
+
+
+def _is_understood(config: Mapping[str, Any]) -> bool:
+    kind = config.get("model_type")
+    return declared_family(kind) is not None or is_known(str(kind))
