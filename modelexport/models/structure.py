@@ -60,9 +60,10 @@ def check_whole(config: Mapping[str, Any] | None, ranks: Mapping[str, int]) -> N
     several = {flag: count for flag, count in ranks.items() if count > 1}
     if several and config is not None and is_structural(config):
         asked = " ".join(f"--{flag} {count}" for flag, count in several.items())
+        instead = " ".join(f"--{flag} 1" for flag in several)
         raise PlanError(
-            f"{asked}: transformers does not know model_type {quoted(config.get('model_type'))}, and names and shapes do "
-            f"not say how tensors are cut: only 1 rank can have them, whole: {' '.join(f'--{flag} 1' for flag in several)}"
+            f"{asked}: transformers does not know model_type {quoted(config.get('model_type'))}, and names and shapes "
+            f"do not say how tensors are cut: 1 rank has them whole: {instead}"
         )
 
 

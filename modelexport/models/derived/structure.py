@@ -1,8 +1,8 @@
 """A family made from the names and shapes of a checkpoint's tensors, for a type that nothing here knows.
 
 Which layers there are follows from the numbers in names, what a tensor is from the last part of its name, as engines
-and makers have it (:data:`LINEARS`). Nothing says how a layer computes, nor how its tensors may be cut: one rank has all
-of them whole, and whatever no convention names stays as it is.
+and makers have it (:data:`LINEARS`). Nothing says how a layer computes, nor how its tensors may be cut: one rank has
+all of them whole, and whatever no convention names stays as it is.
 
 The description stands in config.json, by :data:`KEY`, so that a quantised checkpoint, whose tensors no longer have the
 shapes of the weights, is matched against the same modules as its source was.
@@ -131,7 +131,7 @@ def _entries(shapes: Mapping[str, tuple[int, ...]], prefix: str, layers: int) ->
         if not (name.startswith(prefix) and path and number.isdecimal() and int(number) < layers):
             found.setdefault((name, shape, 0), [])
         elif match := EXPERT.fullmatch(path):
-            found.setdefault((general := f"{prefix}{{i}}.{match[1]}.{{e}}.{match[3]}", shape, 0), [])
+            general = f"{prefix}{{i}}.{match[1]}.{{e}}.{match[3]}"
             experts.setdefault((int(number), general, shape), []).append(int(match[2]))
         else:
             found.setdefault((f"{prefix}{{i}}.{path}", shape, 0), []).append(int(number))
@@ -143,8 +143,6 @@ def _entries(shapes: Mapping[str, tuple[int, ...]], prefix: str, layers: int) ->
                 found.setdefault((general.replace("{e}", str(e)), shape, 0), []).append(layer)
     every = list(range(layers))
     for (name, shape, count), own in found.items():
-        if not own and "{i}" in name:
-            continue  # the place of experts in the order, which an entry with their number has taken
         entry: dict[str, Any] = {"name": name, "shape": list(shape)}
         if own and own != every:
             entry["layers"] = own
@@ -233,7 +231,7 @@ def _expanded(values: JsonValues, stack: str, layers: int) -> dict[str, tuple[in
 
 
 def _targets(shapes: Mapping[str, tuple[int, ...]], stack: str) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
-    """Every tensor -> the one in memory that it is a part of; and the shapes of stacks of experts, which engines make."""
+    """Every tensor -> the one in memory that it is a part of; and the shapes of those that engines stack of experts."""
     targets: dict[str, str] = {}
     stacks: dict[str, tuple[int, ...]] = {}
     inside = re.compile(re.escape(stack) + r"\.\d+\.(.+)\.weight")
