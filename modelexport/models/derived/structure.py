@@ -29,7 +29,8 @@ KEY = "modelexport_structure"
 LINEARS = frozenset(
     {
         *ROLES,
-        *("out_proj", "dense", "dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2", "wqkv", "W_pack"),
+        *("out_proj", "dense", "dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2", "fc_in", "fc_out"),
+        *("in_proj", "wqkv", "W_pack"),
         *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
     }
 )
@@ -60,24 +61,23 @@ def described(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) 
         PlanError: no tensor's name has the number of a layer.
     """
     language = _language_part(config)
-    stack, layers = _stack_of(shapes, language)
+    own = {name: shape for name, shape in shapes.items() if mtp_root(name) is None}  # drafts are told by the layers
+    matrices = {name.removesuffix(".weight"): shape for name, shape in own.items() if _is_matrix(name, shape)}
+    embedding = _largest({name: shape for name, shape in matrices.items() if not _LAYER.match(name)}, _EMBEDDINGS)
+    stack, layers = _stack_of(own, language, embedding)
     drafts = max(draft_counts(config).values(), default=0)
     prefix, held = f"{stack}.", {}
-    for name, shape in shapes.items():
+    for name, shape in own.items():
         number = name.removeprefix(prefix).partition(".")[0]
         is_draft = name.startswith(prefix) and number.isdecimal() and 0 <= int(number) - layers < drafts
-        if not is_draft and mtp_root(name) is None:  # draft layers are told by the layers that they are like
+        if not is_draft:
             held[name] = shape
-    outside = {
-        name.removesuffix(".weight"): shape
-        for name, shape in held.items()
-        if not name.startswith(prefix) and name.endswith(".weight") and len(shape) == 2
-    }
-    embedding = _largest(outside, _EMBEDDINGS)
-    width = outside[embedding][1] if embedding else 0
-    head = _largest({name: shape for name, shape in outside.items() if shape[1] == width}, _HEADS)
+    width = matrices[embedding][1] if embedding else 0
+    outside = {name: shape for name, shape in matrices.items() if not name.startswith(prefix) and shape[1] == width}
+    head = _largest(outside, _HEADS)
     said = language.get("tie_word_embeddings", config.get("tie_word_embeddings"))
-    tied = bool(embedding) and (said is True or (said is None and not head))
+    other = not head and any(name.startswith(f"{_HEADS[0]}.") for name in held)  # a head of several modules
+    tied = bool(embedding) and not other and (said is True or (said is None and not head))
     if tied:
         head = head or _HEADS[0]
         held.pop(f"{head}.weight", None)
@@ -91,14 +91,17 @@ def _language_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return next((part for part in parts if isinstance(part, Mapping)), config)
 
 
-def _stack_of(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> tuple[str, int]:
-    """The name of the list of decoder layers and their number: the list that is as long as config.json says, and else
-    the one with most weights."""
+def _stack_of(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], embedding: str) -> tuple[str, int]:
+    """The name of the list of decoder layers and their number.
+
+    It is as long as config.json says, if any is; of several, the one nearest to the embedding, by their names; of
+    these, the one with most weights.
+    """
     numbers: dict[str, set[int]] = {}
     weights: dict[str, int] = {}
     for name, shape in shapes.items():
         match = _LAYER.fullmatch(name)
-        if match is not None and mtp_root(name) is None:
+        if match is not None:
             numbers.setdefault(match[1], set()).add(int(match[2]))
             weights[match[1]] = weights.get(match[1], 0) + (shape[0] * shape[1] if len(shape) == 2 else 0)
     lengths = {stack: next(n for n in range(len(own) + 1) if n not in own) for stack, own in numbers.items()}
@@ -112,8 +115,17 @@ def _stack_of(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) 
     wanted = wanted if isinstance(wanted, int) and not isinstance(wanted, bool) and wanted > 0 else 0
     counted = max(draft_counts(config).values(), default=0)
     fitting = [stack for stack, length in lengths.items() if wanted <= length <= wanted + counted]
-    stack = max(fitting if wanted and fitting else lengths, key=lambda stack: weights[stack])
+    stack = max(
+        fitting if wanted and fitting else lengths, key=lambda stack: (-_apart(stack, embedding), weights[stack])
+    )
     return stack, min(wanted, lengths[stack]) if wanted and fitting else lengths[stack]
+
+
+def _apart(name: str, other: str) -> int:
+    """The modules between two, up from one to what has both and down to the other."""
+    parts, others = name.split("."), other.split(".")
+    common = next((n for n, (a, b) in enumerate(zip(parts, others, strict=False)) if a != b), 0)
+    return len(parts) + len(others) - 2 * common
 
 
 def _largest(shapes: Mapping[str, tuple[int, ...]], leaves: tuple[str, ...]) -> str:
