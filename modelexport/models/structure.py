@@ -11,6 +11,8 @@ from modelexport.errors import PlanError, quoted
 from modelexport.models.architecture import declared_family
 from modelexport.models.derived import KEY, is_known
 from modelexport.models.derived.structure import described
+from modelexport.models.matching import KV_SCALES
+from modelexport.models.modules import Architecture, read_modules
 from modelexport.quantization.methods import read_quantization_config
 
 __all__ = ["by_structure", "check_whole", "is_structural"]
@@ -20,27 +22,44 @@ def by_structure(checkpoint: Checkpoint) -> Checkpoint:
     """The same checkpoint with the description of its tensors in its config.json, where nothing knows its type.
 
     Raises:
-        PlanError: it is quantised, so that its tensors do not have the shapes of its weights; or no tensor's name has a
-            layer's number.
+        CheckpointError: its quantization config is damaged.
+        PlanError: the shape of a quantised weight cannot be told, or no tensor's name has a layer's number.
     """
     config = checkpoint.config
     if config is None or not isinstance(config.get("model_type"), str) or _is_understood(config):
         return checkpoint
     if config.get(KEY) is not None:
         return checkpoint
-    quantization = read_quantization_config(config)
-    if quantization is not None:
-        raise PlanError(
-            f"{checkpoint.directory}: --unknown-architecture structure takes what linears are from the shapes of their "
-            f"weights, and those of this {quoted(config['model_type'])} model are quantised (quant_method "
-            f"{quoted(quantization.method)}): give the unquantised checkpoint that it was made from"
-        )
-    shapes = {name: info.shape for name, info in checkpoint.infos.items()}
     try:
-        description = described(shapes, config)
+        description = described(_plain_shapes(checkpoint), config)
     except PlanError as error:
         raise PlanError(f"{checkpoint.directory}: --unknown-architecture structure: {error}") from error
     return replace(checkpoint, config={**config, KEY: description})
+
+
+def _plain_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+    """The shapes of a checkpoint's tensors, of quantised linears those of the weights that they stand for.
+
+    Raises:
+        PlanError: a quantised weight's shape cannot be told, or config.json does not say how it is quantised.
+    """
+    quantization = read_quantization_config(checkpoint.config)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for module in read_modules(checkpoint, Architecture(), quantization):
+        kept, stored = dict(module.tensors), module.stored
+        if stored.quantised:
+            if quantization is None or stored.shape is None or len(stored.shape) != 2:
+                why = "config.json has no quantization_config" if quantization is None else "its shape cannot be told"
+                raise PlanError(
+                    f"{module.name} is quantised ({stored.number_format}), and {why}: give the unquantised checkpoint "
+                    "that it was made from"
+                )
+            shapes[f"{module.name}.weight"] = stored.shape
+            kept = {suffix: info for suffix, info in kept.items() if suffix == "bias"}
+        elif quantization is not None:
+            kept = {suffix: info for suffix, info in kept.items() if suffix not in KV_SCALES}
+        shapes |= {info.name: info.shape for info in kept.values()}
+    return shapes
 
 
 def is_structural(config: Mapping[str, Any] | None) -> bool:

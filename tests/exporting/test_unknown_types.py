@@ -151,6 +151,20 @@ def test_it_is_decoded_without_the_setting(tmp_path: Path, written: Path, unhear
     assert load_file(out / "model.safetensors").keys() == load_file(unheard / "model.safetensors").keys()
 
 
+QUANTISED = {"fp8": "hf", "int4": "gptq", "int4-asym": "awq", "fp8-block": "fp8-block", "nvfp4-wo": "modelopt"}
+
+
+@pytest.mark.parametrize("quant", few(list(QUANTISED), "int4", "fp8-block"))
+def test_a_quantised_source_is_decoded(tmp_path: Path, quant: str) -> None:
+    size = 32 if quant.startswith("int4") else None
+    known = exported(make_llama(), tmp_path / "known", quant=quant, format=QUANTISED[quant], group_size=size)
+    source = copy_checkpoint(known, tmp_path / "source", config=UNKNOWN)
+    decoded = [
+        exported(each, tmp_path / f"{each.name}-plain", quant="none", group_size=None) for each in (known, source)
+    ]
+    assert diff_checkpoints(*decoded).equal
+
+
 @pytest.mark.parametrize("flag", ["tp", "target_tp", "target_pp", "target_ep"])
 def test_several_ranks_are_refused(unheard: Path, flag: str) -> None:
     with pytest.raises(PlanError, match=rf"^--{flag.replace('_', '-')} 2: .* --{flag.replace('_', '-')} 1$"):

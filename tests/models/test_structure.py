@@ -157,9 +157,18 @@ def test_tensors_without_layers_are_refused() -> None:
         by_structure(checkpoint(OUTSIDE))
 
 
-def test_a_quantised_checkpoint_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"quant_method 'fp8'\): give the unquantised checkpoint"):
-        by_structure(checkpoint(OUTSIDE, quantization_config={"quant_method": "fp8"}))
+def test_packed_weights_of_which_config_json_says_nothing_are_refused() -> None:
+    packed = checkpoint({**OUTSIDE, **layers({"q_proj.weight_packed": (64, 8), "q_proj.weight_scale": (64, 2)})})
+    with pytest.raises(
+        PlanError, match=r"q_proj is quantised \(int4\), and config.json has no quantization_config: give"
+    ):
+        by_structure(packed)
+
+
+def test_buffers_are_no_part_of_the_model() -> None:
+    shapes = {**OUTSIDE, **layers({"q_proj.weight": (64, 64), "self_attn.rotary_emb.inv_freq": (8,)})}
+    matched = match(by_structure(checkpoint(shapes)))
+    assert (matched.problems(), len(matched.left_out)) == ([], 2)
 
 
 def test_several_ranks_are_refused_by_their_flags() -> None:

@@ -11,6 +11,9 @@ from modelexport.models.derived.cuts import ROLES, STYLES, Axes
 from modelexport.models.derived.skeleton import Skeleton
 from modelexport.models.families.base import Dimensions, ExpertStack, Family, Kind, Module
 
+BUFFERS = ("rotary_emb.inv_freq",)
+"""Endings of the names of tensors that carry no weights."""
+
 EXPERT = re.compile(r"(.*experts)\.(\d+)\.(.+)")
 _FUSED = {**dict.fromkeys(("q", "k", "v"), "qkv_proj"), **dict.fromkeys(("gate", "up"), "gate_up_proj")}
 _IN_ATTENTION = ("q", "k", "v", "o", "qkv")
@@ -91,7 +94,7 @@ class Derivation:
             before=tuple(sorted(before, key=lambda module: module.kind != "embedding")),
             layer=layer,
             after=tuple(sorted(after, key=lambda module: module.kind == "head")),
-            ignored_tensors=("rotary_emb.inv_freq",),
+            ignored_tensors=BUFFERS,
             ignored_patterns=self._ignored(),
             linears=self._linears(),
             old_prefix=self._old_prefix(),

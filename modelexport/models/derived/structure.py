@@ -17,7 +17,7 @@ from typing import Any
 
 from modelexport.errors import CheckpointError, PlanError, quoted, shown
 from modelexport.models.derived.cuts import ROLES
-from modelexport.models.derived.modules import EXPERT, Derivation, Found
+from modelexport.models.derived.modules import BUFFERS, EXPERT, Derivation, Found
 from modelexport.models.derived.skeleton import MOST_EXPERTS, MOST_LAYERS, MOST_TENSORS, NUMBERS, Skeleton
 from modelexport.models.families.base import MOST_DIGITS, ExpertStack, Module, mtp_root
 from modelexport.models.families.drafts import draft_counts
@@ -49,7 +49,7 @@ def described(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) 
     """The description of a model by its tensors, for config.json.
 
     Args:
-        shapes: name -> shape of every tensor of an unquantised checkpoint.
+        shapes: name -> shape of every tensor that an unquantised checkpoint of the model has.
         config: config.json's content.
 
     Returns:
@@ -61,7 +61,8 @@ def described(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) 
         PlanError: no tensor's name has the number of a layer.
     """
     language = _language_part(config)
-    own = {name: shape for name, shape in shapes.items() if mtp_root(name) is None}  # drafts are told by the layers
+    # Draft layers are told by the layers that they are like.
+    own = {name: shape for name, shape in shapes.items() if mtp_root(name) is None and not name.endswith(BUFFERS)}
     matrices = {name.removesuffix(".weight"): shape for name, shape in own.items() if _is_matrix(name, shape)}
     embedding = _largest({name: shape for name, shape in matrices.items() if not _LAYER.match(name)}, _EMBEDDINGS)
     stack, layers = _stack_of(own, language, embedding)
