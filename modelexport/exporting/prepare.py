@@ -27,6 +27,7 @@ from modelexport.models.engines import warnings as engine_warnings
 from modelexport.models.library_formats import BlockwiseWeight
 from modelexport.models.opening import open_model
 from modelexport.models.stacked import experts_apart
+from modelexport.models.structure import by_structure, check_whole
 from modelexport.models.target_plan import TargetPlan, check_source, plan_target
 from modelexport.models.ties import untie
 from modelexport.quantization import algorithms
@@ -83,7 +84,12 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> PreparedExpor
     source = source or resolve_source(recipe.model, recipe.revision)
     _check_apart(recipe, source)
     with without_collector():  # a hundred thousand small objects: the collector would walk them over and over
-        checkpoint, dropped = without_drafts(open_model(source.directory, recipe.config), _why_no_drafts(recipe))
+        opened = open_model(source.directory, recipe.config)
+        if recipe.unknown_architecture == "structure":
+            opened = by_structure(opened)
+        ranks = {"tp": recipe.tp, "target-tp": recipe.target_tp, "target-pp": recipe.target_pp}
+        check_whole(opened.config, {**ranks, "target-ep": recipe.target_ep})
+        checkpoint, dropped = without_drafts(opened, _why_no_drafts(recipe))
         if recipe.quant != KEEP or recipe.of_kind("assign"):
             checkpoint = _with_experts_apart(recipe, decoded(checkpoint))
         checkpoint, merged = adapted(checkpoint, adapters)

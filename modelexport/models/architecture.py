@@ -25,10 +25,15 @@ __all__ = [
     "has_part",
     "known_model_types",
     "language_config",
+    "part_of",
     "read_dimensions",
     "ties_embeddings",
     "why_no_language_model",
 ]
+
+
+BY_STRUCTURE = "modelexport --unknown-architecture structure exports it by its tensors' names and shapes"
+"""What to type for a type that nothing here knows."""
 
 
 @cache
@@ -69,7 +74,8 @@ def family_of(config: Mapping[str, Any], names: Collection[str] = ()) -> Family:
 
     Raises:
         CheckpointError: config.json has no ``model_type``, or transformers refuses it.
-        PlanError: neither a family file nor transformers knows the type; the message says which is near.
+        PlanError: neither a family file nor transformers knows the type, and config.json does not describe its tensors
+            (:mod:`modelexport.models.structure`); the message says which is near.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
@@ -77,9 +83,11 @@ def family_of(config: Mapping[str, Any], names: Collection[str] = ()) -> Family:
     family = declared_family(model_type)
     if family is not None:
         return family.as_in(names)
-    from modelexport.models.derived import causal_types, derive, is_known
+    from modelexport.models.derived import KEY, causal_types, derive, derive_by_structure, is_known
 
-    part = _part(config)
+    if config.get(KEY) is not None:
+        return derive_by_structure(config)
+    part = part_of(config)
     if is_known(model_type):
         try:
             return derive(config, names)
@@ -93,7 +101,8 @@ def family_of(config: Mapping[str, Any], names: Collection[str] = ()) -> Family:
     elif part is None:
         known = {*known_model_types(), *causal_types()}
         raise PlanError(
-            f"unknown architecture '{shown(model_type)}'{nearest(model_type, known, listing='modelexport models')}"
+            f"unknown architecture '{shown(model_type)}'{nearest(model_type, known, listing='modelexport models')}; "
+            f"{BY_STRUCTURE}"
         )
     return _family_of_part(part, names)
 
@@ -102,7 +111,7 @@ _PARTS = ("text_config", "llm_config", "language_config")
 """Keys by which models that also see or hear have the config of their language model."""
 
 
-def _part(config: Mapping[str, Any]) -> dict[str, Any] | None:
+def part_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """The config of the language model in one that has it as a part, if its type is known."""
     from modelexport.models.derived import causal_types
 
@@ -163,7 +172,7 @@ def language_config(config: Mapping[str, Any], names: Collection[str] = ()) -> d
         return dict(config) if is_known(str(kind)) else {**config, "model_type": family.name}
     if kind in causal_types() and _counts_tokens(config):
         return dict(config)
-    part = language_part(config) if is_known(str(kind)) else _part(config)
+    part = language_part(config) if is_known(str(kind)) else part_of(config)
     return dict(config) if part is None else {**part, "tie_word_embeddings": ties_embeddings(config, names)}
 
 
