@@ -697,7 +697,7 @@ LAYOUTS: dict[str, Layout] = {
         text(
             "granitemoehybrid",
             "GraniteMoeHybridForCausalLM",
-            intermediate_size=H,
+            intermediate_size=M,
             layer_types=["mamba", "attention"],
             num_local_experts=EXPERTS,
             num_experts_per_tok=2,

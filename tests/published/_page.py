@@ -24,9 +24,9 @@ numbers random. Models that share a layout are not listed again: what holds for 
 - `reshard`: written for two tensor-parallel ranks, and for one again: the same bytes as written for one at once.
 - `convert`: the int4 export as `--format gptq`.
 - `quantised`: how many linears int4 quantises, and their part of the (tiny) model's weights.
-- `real size`: bits per weight of int4 at the size that was published, embeddings and all that is kept included, and how
-  many weights these are; by `--dry-run`, from config.json and headers alone. In groups of 128, or as it says. Other sizes
-  of the layout follow by name.
+- `real size`: bits per weight of int4 at the size that was published, with embeddings and all else that is kept, and of
+  how many weights; by `--dry-run`, from config.json and headers alone. In groups of 128, or as it says. Other models of
+  the layout follow by name.
 
 `yes`: done. A number: refused, with the words below. `-`: there was nothing to do it with.
 

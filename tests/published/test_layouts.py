@@ -57,7 +57,7 @@ def test_every_layout(name: str, tmp_path: Path) -> None:
 
 
 def real_size(name: str, root: Path) -> str:
-    """The cell of a layout's real sizes; each plan has as many weights as its makers count, and its linears are int4."""
+    """The cell of a layout's real sizes; plans have the weights that its makers count, and linears of int4's size."""
     plans = {}
     for number, repository in enumerate(repositories(name)):
         real, plan = REAL[repository], planned(name, repository, root / str(number))
