@@ -13,7 +13,7 @@ from torch import Tensor
 
 from modelexport.models.architecture import family_of, read_dimensions
 from modelexport.models.matching import places
-from modelexport.system.dtypes import torch_dtype
+from modelexport.system.dtypes import tensor_nbytes, torch_dtype
 from tests.published._models import Layout
 
 _NF4 = ".weight.quant_state.bitsandbytes__nf4"
@@ -42,6 +42,25 @@ def write(layout: Layout, directory: Path) -> Path:
         for name, (dtype, shape) in layout.tensors.items()
     }
     save_file(tensors, directory / layout.weights, metadata={"format": "pt"})
+    return directory
+
+
+def write_headers(layout: Layout, directory: Path) -> Path:
+    """Writes what :func:`write` does but for the weights: a header, and a hole of their size behind it."""
+    directory.mkdir(parents=True)
+    for name, content in {"config.json": layout.config, **layout.files}.items():
+        if content:
+            (directory / name).write_text(json.dumps(content, indent=2))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape) in layout.tensors.items():
+        begin, end = end, end + tensor_nbytes(dtype, shape)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+    said = json.dumps(header).encode()
+    said += b" " * (-len(said) % 8)
+    with (directory / layout.weights).open("wb") as file:
+        file.write(len(said).to_bytes(8, "little") + said)
+        file.truncate(file.tell() + end)
     return directory
 
 
