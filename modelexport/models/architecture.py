@@ -83,9 +83,13 @@ def family_of(config: Mapping[str, Any], names: Collection[str] = ()) -> Family:
     if is_known(model_type):
         try:
             return derive(config, names)
-        except CheckpointError:  # transformers cannot build the rest: it needs a package, or another version
+        except CheckpointError as error:  # transformers cannot build the rest: it needs a package, or another version
             if part is None:
                 raise
+            try:
+                return _family_of_part(part, names)
+            except CheckpointError:
+                raise error from None
     elif part is None:
         known = {*known_model_types(), *causal_types()}
         raise PlanError(

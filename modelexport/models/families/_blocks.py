@@ -7,6 +7,7 @@ Plain functions that return data. Their defaults are Llama's names, which most o
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
 from modelexport.models.families.base import Module, Scaling
@@ -142,3 +143,28 @@ def llama_layer(*, bias: Bias, mlp_bias: Bias, output_bias: Bias = None) -> tupl
         norm("post_attention_layernorm", "mlp.norm"),
         *gated_mlp(bias=mlp_bias),
     )
+
+
+def fused_layer(end: str = "") -> tuple[Module, ...]:
+    """Phi-3's decoder layer: q, k and v in one linear, and gate and up in another.
+
+    Args:
+        end: what the names of its linears end with on disk, and not in memory.
+    """
+    linears: tuple[Module, ...] = (
+        fused(
+            "self_attn.qkv_proj",
+            "attention.qkv",
+            (("attention.q", "heads"), ("attention.k", "kv_heads"), ("attention.v", "kv_heads")),
+        ),
+        row("self_attn.o_proj", "attention.o", "heads"),
+        fused("mlp.gate_up_proj", "mlp.gate_up", (("mlp.gate", "intermediate"), ("mlp.up", "intermediate"))),
+        row("mlp.down_proj", "mlp.down", "intermediate"),
+    )
+    if end:
+        linears = tuple(
+            replace(module, path=f"{module.path}{end}", in_memory=f"model.layers.{{i}}.{module.path}")
+            for module in linears
+        )
+    norms = norm("input_layernorm", "attention.norm"), norm("post_attention_layernorm", "mlp.norm")
+    return (norms[0], *linears[:2], norms[1], *linears[2:])

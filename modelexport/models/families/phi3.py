@@ -4,25 +4,14 @@ Each part is cut by itself: a rank's ``qkv_proj`` is its query heads, then its k
 shares of the rows, which is what transformers' own plan avoids by gathering the output, would mix them.)
 """
 
-from modelexport.models.families._blocks import BUFFERS, GATED, VALUES, embedding, fused, head, norm, row
+from modelexport.models.families._blocks import BUFFERS, GATED, VALUES, embedding, fused_layer, head
 from modelexport.models.families.base import Family, Scaling
 
 FAMILY = Family(
     name="phi3",
     architecture="Phi3ForCausalLM",
     before=embedding(),
-    layer=(
-        norm("input_layernorm", "attention.norm"),
-        fused(
-            "self_attn.qkv_proj",
-            "attention.qkv",
-            (("attention.q", "heads"), ("attention.k", "kv_heads"), ("attention.v", "kv_heads")),
-        ),
-        row("self_attn.o_proj", "attention.o", "heads"),
-        norm("post_attention_layernorm", "mlp.norm"),
-        fused("mlp.gate_up_proj", "mlp.gate_up", (("mlp.gate", "intermediate"), ("mlp.up", "intermediate"))),
-        row("mlp.down_proj", "mlp.down", "intermediate"),
-    ),
+    layer=fused_layer(),
     after=head(),
     ignored_tensors=BUFFERS,
     scalings=(
