@@ -113,7 +113,11 @@ def is_language_part(model_type: object) -> bool:
     """Returns whether transformers has a model of that type which turns tokens into hidden states."""
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
-    return model_type in MODEL_MAPPING_NAMES
+    if model_type in MODEL_MAPPING_NAMES or not isinstance(model_type, str):
+        return model_type in MODEL_MAPPING_NAMES
+    from modelexport.quantization.calibration.model import causal_class
+
+    return causal_class(model_type) is not None
 
 
 def model_types() -> dict[str, str]:
