@@ -160,7 +160,7 @@ def language_config(config: Mapping[str, Any], names: Collection[str] = ()) -> d
     from modelexport.models.derived import causal_types, is_known, language_part
 
     if family is not None:
-        return dict(config) if is_known(str(kind)) else {**config, "model_type": family.name}
+        return dict(config) if is_known(str(kind)) else {**config, "model_type": family.computed_as or family.name}
     if kind in causal_types() and _counts_tokens(config):
         return dict(config)
     part = language_part(config) if is_known(str(kind)) else _part(config)
