@@ -282,7 +282,7 @@ class Family:
             dimensions: its own.
             names: every tensor of the checkpoint. The head may stand beside the part.
         """
-        outer = prefix.strip(".").split(".")
+        outer = prefix.strip(".").split(".") if prefix else []
         modules = {name.rpartition(".")[0] for name in names}
 
         def placed(module: Module) -> Module:
