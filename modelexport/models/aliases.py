@@ -24,12 +24,12 @@ LANGUAGE_TYPES: Mapping[str, str | Mapping[str, str]] = {
     "minicpmv": {"2.5": "llama", "2.6": "qwen2", "4.0": "llama", "4.5": "qwen3"},
     "phi3_v": "phi3",
 }
-"""Model type -> that of its language model, where its config.json does not say it: one for all, or by ``version``. Engines
-(vLLM's model classes) build them so."""
+"""Model type -> that of its language model, where its config.json does not say it: one for all, or by ``version``. So
+engines build them (vLLM's classes of the models)."""
 
 
 def language_type(config: Mapping[str, Any]) -> str | None:
-    """The type of the language model of a model whose config.json does not say it; None where nothing is known of it."""
+    """The type of a model's language model where its config.json does not say it; None where nothing is known of it."""
     kind = config.get("model_type")
     found = LANGUAGE_TYPES.get(kind) if isinstance(kind, str) else None
     return found.get(str(config.get("version"))) if isinstance(found, Mapping) else found
