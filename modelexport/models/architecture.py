@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from modelexport import plugins
 from modelexport.errors import CheckpointError, ModelExportError, PlanError, nearest, quoted, shown
 from modelexport.models import families
+from modelexport.models.aliases import parts
 from modelexport.models.families._dimensions import read_dimensions
 from modelexport.models.families.base import Dimensions, Family, Module, Scaling
 
@@ -104,25 +106,26 @@ def family_of(config: Mapping[str, Any], names: Collection[str] = ()) -> Family:
             f"unknown architecture '{shown(model_type)}'{nearest(model_type, known, listing='modelexport models')}; "
             f"{BY_STRUCTURE}"
         )
-    return _family_of_part(part, names)
-
-
-_PARTS = ("text_config", "llm_config", "language_config")
-"""Keys by which models that also see or hear have the config of their language model."""
+    if not names:
+        return family_of(part)
+    note = (
+        f"{shown(model_type)}: its language model is a {part['model_type']}; what is beside it is taken over as it is"
+    )
+    family = _family_of_part(part, names)
+    return replace(family, notes=(*family.notes, note))
 
 
 def part_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """The config of the language model in one that has it as a part, if its type is known."""
     from modelexport.models.derived import causal_types
 
-    parts = (config[key] for key in _PARTS if isinstance(config.get(key), Mapping))
     kinds = (*known_model_types(), *causal_types())
-    return next((dict(part) for part in parts if part.get("model_type") in kinds), None)
+    return next((part for part in parts(config) if part.get("model_type") in kinds), None)
 
 
 def has_part(config: Mapping[str, Any]) -> bool:
     """Returns whether config.json is that of a model which has a language model as a part."""
-    return any(isinstance(config.get(key), Mapping) for key in _PARTS)
+    return bool(parts(config))
 
 
 def _family_of_part(part: Mapping[str, Any], names: Collection[str]) -> Family:
@@ -169,7 +172,7 @@ def language_config(config: Mapping[str, Any], names: Collection[str] = ()) -> d
     from modelexport.models.derived import causal_types, is_known, language_part
 
     if family is not None:
-        return dict(config) if is_known(str(kind)) else {**config, "model_type": family.name}
+        return dict(config) if is_known(str(kind)) else {**config, "model_type": family.computed_as or family.name}
     if kind in causal_types() and _counts_tokens(config):
         return dict(config)
     part = language_part(config) if is_known(str(kind)) else part_of(config)

@@ -39,6 +39,8 @@ DYNAMIC = "choose what needs no calibration (such as --quant fp8 or int8 with --
 OF_MODELS = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What transformers' modules raise that are run in a way they are not made for."""
 
+_BESIDE_LORA = ".base_layer."
+"""What peft puts into the name of a linear that has LoRA branches, where a checkpoint holds them side by side."""
 _EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.(\w+)\.(weight|bias)")
 _STACKED = re.compile(r"(.+)\.experts\.(gate_up_proj|up_proj|down_proj)(_bias)?")
 _PARTS = {
@@ -293,7 +295,7 @@ def in_memory(model: Any, names: Collection[str]) -> dict[str, str]:
     except ImportError:  # before version 5 nothing was renamed
         return {}
     renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
-    renamed = ((rename_source_key(name, renamings, [])[0], name) for name in strange)
+    renamed = ((rename_source_key(name.replace(_BESIDE_LORA, "."), renamings, [])[0], name) for name in strange)
     return {new: name for new, name in renamed if new in held and new not in names}
 
 
