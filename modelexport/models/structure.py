@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from modelexport.checkpoints.safetensors.file import Checkpoint
-from modelexport.errors import PlanError, quoted
+from modelexport.errors import ModelExportError, PlanError, quoted
 from modelexport.models.architecture import declared_family, part_of
 from modelexport.models.derived import KEY, is_known
 from modelexport.models.derived.structure import described
@@ -15,7 +16,7 @@ from modelexport.models.matching import KV_SCALES
 from modelexport.models.modules import Architecture, read_modules
 from modelexport.quantization.methods import read_quantization_config
 
-__all__ = ["by_structure", "check_whole", "is_structural"]
+__all__ = ["by_structure", "check_whole", "described_as", "is_structural"]
 
 
 def by_structure(checkpoint: Checkpoint) -> Checkpoint:
@@ -35,6 +36,16 @@ def by_structure(checkpoint: Checkpoint) -> Checkpoint:
     except PlanError as error:
         raise PlanError(f"{checkpoint.directory}: --unknown-architecture structure: {error}") from error
     return replace(checkpoint, config={**config, KEY: description})
+
+
+def described_as(checkpoint: Checkpoint, other: Checkpoint) -> Checkpoint:
+    """The same with a description of its tensors, where another checkpoint of the same unknown type has one."""
+    config = checkpoint.config or {}
+    if not is_structural(other.config) or config.get("model_type") != (other.config or {}).get("model_type"):
+        return checkpoint
+    with suppress(ModelExportError):  # whoever needs the family says what is wrong with it
+        return by_structure(checkpoint)
+    return checkpoint
 
 
 def _plain_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:

@@ -163,6 +163,7 @@ def test_a_quantised_source_is_decoded(tmp_path: Path, quant: str) -> None:
         exported(each, tmp_path / f"{each.name}-plain", quant="none", group_size=None) for each in (known, source)
     ]
     assert diff_checkpoints(*decoded).equal
+    assert verify_checkpoint(decoded[1], against=source).problems == []
 
 
 @pytest.mark.parametrize("flag", ["tp", "target_tp", "target_pp", "target_ep"])

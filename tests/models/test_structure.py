@@ -111,6 +111,13 @@ def test_a_head_that_is_not_there_is_tied(said: object) -> None:
     assert found.dimensions.tied_embeddings
 
 
+def test_a_head_that_is_there_is_none_where_a_part_of_config_json_says_so() -> None:
+    said = {"tie_word_embeddings": True, "text_config": {"num_hidden_layers": 2, "tie_word_embeddings": False}}
+    found = family(layers({"q_proj.weight": (64, 64)}), **said).dimensions
+    assert found is not None
+    assert not found.tied_embeddings
+
+
 def test_a_head_of_several_modules_stays() -> None:
     shapes = {**layers({"q_proj.weight": (64, 64)}), "embed_tokens.weight": (96, 64), "lm_head.dense.weight": (64, 64)}
     matched = match(by_structure(checkpoint(shapes, tie_word_embeddings=True)))

@@ -76,9 +76,10 @@ def described(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) 
     width = matrices[embedding][1] if embedding else 0
     outside = {name: shape for name, shape in matrices.items() if not name.startswith(prefix) and shape[1] == width}
     head = _largest(outside, _HEADS)
-    said = language.get("tie_word_embeddings", config.get("tie_word_embeddings"))
+    said = [part["tie_word_embeddings"] for part in (config, language) if part.get("tie_word_embeddings") is not None]
     other = not head and any(name.startswith(f"{_HEADS[0]}.") for name in held)  # a head of several modules
-    tied = bool(embedding) and not other and (said is True or (said is None and not head))
+    # A head that is there is a copy only if config.json says so, in all of its parts that say anything.
+    tied = bool(embedding) and not other and all(said) and bool(said or not head)
     if tied:
         head = head or _HEADS[0]
         held.pop(f"{head}.weight", None)
