@@ -1,4 +1,4 @@
-"""Where a config.json describes a language model, if it is that of a model which also sees or hears.
+"""The places at which a config.json describes a language model, if it is that of a model which also sees or hears.
 
 By its makers' own type, which transformers may not know: the language model in it is one of a type that is known. Types
 that are another one as a whole are the ``aliases`` of that one's family.
