@@ -136,3 +136,8 @@ def test_a_type_that_transformers_computes_as_another_is_calibrated_as_that() ->
     config = {"model_type": "phi4mm", "vocab_size": 256}
     assert language_config(config)["model_type"] == "phi3"
     assert not why_no_language_model(config)
+
+
+def test_a_type_that_transformers_computes_no_text_with_is_not_calibrated() -> None:
+    said = why_no_language_model({"model_type": "clip_text_model_of_mine", "vocab_size": 256})
+    assert said == "transformers has no causal language model of its model_type 'clip_text_model_of_mine'"
