@@ -73,10 +73,15 @@ def test_gate_and_up_of_an_expert_are_fused_as_engines_do() -> None:
     assert {each.fused_into for each in family(layers(shapes)).layer} == {"mlp.experts.w13"}
 
 
-def test_stacked_experts_stay_and_say_why() -> None:
-    found = module({"mlp.experts.gate_up_proj": (4, 64, 128)})
-    assert (found.kind, found.experts) == ("other", None)
+@pytest.mark.parametrize("name", ["mlp.experts.gate_up_proj", "block_sparse_moe.input_linear.weight"])
+def test_stacked_experts_stay_and_say_why(name: str) -> None:
+    found = module({name: (4, 64, 128)})
+    assert (found.kind, found.stacked, found.experts) == ("other", True, None)
     assert found.why.startswith("all experts of a layer in one tensor")
+
+
+def test_a_convolution_is_no_stack_of_experts() -> None:
+    assert not module({"mixer.conv1d.weight": (64, 1, 4)}).stacked
 
 
 def test_a_small_linear_stays() -> None:

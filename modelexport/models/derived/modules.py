@@ -24,7 +24,7 @@ _USED_DIRECTLY = {  # the end of a linear's name -> why it stays
     "indexer.weights_proj": _PICKS_TOKENS,
     "indexer.wk": _PICKS_TOKENS,
 }
-_SMALLEST = 32  # features: with fewer, what a group saves goes into its scale
+SMALLEST = 32  # features: with fewer, what a group saves goes into its scale
 _OUTSIDE = "outside of the language model's decoder layers"
 _STACK = "all experts of a layer in one tensor: what quantises linears does not reach into it"
 _CHANGED = "transformers takes its numbers apart as it loads them, which numbers in groups do not outlive"
@@ -281,12 +281,12 @@ class Derivation:
         if inner % len(linears):
             return None
         inner //= len(linears)
-        small = min(inner, hidden) < _SMALLEST
+        small = min(inner, hidden) < SMALLEST
         return ExpertStack(
             linears=tuple(linears),
             transposed=transposed,
             axis=None if style is None else self.axes.features(inner),
-            why=f"one of its dims is smaller than {_SMALLEST}" if small else "",
+            why=f"one of its dims is smaller than {SMALLEST}" if small else "",
         )
 
     def _class(self, found: Found) -> str:
@@ -294,7 +294,7 @@ class Derivation:
 
     def _is_large(self, shape: Sequence[int]) -> bool:
         """Returns whether the module is large enough to gain by quantisation."""
-        return len(shape) > 1 and math.prod(shape) >= _SMALLEST**2
+        return len(shape) > 1 and math.prod(shape) >= SMALLEST**2
 
     def _is_of_a_stack(self, found: Found) -> bool:
         """Returns whether it is one expert's linear, which transformers stacks with its like."""
@@ -312,7 +312,7 @@ class Derivation:
         if "router" in parts or any("router" in name.lower() for name in (kind, *classes)):
             return True
         most = max(self.most_experts, self.skeleton.numbers.get("num_experts") or 0)
-        return any(name in parts for name in _PICKERS) and found.weight[0] <= max(most, _SMALLEST)
+        return any(name in parts for name in _PICKERS) and found.weight[0] <= max(most, SMALLEST)
 
     def _linear(self, found: Found, path: str, bias: bool, siblings: Iterable[tuple[int | None, str]]) -> Module:
         does, expert, target = ROLES.get(found.leaf, ""), self._is_of_a_stack(found), found.target
@@ -350,7 +350,7 @@ class Derivation:
             return _CHANGED
         if found.target in self.skeleton.wide:
             return _WIDE
-        return f"one of its dims is smaller than {_SMALLEST}" if min(found.weight) < _SMALLEST else ""
+        return f"one of its dims is smaller than {SMALLEST}" if min(found.weight) < SMALLEST else ""
 
     def _vocabulary(self, path: str, role: str, shape: tuple[int, ...], *, bias: bool | None) -> Module:
         """The embedding or the head."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from modelexport.errors import CheckpointError, PlanError, quoted, shown
 from modelexport.models.derived.cuts import ROLES
-from modelexport.models.derived.modules import BUFFERS, EXPERT, Derivation, Found
+from modelexport.models.derived.modules import BUFFERS, EXPERT, SMALLEST, Derivation, Found
 from modelexport.models.derived.skeleton import MOST_EXPERTS, MOST_LAYERS, MOST_TENSORS, NUMBERS, Skeleton
 from modelexport.models.families.base import MOST_DIGITS, ExpertStack, Module, mtp_root
 from modelexport.models.families.drafts import draft_counts
@@ -284,9 +284,12 @@ class StructuralDerivation(Derivation):
 
     def _other(self, found: Found, path: str, name: str) -> Module:
         module = super()._other(found, path, name)
-        if found.layer is None or len(module.shape or ()) < 2:
+        shape = found.tensors[name][0]
+        if found.layer is None or len(shape) < 2:
             return module
-        return replace(module, why=_STACK if module.stacked else _UNNAMED)
+        # Kernels of convolutions, which have three dims as well, are a few elements wide.
+        stacked = module.stacked or (len(shape) == 3 and min(shape[1:]) >= SMALLEST)
+        return replace(module, stacked=stacked, why=_STACK if stacked else _UNNAMED)
 
     def _notes(self, layer: object, outside: object) -> tuple[str, ...]:
         skeleton = self.skeleton
