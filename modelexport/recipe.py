@@ -25,6 +25,7 @@ GATHERS = ("shm", "nfs", "direct")
 RANGES = ("max", "percentile", "mse")
 EXPERTS = ("routed", "all")
 KV_CACHES = ("fp8",)
+UNKNOWN_ARCHITECTURES = ("refuse", "structure")
 DRAFTS = ("keep", "quantise", "drop")
 _PART = r"[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9_])?"
 _REPO_ID = re.compile(f"{_PART}/{_PART}", re.ASCII)
@@ -143,6 +144,13 @@ class ExportRecipe(Settings):
         choices=DRAFTS,
         decides_bytes=True,
     )
+    unknown_architecture: str = setting(
+        "refuse",
+        "what becomes of a model_type that transformers does not know: refused, or exported by the names and shapes of "
+        "its tensors",
+        choices=UNKNOWN_ARCHITECTURES,
+        decides_bytes=True,
+    )
     format: str = setting("hf", "checkpoint format", metavar="NAME", decides_bytes=True)
     max_shard_bytes: int = setting(5_000_000_000, "largest weight file, in bytes", metavar="N", decides_bytes=True)
     target_tp: int = setting(
@@ -211,6 +219,7 @@ class ExportRecipe(Settings):
         if self.kv_cache is not None:
             check_choice("kv-cache", self.kv_cache, KV_CACHES)
         check_choice("draft", self.draft, DRAFTS)
+        check_choice("unknown-architecture", self.unknown_architecture, UNKNOWN_ARCHITECTURES)
         for name, value in (("samples", self.calib_samples), ("length", self.calib_length)):
             if value < 1:
                 raise UsageError(f"--calib-{name} {value}: at least 1 is needed")
@@ -292,9 +301,8 @@ class ExportRecipe(Settings):
         for spec in fields(self):
             value = getattr(self, spec.name)
             elsewhere = is_calibration(spec.name) or "algorithm" in spec.metadata
-            usual = spec.name in ("adapter", "draft") or spec.name.startswith(
-                "target_"
-            )  # said only where they are otherwise
+            # Said only where they are otherwise.
+            usual = spec.name in ("adapter", "draft", "unknown_architecture") or spec.name.startswith("target_")
             if not decides_bytes(spec) or elsewhere or (usual and value == spec.default):
                 continue
             found[spec.name] = [Path(text).absolute().name for text in value] if isinstance(value, tuple) else value

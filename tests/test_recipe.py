@@ -67,6 +67,7 @@ valid: dict[str, st.SearchStrategy[Any]] = {
     "calib_memory": st.none() | st.integers(0, 2**40),
     "kv_cache": st.sampled_from([None, "fp8"]),
     "draft": st.sampled_from(["keep", "quantise", "drop"]),
+    "unknown_architecture": st.sampled_from(["refuse", "structure"]),
     "calib": st.none() | st.text(min_size=1),
     "calib_samples": st.integers(1, 10_000),
     "calib_length": st.integers(1, 10_000),

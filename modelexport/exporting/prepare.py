@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from modelexport import __version__
 from modelexport.checkpoints.adapters import Adapter, adapters_in, parse_setting, read_adapter
 from modelexport.checkpoints.safetensors.file import Checkpoint, Layout
+from modelexport.checkpoints.safetensors.reader import ComputedTensor
 from modelexport.checkpoints.source import Source, is_local, resolve_source
 from modelexport.checkpoints.staging import check_target, resolve_target
 from modelexport.distributed import launch
@@ -23,8 +24,10 @@ from modelexport.models.decoded import StoredLinear, decoded
 from modelexport.models.draft_layers import without_drafts
 from modelexport.models.engines import Linear
 from modelexport.models.engines import warnings as engine_warnings
+from modelexport.models.library_formats import BlockwiseWeight
 from modelexport.models.opening import open_model
 from modelexport.models.stacked import experts_apart
+from modelexport.models.structure import by_structure, check_whole
 from modelexport.models.target_plan import TargetPlan, check_source, plan_target
 from modelexport.models.ties import untie
 from modelexport.quantization import algorithms
@@ -81,7 +84,12 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> PreparedExpor
     source = source or resolve_source(recipe.model, recipe.revision)
     _check_apart(recipe, source)
     with without_collector():  # a hundred thousand small objects: the collector would walk them over and over
-        checkpoint, dropped = without_drafts(open_model(source.directory, recipe.config), _why_no_drafts(recipe))
+        opened = open_model(source.directory, recipe.config)
+        if recipe.unknown_architecture == "structure":
+            opened = by_structure(opened)
+        ranks = {"tp": recipe.tp, "target-tp": recipe.target_tp, "target-pp": recipe.target_pp}
+        check_whole(opened.config, {**ranks, "target-ep": recipe.target_ep})
+        checkpoint, dropped = without_drafts(opened, _why_no_drafts(recipe))
         if recipe.quant != KEEP or recipe.of_kind("assign"):
             checkpoint = _with_experts_apart(recipe, decoded(checkpoint))
         checkpoint, merged = adapted(checkpoint, adapters)
@@ -175,7 +183,7 @@ def _second_rounding(checkpoint: Checkpoint, plan: ExportPlan) -> Iterator[str]:
     quantised = {task.info.name for step in plan.steps for task in step.tasks if task.quantised}
     stored = {name: without_adapters(tensor) for name, tensor in checkpoint.computed.items()}
     linears = {name: linear for name, linear in stored.items() if name in quantised}
-    counts = Counter(linear.number_format.name for linear in linears.values() if isinstance(linear, StoredLinear))
+    counts = Counter(filter(None, map(_stored_name, linears.values())))
     record = read_record(checkpoint.directory) if counts else None
     errors = {} if record is None else record.sqnr_db
     worst = min((errors[name] for name in map(_module_of, linears) if name in errors), default=None)
@@ -185,6 +193,13 @@ def _second_rounding(checkpoint: Checkpoint, plan: ExportPlan) -> Iterator[str]:
             f"{count} linears are {name} in the source{before}: they are decoded and rounded a second time, and errors "
             "are those against the decoded weights"
         )
+
+
+def _stored_name(tensor: ComputedTensor | None) -> str:
+    """The name of the numbers that a tensor is decoded from, "" where it is not."""
+    if isinstance(tensor, StoredLinear):
+        return tensor.number_format.name
+    return tensor.name if isinstance(tensor, BlockwiseWeight) else ""
 
 
 def _module_of(weight: str) -> str:

@@ -22,6 +22,7 @@ from modelexport.errors import CheckpointError, PlanError
 from modelexport.models.opening import open_model
 from modelexport.models.rules import left_out
 from modelexport.models.stacked import apart_as
+from modelexport.models.structure import described_as
 from modelexport.models.ties import check_ties
 from modelexport.system.dtypes import as_integers
 from modelexport.system.small_files import has_file
@@ -104,6 +105,7 @@ def diff_checkpoints(
     """
     left, right = (_open(path, config) for path in (a, b))
     result = Diff(os.fspath(a), os.fspath(b), (left.format, right.format))
+    left, right = described_as(left, right), described_as(right, left)
     left, right = apart_as(left, right), apart_as(right, left)
     common = []
     for name, info in left.infos.items():

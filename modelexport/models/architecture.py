@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from modelexport import plugins
 from modelexport.errors import CheckpointError, ModelExportError, PlanError, nearest, quoted, shown
 from modelexport.models import families
+from modelexport.models.aliases import parts
 from modelexport.models.families._dimensions import read_dimensions
 from modelexport.models.families.base import Dimensions, Family, Module, Scaling
 
@@ -25,10 +27,15 @@ __all__ = [
     "has_part",
     "known_model_types",
     "language_config",
+    "part_of",
     "read_dimensions",
     "ties_embeddings",
     "why_no_language_model",
 ]
+
+
+BY_STRUCTURE = "modelexport --unknown-architecture structure exports it by its tensors' names and shapes"
+"""What to type for a type that nothing here knows."""
 
 
 @cache
@@ -69,7 +76,8 @@ def family_of(config: Mapping[str, Any], names: Collection[str] = ()) -> Family:
 
     Raises:
         CheckpointError: config.json has no ``model_type``, or transformers refuses it.
-        PlanError: neither a family file nor transformers knows the type; the message says which is near.
+        PlanError: neither a family file nor transformers knows the type, and config.json does not describe its tensors
+            (:mod:`modelexport.models.structure`); the message says which is near.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
@@ -77,9 +85,11 @@ def family_of(config: Mapping[str, Any], names: Collection[str] = ()) -> Family:
     family = declared_family(model_type)
     if family is not None:
         return family.as_in(names)
-    from modelexport.models.derived import causal_types, derive, is_known
+    from modelexport.models.derived import KEY, causal_types, derive, derive_by_structure, is_known
 
-    part = _part(config)
+    if config.get(KEY) is not None:
+        return derive_by_structure(config)
+    part = part_of(config)
     if is_known(model_type):
         try:
             return derive(config, names)
@@ -93,27 +103,29 @@ def family_of(config: Mapping[str, Any], names: Collection[str] = ()) -> Family:
     elif part is None:
         known = {*known_model_types(), *causal_types()}
         raise PlanError(
-            f"unknown architecture '{shown(model_type)}'{nearest(model_type, known, listing='modelexport models')}"
+            f"unknown architecture '{shown(model_type)}'{nearest(model_type, known, listing='modelexport models')}; "
+            f"{BY_STRUCTURE}"
         )
-    return _family_of_part(part, names)
+    if not names:
+        return family_of(part)
+    note = (
+        f"{shown(model_type)}: its language model is a {part['model_type']}; what is beside it is taken over as it is"
+    )
+    family = _family_of_part(part, names)
+    return replace(family, notes=(*family.notes, note))
 
 
-_PARTS = ("text_config", "llm_config", "language_config")
-"""Keys by which models that also see or hear have the config of their language model."""
-
-
-def _part(config: Mapping[str, Any]) -> dict[str, Any] | None:
+def part_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """The config of the language model in one that has it as a part, if its type is known."""
     from modelexport.models.derived import causal_types
 
-    parts = (config[key] for key in _PARTS if isinstance(config.get(key), Mapping))
     kinds = (*known_model_types(), *causal_types())
-    return next((dict(part) for part in parts if part.get("model_type") in kinds), None)
+    return next((part for part in parts(config) if part.get("model_type") in kinds), None)
 
 
 def has_part(config: Mapping[str, Any]) -> bool:
     """Returns whether config.json is that of a model which has a language model as a part."""
-    return any(isinstance(config.get(key), Mapping) for key in _PARTS)
+    return bool(parts(config))
 
 
 def _family_of_part(part: Mapping[str, Any], names: Collection[str]) -> Family:
@@ -160,10 +172,10 @@ def language_config(config: Mapping[str, Any], names: Collection[str] = ()) -> d
     from modelexport.models.derived import causal_types, is_known, language_part
 
     if family is not None:
-        return dict(config) if is_known(str(kind)) else {**config, "model_type": family.name}
+        return dict(config) if is_known(str(kind)) else {**config, "model_type": family.computed_as or family.name}
     if kind in causal_types() and _counts_tokens(config):
         return dict(config)
-    part = language_part(config) if is_known(str(kind)) else _part(config)
+    part = language_part(config) if is_known(str(kind)) else part_of(config)
     return dict(config) if part is None else {**part, "tie_word_embeddings": ties_embeddings(config, names)}
 
 

@@ -17,6 +17,7 @@ from modelexport.checkpoints.safetensors.file import Checkpoint, Reader, TensorI
 from modelexport.checkpoints.safetensors.placement import Placement, whole_place
 from modelexport.checkpoints.safetensors.reader import ComputedTensor
 from modelexport.errors import CheckpointError, UsageError
+from modelexport.models.library_formats import is_of_a_library, plain
 from modelexport.models.matching import KV_SCALES, Matched, MatchedModule, match, refuse
 from modelexport.quantization.methods import (
     QUANTIZATION_KEYS,
@@ -155,6 +156,8 @@ def decoded(checkpoint: Checkpoint) -> Checkpoint:
         CheckpointError: config.json is missing or contradicts the tensors; or no number format of ours holds a linear.
         PlanError: an unknown architecture, or a method of quantisation whose tensors are not known.
     """
+    if is_of_a_library(checkpoint.config):
+        return plain(checkpoint)
     if read_quantization_config(checkpoint.config) is None:
         return checkpoint
     matched = match(checkpoint)

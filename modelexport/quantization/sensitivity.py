@@ -134,7 +134,7 @@ def assign(
     chosen = autoquant.choose(found.errors, weights, bits, budget)
     spent = math.fsum(bits[group][name] * weights[group] for group, name in chosen.items()) / sum(weights.values())
     formats = {name: chosen[group[0]] for group in flat for name in group}
-    return Assigned(autoquant.patterns(formats, runner.prefix), formats, spent, found)
+    return Assigned(autoquant.patterns(formats, runner.layers_on_disk), formats, spent, found)
 
 
 def measure(
@@ -308,10 +308,10 @@ def _log_probabilities(states: Tensor, start: int, head: Tensor) -> Tensor:
 def _head(runner: LayerRunner) -> Tensor:
     """The output embedding's weight ``[vocabulary, hidden]``; the input's where they are tied."""
     name = f"{runner.head_name}.weight"
-    if name not in runner.names:
+    if runner.on_disk.get(name, name) not in runner.names:
         embedding = runner.model.get_input_embeddings()
         name = next(f"{name}.weight" for name, module in runner.model.named_modules() if module is embedding)
-    return runner.read(name, WHOLE).to(runner.device, runner.dtype)
+    return runner.read(runner.on_disk.get(name, name), WHOLE).to(runner.device, runner.dtype)
 
 
 def _through(

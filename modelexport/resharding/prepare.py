@@ -16,6 +16,7 @@ from modelexport.models import checkpoint_formats as formats
 from modelexport.models.draft_layers import without_drafts
 from modelexport.models.opening import open_model
 from modelexport.models.rules import tensor_rules
+from modelexport.models.structure import check_whole
 from modelexport.models.target_plan import TargetPlan, check_source, plan_target
 from modelexport.models.ties import check_ties
 from modelexport.quantization.methods import read_quantization_config
@@ -60,6 +61,7 @@ def _prepare(recipe: ReshardRecipe) -> PreparedReshard:
     formats.get(recipe.format)
     source = Path(os.path.expanduser(recipe.checkpoint))
     opened = open_model(source, recipe.config)
+    check_whole(opened.config, {"tp": recipe.tp, "pp": recipe.pp, "ep": recipe.ep})
     checkpoint, dropped = without_drafts(opened, formats.why_no_drafts(recipe.format))
     drafts = {name: why for name, why in checkpoint.left_out.items() if name not in opened.left_out}
     _check_encoding(recipe, checkpoint)

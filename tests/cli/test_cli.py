@@ -122,6 +122,7 @@ OTHER: dict[str, Any] = {
     "calib_memory": 1000,
     "kv_cache": "fp8",
     "draft": "drop",
+    "unknown_architecture": "structure",
     "calib": "text.jsonl",
     "calib_samples": 8,
     "calib_length": 32,

@@ -7,6 +7,7 @@ whose names differ most: stacks of experts, towers, indexers. ``test_vllm_parame
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,8 @@ from modelexport.exporting.prepare import quantization_files
 from modelexport.recipe import ExportRecipe
 from tests.conformance import vllm_rules
 from tests.conformance._published import published_checkpoint
+from tests.helpers.marks import few
+from tests.helpers.models import copy_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -31,6 +34,21 @@ def test_vllm_takes_for_quantised_what_is(tmp_path: Path, model_type: str) -> No
     config = quantization_config(model_type, tmp_path)
     assert vllm_rules.asked(model_type, config) == vllm_rules.expected(model_type)
     assert set(vllm_rules.expected(model_type).values()) == {True, False}
+
+
+@pytest.mark.parametrize("model_type", few(vllm_rules.types(), "aria", "granitemoe", "mixtral", "glm4v"))
+def test_vllm_takes_nothing_for_quantised_that_structure_keeps(tmp_path: Path, model_type: str) -> None:
+    source = copy_checkpoint(
+        published_checkpoint(model_type, tmp_path / "known"), tmp_path / "source", config={"model_type": "unheard_of"}
+    )
+    settings: dict[str, Any] = {"quant": "int4", "group_size": 32, "unknown_architecture": "structure"}
+    plan = prepare(ExportRecipe(model=str(source), **settings)).plan
+    announced = quantization_files(plan)
+    assert announced is not None
+    asked, expected = vllm_rules.asked(model_type, announced.config), vllm_rules.expected(model_type)
+    has_stacks = any(module.stacked for module in plan.family.layer)
+    kept = [name for name in asked if not expected[name] or (has_stacks and name.endswith("routed_experts"))]
+    assert [name for name in kept if asked[name]] == []
 
 
 def test_names_on_disk_alone_would_not_do(tmp_path: Path) -> None:

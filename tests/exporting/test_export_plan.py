@@ -36,6 +36,7 @@ from tests.helpers.models import (
     with_tensor,
     without,
 )
+from tests.helpers.tiny_models import tiny_checkpoint
 
 FORMATS = [("none", None), ("int8", None), ("fp8", None), ("int4", 32), ("int4", 64)]
 
@@ -362,6 +363,20 @@ def test_none_says_what_it_leaves() -> None:
     plan = plan_for(headers_only(layers=1), "none")
     assert plan.unquantised["model.layers.0.mlp.up_proj"] == "--quant none"
     assert {name: shape for name, _, shape in plan.outputs()} == tensor_shapes(LlamaShape(layers=1))
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers warns of many things
+def test_linears_beside_the_blocks_that_are_narrower_than_a_group_stay_as_they_are() -> None:
+    """Gemma 3n's low-rank linears; where ``--quant`` names them, they are refused as others are."""
+    source = tiny_checkpoint("gemma3n_text")
+    plan = plan_for(source, "int4")
+    kept = {name.partition("layers.0.")[2]: why for name, why in plan.unquantised.items() if ".layers.0." in name}
+    assert kept.keys() >= {"laurel.linear_right", "per_layer_projection"}
+    assert "32 features, fewer than a group of 128 columns: --group-size 32" in kept["laurel.linear_right"]
+    assert "model.layers.0.mlp.up_proj" in plan.formats()
+    assert "laurel.linear_right" not in plan_for(source, "int4", group_size=32).unquantised
+    with pytest.raises(PlanError, match="in_features 32 is not divisible by the group size 128"):
+        plan_for(source, "*laurel*=int4")
 
 
 def test_a_large_embedding_comes_in_slabs(monkeypatch: pytest.MonkeyPatch) -> None:

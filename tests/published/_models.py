@@ -10,14 +10,37 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.published._parts import (
+    DELTA_HEAD,
+    DELTA_KEYS,
+    DELTA_VALUES,
     EXPERTS,
     FOUR,
     HEAD,
     HEADS,
+    IMAGE,
+    INNER,
     KV,
     KV_HEADS,
+    KV_LORA,
+    LAYERS,
+    MAMBA_GROUPS,
+    MAMBA_HEAD,
+    MAMBA_HEADS,
     MLP,
+    NOPE,
+    PATCH,
+    PATCHES,
     PRE,
+    Q_LORA,
+    ROPE,
+    SHARED_EXPERTS,
+    STATE,
+    VALUE,
+    VH,
+    VHEAD,
+    VHEADS,
+    VLAYERS,
+    VMLP,
     W4,
     WIDE,
     H,
@@ -38,6 +61,7 @@ from tests.published._parts import (
     stacked,
     under,
 )
+from tests.published._sizes import size
 
 
 @dataclass(frozen=True)
@@ -63,7 +87,7 @@ TEXT = {
     "vocab_size": V,
     "hidden_size": H,
     "intermediate_size": MLP,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": LAYERS,
     "num_attention_heads": HEADS,
     "num_key_value_heads": KV_HEADS,
     "hidden_act": "silu",
@@ -115,23 +139,23 @@ MOE = {
     "mlp_only_layers": [],
     "router_aux_loss_coef": 0.001,
 }
-QWEN2_CONFIG = text("qwen2", "Qwen2ForCausalLM", use_sliding_window=False, sliding_window=512, max_window_layers=2)
+QWEN2_CONFIG = text("qwen2", "Qwen2ForCausalLM", use_sliding_window=False, sliding_window=512, max_window_layers=LAYERS)
 QWEN3_CONFIG = text(
-    "qwen3", "Qwen3ForCausalLM", head_dim=WIDE, attention_bias=False, use_sliding_window=False, max_window_layers=2
+    "qwen3", "Qwen3ForCausalLM", head_dim=WIDE, attention_bias=False, use_sliding_window=False, max_window_layers=LAYERS
 )
 QWEN3_MOE_CONFIG = text(
-    "qwen3_moe", "Qwen3MoeForCausalLM", head_dim=WIDE, attention_bias=False, max_window_layers=2, **MOE
+    "qwen3_moe", "Qwen3MoeForCausalLM", head_dim=WIDE, attention_bias=False, max_window_layers=LAYERS, **MOE
 )
 LINEARS = r"layers\.\d+\.(self_attn|mlp)\..*proj$"
 
 # ----------------------------------------------------------------- latent attention
 
 LATENT = {
-    "q_lora_rank": 128,
-    "kv_lora_rank": 128,
-    "qk_nope_head_dim": 64,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 64,
+    "q_lora_rank": Q_LORA,
+    "kv_lora_rank": KV_LORA,
+    "qk_nope_head_dim": NOPE,
+    "qk_rope_head_dim": ROPE,
+    "v_head_dim": VALUE,
     "num_key_value_heads": HEADS,
     "rope_scaling": {
         "beta_fast": 32,
@@ -149,7 +173,7 @@ LATENT = {
     "moe_layer_freq": 1,
     "n_group": 1,
     "n_routed_experts": EXPERTS,
-    "n_shared_experts": 1,
+    "n_shared_experts": SHARED_EXPERTS,
     "norm_topk_prob": True,
     "num_experts_per_tok": 2,
     "routed_scaling_factor": 2.5,
@@ -159,25 +183,27 @@ LATENT = {
     "ep_size": 1,
 }
 MLA = {
-    **linear("self_attn.q_a_proj", 128, H),
-    **norms("self_attn.q_a_layernorm", "self_attn.kv_a_layernorm", size=128),
-    **linear("self_attn.q_b_proj", HEADS * 128, 128),
-    **linear("self_attn.kv_a_proj_with_mqa", 192, H),
-    **linear("self_attn.kv_b_proj", HEADS * 128, 128),
-    **linear("self_attn.o_proj", H, HEADS * 64),
+    **linear("self_attn.q_a_proj", Q_LORA, H),
+    **norms("self_attn.q_a_layernorm", size=Q_LORA),
+    **norms("self_attn.kv_a_layernorm", size=KV_LORA),
+    **linear("self_attn.q_b_proj", HEADS * (NOPE + ROPE), Q_LORA),
+    **linear("self_attn.kv_a_proj_with_mqa", KV_LORA + ROPE, H),
+    **linear("self_attn.kv_b_proj", HEADS * (NOPE + VALUE), KV_LORA),
+    **linear("self_attn.o_proj", H, HEADS * VALUE),
 }
 MLA_LITE = {
-    **linear("self_attn.q_proj", HEADS * 128, H),
+    **linear("self_attn.q_proj", HEADS * (NOPE + ROPE), H),
     **{name: tensor for name, tensor in MLA.items() if ".q_" not in name},
 }
 CORRECTION = bare("mlp.gate.e_score_correction_bias", EXPERTS, dtype="F32")
-SHARED = gated("mlp.shared_experts", M)
+SHARED = gated("mlp.shared_experts", SHARED_EXPERTS * M)
+INDEX_HEADS, INDEX_HEAD = size("index_heads", 4), size("index_head", 64)
 INDEXER = {
-    **linear("self_attn.indexer.wq_b", HEADS * HEAD, 128),
-    **linear("self_attn.indexer.wk", HEAD, H),
-    **bare("self_attn.indexer.k_norm.weight", HEAD, dtype="F32"),
-    **bare("self_attn.indexer.k_norm.bias", HEAD, dtype="F32"),
-    **linear("self_attn.indexer.weights_proj", HEADS, H),
+    **linear("self_attn.indexer.wq_b", INDEX_HEADS * INDEX_HEAD, Q_LORA),
+    **linear("self_attn.indexer.wk", INDEX_HEAD, H),
+    **bare("self_attn.indexer.k_norm.weight", INDEX_HEAD, dtype="F32"),
+    **bare("self_attn.indexer.k_norm.bias", INDEX_HEAD, dtype="F32"),
+    **linear("self_attn.indexer.weights_proj", INDEX_HEADS, H),
 }
 
 
@@ -209,89 +235,89 @@ DEEPSEEK_V3 = encode({**deepseek(MLA), **numbered_on(MLA_MOE)}, IN_BLOCKS, fp8_b
 
 SIGLIP = under(
     "vision_model.",
-    under("embeddings.", {**bare("patch_embedding.weight", H, 3, 14, 14), **bare("patch_embedding.bias", H)}),
-    bare("embeddings.position_embedding.weight", 4, H),
+    under("embeddings.", {**bare("patch_embedding.weight", VH, 3, PATCH, PATCH), **bare("patch_embedding.bias", VH)}),
+    bare("embeddings.position_embedding.weight", PATCHES, VH),
     stacked(
         "encoder.layers.",
         1,
-        *(linear(f"self_attn.{name}_proj", H, H, bias=True) for name in ("k", "v", "q", "out")),
-        linear("mlp.fc1", MLP, H, bias=True),
-        linear("mlp.fc2", H, MLP, bias=True),
-        norms("layer_norm1", "layer_norm2", bias=True),
+        *(linear(f"self_attn.{name}_proj", VH, VH, bias=True) for name in ("k", "v", "q", "out")),
+        linear("mlp.fc1", VMLP, VH, bias=True),
+        linear("mlp.fc2", VH, VMLP, bias=True),
+        norms("layer_norm1", "layer_norm2", size=VH, bias=True),
     ),
-    norms("post_layernorm", bias=True),
+    norms("post_layernorm", size=VH, bias=True),
 )
 SIGLIP_CONFIG = {
     "model_type": "siglip_vision_model",
-    "hidden_size": H,
-    "intermediate_size": MLP,
-    "num_attention_heads": HEADS,
-    "num_hidden_layers": 1,
-    "image_size": 28,
-    "patch_size": 14,
+    "hidden_size": VH,
+    "intermediate_size": VMLP,
+    "num_attention_heads": VHEADS,
+    "num_hidden_layers": VLAYERS,
+    "image_size": IMAGE,
+    "patch_size": PATCH,
     "vision_use_head": False,
 }
 CLIP = {
     **{name: tensor for name, tensor in SIGLIP.items() if "patch_embedding.bias" not in name},
-    **bare("vision_model.embeddings.class_embedding", H),
-    **bare("vision_model.embeddings.position_embedding.weight", 5, H),
-    **under("vision_model.", norms("pre_layrnorm", bias=True)),
+    **bare("vision_model.embeddings.class_embedding", VH),
+    **bare("vision_model.embeddings.position_embedding.weight", PATCHES + 1, VH),
+    **under("vision_model.", norms("pre_layrnorm", size=VH, bias=True)),
 }
 PIXTRAL = {
-    **bare("patch_conv.weight", H, 3, 14, 14),
-    **norms("ln_pre"),
+    **bare("patch_conv.weight", VH, 3, PATCH, PATCH),
+    **norms("ln_pre", size=VH),
     **stacked(
         "transformer.layers.",
         1,
-        *(linear(f"attention.{name}_proj", H, H) for name in "qkvo"),
-        gated("feed_forward"),
-        norms("attention_norm", "ffn_norm"),
+        *(linear(f"attention.{name}_proj", VH, VH) for name in "qkvo"),
+        gated("feed_forward", VMLP, hidden=VH),
+        norms("attention_norm", "ffn_norm", size=VH),
     ),
 }
 PIXTRAL_CONFIG = {
     "model_type": "pixtral",
-    "hidden_size": H,
-    "head_dim": HEAD,
-    "intermediate_size": MLP,
-    "num_attention_heads": HEADS,
-    "num_hidden_layers": 1,
-    "image_size": 28,
-    "patch_size": 14,
+    "hidden_size": VH,
+    "head_dim": VHEAD,
+    "intermediate_size": VMLP,
+    "num_attention_heads": VHEADS,
+    "num_hidden_layers": VLAYERS,
+    "image_size": IMAGE,
+    "patch_size": PATCH,
     "rope_theta": 10000.0,
 }
-QWEN_PATCH = bare("patch_embed.proj.weight", H, 3, 2, 14, 14)
-QWEN_ATTENTION = {**linear("attn.qkv", 3 * H, H, bias=True), **linear("attn.proj", H, H, bias=True)}
+QWEN_PATCH = bare("patch_embed.proj.weight", VH, 3, 2, PATCH, PATCH)
+QWEN_ATTENTION = {**linear("attn.qkv", 3 * VH, VH, bias=True), **linear("attn.proj", VH, VH, bias=True)}
 QWEN2_5_VISUAL = {
     **QWEN_PATCH,
-    **stacked("blocks.", 1, norms("norm1", "norm2"), QWEN_ATTENTION, gated("mlp", MLP, bias=True)),
-    **norms("merger.ln_q"),
-    **linear("merger.mlp.0", 4 * H, 4 * H, bias=True),
-    **linear("merger.mlp.2", H, 4 * H, bias=True),
+    **stacked("blocks.", 1, norms("norm1", "norm2", size=VH), QWEN_ATTENTION, gated("mlp", VMLP, bias=True, hidden=VH)),
+    **norms("merger.ln_q", size=VH),
+    **linear("merger.mlp.0", 4 * VH, 4 * VH, bias=True),
+    **linear("merger.mlp.2", H, 4 * VH, bias=True),
 }
 QWEN2_VISUAL = {
     **QWEN_PATCH,
     **stacked(
         "blocks.",
         1,
-        norms("norm1", "norm2", bias=True),
+        norms("norm1", "norm2", size=VH, bias=True),
         QWEN_ATTENTION,
-        linear("mlp.fc1", 4 * H, H, bias=True),
-        linear("mlp.fc2", H, 4 * H, bias=True),
+        linear("mlp.fc1", 4 * VH, VH, bias=True),
+        linear("mlp.fc2", VH, 4 * VH, bias=True),
     ),
-    **norms("merger.ln_q", bias=True),
-    **linear("merger.mlp.0", 4 * H, 4 * H, bias=True),
-    **linear("merger.mlp.2", H, 4 * H, bias=True),
+    **norms("merger.ln_q", size=VH, bias=True),
+    **linear("merger.mlp.0", 4 * VH, 4 * VH, bias=True),
+    **linear("merger.mlp.2", H, 4 * VH, bias=True),
 }
 QWEN2_5_VISION = {
     "model_type": "qwen2_5_vl",
-    "depth": 1,
+    "depth": VLAYERS,
     "hidden_act": "silu",
-    "hidden_size": H,
-    "intermediate_size": MLP,
-    "num_heads": HEADS,
+    "hidden_size": VH,
+    "intermediate_size": VMLP,
+    "num_heads": VHEADS,
     "in_chans": 3,
     "out_hidden_size": H,
-    "patch_size": 14,
+    "patch_size": PATCH,
     "spatial_merge_size": 2,
     "spatial_patch_size": 14,
     "temporal_patch_size": 2,
@@ -299,41 +325,42 @@ QWEN2_5_VISION = {
     "fullatt_block_indexes": [0],
     "tokens_per_second": 2,
 }
+PATCH_16, POSITIONS = size("patch", 16), size("positions", 64)
 QWEN3_VISUAL = {
-    **bare("patch_embed.proj.weight", H, 3, 2, 16, 16),
-    **bare("patch_embed.proj.bias", H),
-    **bare("pos_embed.weight", 64, H),
+    **bare("patch_embed.proj.weight", VH, 3, 2, PATCH_16, PATCH_16),
+    **bare("patch_embed.proj.bias", VH),
+    **bare("pos_embed.weight", POSITIONS, VH),
     **stacked(
         "blocks.",
         1,
-        norms("norm1", "norm2", bias=True),
+        norms("norm1", "norm2", size=VH, bias=True),
         QWEN_ATTENTION,
-        linear("mlp.linear_fc1", MLP, H, bias=True),
-        linear("mlp.linear_fc2", H, MLP, bias=True),
+        linear("mlp.linear_fc1", VMLP, VH, bias=True),
+        linear("mlp.linear_fc2", VH, VMLP, bias=True),
     ),
-    **norms("merger.norm", bias=True),
-    **linear("merger.linear_fc1", 4 * H, 4 * H, bias=True),
-    **linear("merger.linear_fc2", H, 4 * H, bias=True),
+    **norms("merger.norm", size=VH, bias=True),
+    **linear("merger.linear_fc1", 4 * VH, 4 * VH, bias=True),
+    **linear("merger.linear_fc2", H, 4 * VH, bias=True),
 }
 DEEPSTACK = stacked(
     "deepstack_merger_list.",
     1,
-    norms("norm", size=4 * H, bias=True),
-    linear("linear_fc1", 4 * H, 4 * H, bias=True),
-    linear("linear_fc2", H, 4 * H, bias=True),
+    norms("norm", size=4 * VH, bias=True),
+    linear("linear_fc1", 4 * VH, 4 * VH, bias=True),
+    linear("linear_fc2", H, 4 * VH, bias=True),
 )
 QWEN3_VISION = {
-    "depth": 1,
+    "depth": VLAYERS,
     "hidden_act": "gelu_pytorch_tanh",
-    "hidden_size": H,
-    "intermediate_size": MLP,
-    "num_heads": HEADS,
+    "hidden_size": VH,
+    "intermediate_size": VMLP,
+    "num_heads": VHEADS,
     "in_channels": 3,
     "out_hidden_size": H,
-    "patch_size": 16,
+    "patch_size": PATCH_16,
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
-    "num_position_embeddings": 64,
+    "num_position_embeddings": POSITIONS,
 }
 MROPE = {"type": "mrope", "mrope_section": [8, 12, 12]}
 INTERLEAVED = {"mrope_interleaved": True, "mrope_section": [8, 12, 12], "rope_type": "default"}
@@ -344,7 +371,7 @@ QWEN2_5_VL_CONFIG = text(
     vision_config=QWEN2_5_VISION,
     rope_scaling=MROPE,
     use_sliding_window=False,
-    max_window_layers=2,
+    max_window_layers=LAYERS,
     sliding_window=512,
     **VL_TOKENS,
 )
@@ -360,11 +387,11 @@ def wrapped(prefix: str, *layer: Tensors, head: str = "language_model.lm_head", 
     return found
 
 
-LLAVA_PROJECTOR = {**linear("linear_1", H, H, bias=True), **linear("linear_2", H, H, bias=True)}
+LLAVA_PROJECTOR = {**linear("linear_1", H, VH, bias=True), **linear("linear_2", H, H, bias=True)}
 MISTRAL3_PROJECTOR = {
-    **norms("norm"),
-    **linear("patch_merger.merging_layer", H, 4 * H),
-    **linear("linear_1", H, H),
+    **norms("norm", size=VH),
+    **linear("patch_merger.merging_layer", VH, 4 * VH),
+    **linear("linear_1", H, VH),
     **linear("linear_2", H, H),
 }
 MISTRAL3_KEYS = {
@@ -399,7 +426,7 @@ GEMMA3_TEXT = text(
     tie_word_embeddings=None,
 )
 GEMMA3_LAYER = ({**attention(qk=HEAD)}, gated(), FOUR)
-GEMMA3_PROJECTOR = {**bare("mm_input_projection_weight", H, H), **norms("mm_soft_emb_norm")}
+GEMMA3_PROJECTOR = {**bare("mm_input_projection_weight", VH, H), **norms("mm_soft_emb_norm", size=VH)}
 GEMMA3 = wrapped(
     "language_model.model.",
     *GEMMA3_LAYER,
@@ -426,23 +453,24 @@ MLLAMA_CROSS = {
     **gated(),
     **PRE,
 }
+MLLAMA_OUT, MLLAMA_GLOBAL = size("vision_out", 512), size("vision_global_layers", 1)
 MLLAMA_VISION_LAYER = (
-    *(linear(f"self_attn.{name}_proj", H, H) for name in "qkvo"),
-    linear("mlp.fc1", MLP, H, bias=True),
-    linear("mlp.fc2", H, MLP, bias=True),
-    norms("input_layernorm", "post_attention_layernorm", bias=True),
+    *(linear(f"self_attn.{name}_proj", VH, VH) for name in "qkvo"),
+    linear("mlp.fc1", VMLP, VH, bias=True),
+    linear("mlp.fc2", VH, VMLP, bias=True),
+    norms("input_layernorm", "post_attention_layernorm", size=VH, bias=True),
 )
 MLLAMA_VISION = {
-    **bare("class_embedding", H),
-    **bare("gated_positional_embedding.embedding", 5, H),
+    **bare("class_embedding", VH),
+    **bare("gated_positional_embedding.embedding", PATCHES + 1, VH),
     **bare("gated_positional_embedding.gate", 1),
-    **bare("gated_positional_embedding.tile_embedding.weight", 9, 4 * 5 * H),
+    **bare("gated_positional_embedding.tile_embedding.weight", 9, 4 * (PATCHES + 1) * VH),
     **stacked("global_transformer.layers.", 1, *MLLAMA_VISION_LAYER, bare("gate_attn", 1), bare("gate_ffn", 1)),
-    **norms("layernorm_post", "layernorm_pre", bias=True),
-    **bare("patch_embedding.weight", H, 3, 14, 14),
-    **bare("post_tile_positional_embedding.embedding.weight", 9, 4 * H),
+    **norms("layernorm_post", "layernorm_pre", size=VH, bias=True),
+    **bare("patch_embedding.weight", VH, 3, PATCH, PATCH),
+    **bare("post_tile_positional_embedding.embedding.weight", 9, 4 * VH),
     **bare("post_tile_positional_embedding.gate", 1),
-    **bare("pre_tile_positional_embedding.embedding.weight", 9, 4 * H),
+    **bare("pre_tile_positional_embedding.embedding.weight", 9, 4 * VH),
     **bare("pre_tile_positional_embedding.gate", 1),
     **stacked("transformer.layers.", 1, *MLLAMA_VISION_LAYER),
 }
@@ -453,7 +481,7 @@ MLLAMA = {
         gated(),
         PRE,
         vision_model=MLLAMA_VISION,
-        multi_modal_projector={"weight": ("BF16", (H, 2 * H)), "bias": ("BF16", (H,))},
+        multi_modal_projector={"weight": ("BF16", (H, MLLAMA_OUT)), "bias": ("BF16", (H,))},
     ),
     **bare("language_model.model.embed_tokens.weight", V + 8, H),
 }
@@ -465,36 +493,42 @@ LLAMA4_EXPERTS = {
     **linear("feed_forward.router", EXPERTS, H),
     **gated("feed_forward.shared_expert"),
 }
+LLAMA4_OUT = size("vision_out", 256)
 LLAMA4_VISION = {
-    **bare("class_embedding", H),
-    **bare("positional_embedding_vlm", 5, H),
-    **linear("patch_embedding.linear", H, 588),
-    **norms("layernorm_pre", "layernorm_post", bias=True),
+    **bare("class_embedding", VH),
+    **bare("positional_embedding_vlm", PATCHES + 1, VH),
+    **linear("patch_embedding.linear", VH, 3 * PATCH * PATCH),
+    **norms("layernorm_pre", "layernorm_post", size=VH, bias=True),
     **stacked(
         "model.layers.",
         1,
-        *(linear(f"self_attn.{name}_proj", H, H, bias=True) for name in "qkvo"),
-        linear("mlp.fc1", MLP, H, bias=True),
-        linear("mlp.fc2", H, MLP, bias=True),
-        norms("input_layernorm", "post_attention_layernorm", bias=True),
+        *(linear(f"self_attn.{name}_proj", VH, VH, bias=True) for name in "qkvo"),
+        linear("mlp.fc1", VMLP, VH, bias=True),
+        linear("mlp.fc2", VH, VMLP, bias=True),
+        norms("input_layernorm", "post_attention_layernorm", size=VH, bias=True),
     ),
-    **linear("vision_adapter.mlp.fc1", H, MLP),
-    **linear("vision_adapter.mlp.fc2", H, H),
+    **linear("vision_adapter.mlp.fc1", LLAMA4_OUT, VMLP),
+    **linear("vision_adapter.mlp.fc2", LLAMA4_OUT, LLAMA4_OUT),
 }
+DELTA_K, DELTA_V = DELTA_KEYS * DELTA_HEAD, DELTA_VALUES * DELTA_HEAD
 DELTA = {
-    **bare("linear_attn.A_log", HEADS),
-    **bare("linear_attn.dt_bias", HEADS),
-    **bare("linear_attn.conv1d.weight", 2 * 128 + 256, 1, 4),
-    **bare("linear_attn.norm.weight", HEAD, dtype="F32"),
-    **linear("linear_attn.out_proj", H, 256),
+    **bare("linear_attn.A_log", DELTA_VALUES),
+    **bare("linear_attn.dt_bias", DELTA_VALUES),
+    **bare("linear_attn.conv1d.weight", 2 * DELTA_K + DELTA_V, 1, 4),
+    **bare("linear_attn.norm.weight", DELTA_HEAD, dtype="F32"),
+    **linear("linear_attn.out_proj", H, DELTA_V),
 }
-DELTA_NEXT = {**DELTA, **linear("linear_attn.in_proj_qkvz", 768, H), **linear("linear_attn.in_proj_ba", 8, H)}
+DELTA_NEXT = {
+    **DELTA,
+    **linear("linear_attn.in_proj_qkvz", 2 * DELTA_K + 2 * DELTA_V, H),
+    **linear("linear_attn.in_proj_ba", 2 * DELTA_VALUES, H),
+}
 DELTA_3_5 = {
     **DELTA,
-    **linear("linear_attn.in_proj_qkv", 512, H),
-    **linear("linear_attn.in_proj_z", 256, H),
-    **linear("linear_attn.in_proj_b", 4, H),
-    **linear("linear_attn.in_proj_a", 4, H),
+    **linear("linear_attn.in_proj_qkv", 2 * DELTA_K + DELTA_V, H),
+    **linear("linear_attn.in_proj_z", DELTA_V, H),
+    **linear("linear_attn.in_proj_b", DELTA_VALUES, H),
+    **linear("linear_attn.in_proj_a", DELTA_VALUES, H),
 }
 GATED_ATTENTION = {**attention(qk=HEAD), **linear("self_attn.q_proj", 2 * Q, H)}
 SHARED_EXPERT = {**gated("mlp.shared_expert", M), **linear("mlp.shared_expert_gate", 1, H)}
@@ -506,10 +540,10 @@ STACKS_3_5 = {
 }
 LINEAR_KEYS = {
     "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": HEAD,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_value_head_dim": HEAD,
+    "linear_key_head_dim": DELTA_HEAD,
+    "linear_num_key_heads": DELTA_KEYS,
+    "linear_num_value_heads": DELTA_VALUES,
+    "linear_value_head_dim": DELTA_HEAD,
     "head_dim": HEAD,
     "attention_bias": False,
     "attn_output_gate": True,
@@ -583,26 +617,27 @@ GEMMA4_LAYER = {**attention(qk=HEAD), **gated(), **FOUR, **bare("layer_scalar", 
 # ----------------------------------------------------------------- state space
 
 MAMBA2 = {
-    **bare("A_log", 8),
-    **bare("D", 8),
-    **bare("conv1d.weight", 544, 1, 4),
-    **bare("conv1d.bias", 544),
-    **bare("dt_bias", 8),
-    **linear("in_proj", 1064, H),
-    **linear("out_proj", H, 512),
+    **bare("A_log", MAMBA_HEADS),
+    **bare("D", MAMBA_HEADS),
+    **bare("conv1d.weight", INNER + 2 * MAMBA_GROUPS * STATE, 1, 4),
+    **bare("conv1d.bias", INNER + 2 * MAMBA_GROUPS * STATE),
+    **bare("dt_bias", MAMBA_HEADS),
+    **linear("in_proj", 2 * INNER + 2 * MAMBA_GROUPS * STATE + MAMBA_HEADS, H),
+    **linear("out_proj", H, INNER),
 }
+DT_RANK = size("dt_rank", 8)
 JAMBA_MAMBA = under(
     "mamba.",
-    bare("A_log", 512, 16),
-    bare("D", 512),
-    bare("conv1d.weight", 512, 1, 4),
-    bare("conv1d.bias", 512),
-    linear("dt_proj", 512, 8, bias=True),
-    linear("in_proj", 1024, H),
-    linear("out_proj", H, 512),
-    linear("x_proj", 40, 512),
-    norms("b_layernorm", "c_layernorm", size=16),
-    norms("dt_layernorm", size=8),
+    bare("A_log", 2 * H, STATE),
+    bare("D", 2 * H),
+    bare("conv1d.weight", 2 * H, 1, 4),
+    bare("conv1d.bias", 2 * H),
+    linear("dt_proj", 2 * H, DT_RANK, bias=True),
+    linear("in_proj", 4 * H, H),
+    linear("out_proj", H, 2 * H),
+    linear("x_proj", DT_RANK + 2 * STATE, 2 * H),
+    norms("b_layernorm", "c_layernorm", size=STATE),
+    norms("dt_layernorm", size=DT_RANK),
 )
 GRANITE_SHARED = {**linear("shared_mlp.input_linear", 2 * MLP, H), **linear("shared_mlp.output_linear", H, MLP)}
 GRANITE_STACKS = {
@@ -622,11 +657,11 @@ HYBRID_KEYS = {
     "mamba_chunk_size": 256,
     "mamba_conv_bias": True,
     "mamba_d_conv": 4,
-    "mamba_d_head": 64,
-    "mamba_d_state": 16,
+    "mamba_d_head": MAMBA_HEAD,
+    "mamba_d_state": STATE,
     "mamba_expand": 2,
-    "mamba_n_groups": 1,
-    "mamba_n_heads": 8,
+    "mamba_n_groups": MAMBA_GROUPS,
+    "mamba_n_heads": MAMBA_HEADS,
     "mamba_proj_bias": False,
     "position_embedding_type": "nope",
     "shared_intermediate_size": MLP,
@@ -651,7 +686,7 @@ GLM_MOE_KEYS = {
     "moe_intermediate_size": M,
     "n_group": 1,
     "n_routed_experts": EXPERTS,
-    "n_shared_experts": 1,
+    "n_shared_experts": SHARED_EXPERTS,
     "norm_topk_prob": True,
     "num_experts_per_tok": 2,
     "num_nextn_predict_layers": 1,
@@ -667,17 +702,22 @@ GLM_4_5 = {
     **numbered_on(attention(bias=True), GLM_MOE, PRE),
 }
 GLM4V_VISUAL = {
-    **bare("embeddings.position_embedding.weight", 4, H),
-    **bare("patch_embed.proj.weight", H, 3, 2, 14, 14),
-    **bare("patch_embed.proj.bias", H),
+    **bare("embeddings.position_embedding.weight", PATCHES, VH),
+    **bare("patch_embed.proj.weight", VH, 3, 2, PATCH, PATCH),
+    **bare("patch_embed.proj.bias", VH),
     **stacked(
-        "blocks.", 1, norms("norm1", "norm2"), linear("attn.qkv", 3 * H, H), linear("attn.proj", H, H), gated("mlp", H)
+        "blocks.",
+        1,
+        norms("norm1", "norm2", size=VH),
+        linear("attn.qkv", 3 * VH, VH),
+        linear("attn.proj", VH, VH),
+        gated("mlp", H, hidden=VH),
     ),
     **linear("merger.proj", H, H),
     **norms("merger.post_projection_norm", bias=True),
-    **gated("merger"),
-    **norms("post_conv_layernorm", "post_layernorm"),
-    **bare("downsample.weight", H, H, 2, 2),
+    **gated("merger", VMLP),
+    **norms("post_conv_layernorm", "post_layernorm", size=VH),
+    **bare("downsample.weight", H, VH, 2, 2),
     **bare("downsample.bias", H),
 }
 PHI4MM_LORA = {}
@@ -708,18 +748,18 @@ PHI3_KEYS = {
     "sliding_window": 512,
 }
 KIMI_VIT = {
-    **linear("patch_embed.pos_emb", 64, H),
-    **bare("patch_embed.proj.weight", H, 3, 14, 14),
-    **bare("patch_embed.proj.bias", H),
-    **norms("encoder.final_layernorm", bias=True),
+    **linear("patch_embed.pos_emb", 64, VH),
+    **bare("patch_embed.proj.weight", VH, 3, PATCH, PATCH),
+    **bare("patch_embed.proj.bias", VH),
+    **norms("encoder.final_layernorm", size=VH, bias=True),
     **stacked(
         "encoder.blocks.",
         1,
-        norms("norm0", "norm1", bias=True),
-        linear("wqkv", 3 * H, H, bias=True),
-        linear("wo", H, H, bias=True),
-        linear("mlp.fc0", MLP, H, bias=True),
-        linear("mlp.fc1", H, MLP, bias=True),
+        norms("norm0", "norm1", size=VH, bias=True),
+        linear("wqkv", 3 * VH, VH, bias=True),
+        linear("wo", VH, VH, bias=True),
+        linear("mlp.fc0", VMLP, VH, bias=True),
+        linear("mlp.fc1", VH, VMLP, bias=True),
     ),
 }
 KIMI_K2 = text("kimi_k2", "DeepseekV3ForCausalLM", num_nextn_predict_layers=0, aux_loss_alpha=0.001, **LATENT)
@@ -730,43 +770,43 @@ KIMI_INT4 = compressed(
     ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"],
 )
 INTERN_VIT = {
-    **bare("embeddings.class_embedding", 1, 1, H),
-    **bare("embeddings.patch_embedding.weight", H, 3, 14, 14),
-    **bare("embeddings.patch_embedding.bias", H),
-    **bare("embeddings.position_embedding", 1, 5, H),
+    **bare("embeddings.class_embedding", 1, 1, VH),
+    **bare("embeddings.patch_embedding.weight", VH, 3, PATCH, PATCH),
+    **bare("embeddings.patch_embedding.bias", VH),
+    **bare("embeddings.position_embedding", 1, PATCHES + 1, VH),
     **stacked(
         "encoder.layers.",
         1,
-        bare("ls1", H),
-        bare("ls2", H),
-        norms("norm1", "norm2", bias=True),
-        linear("attn.qkv", 3 * H, H, bias=True),
-        linear("attn.proj", H, H, bias=True),
-        linear("mlp.fc1", MLP, H, bias=True),
-        linear("mlp.fc2", H, MLP, bias=True),
+        bare("ls1", VH),
+        bare("ls2", VH),
+        norms("norm1", "norm2", size=VH, bias=True),
+        linear("attn.qkv", 3 * VH, VH, bias=True),
+        linear("attn.proj", VH, VH, bias=True),
+        linear("mlp.fc1", VMLP, VH, bias=True),
+        linear("mlp.fc2", VH, VMLP, bias=True),
     ),
 }
-INTERNVL_TEXT = text("qwen2", "Qwen2ForCausalLM", use_sliding_window=False, max_window_layers=2)
+INTERNVL_TEXT = text("qwen2", "Qwen2ForCausalLM", use_sliding_window=False, max_window_layers=LAYERS)
 INTERNVL_MLP = {
-    **norms("0", size=4 * H, bias=True),
-    **linear("1", H, 4 * H, bias=True),
+    **norms("0", size=4 * VH, bias=True),
+    **linear("1", H, 4 * VH, bias=True),
     **linear("3", H, H, bias=True),
 }
 INTERNVL_HF_VISION = {
-    **bare("embeddings.cls_token", 1, 1, H),
-    **bare("embeddings.patch_embeddings.projection.weight", H, 3, 14, 14),
-    **bare("embeddings.patch_embeddings.projection.bias", H),
-    **bare("embeddings.position_embeddings", 1, 5, H),
+    **bare("embeddings.cls_token", 1, 1, VH),
+    **bare("embeddings.patch_embeddings.projection.weight", VH, 3, PATCH, PATCH),
+    **bare("embeddings.patch_embeddings.projection.bias", VH),
+    **bare("embeddings.position_embeddings", 1, PATCHES + 1, VH),
     **stacked(
         "encoder.layer.",
         1,
-        *(linear(f"attention.{name}_proj", H, H, bias=True) for name in "qkv"),
-        linear("attention.projection_layer", H, H, bias=True),
-        bare("lambda_1", H),
-        bare("lambda_2", H),
-        norms("layernorm_before", "layernorm_after", bias=True),
-        linear("mlp.fc1", MLP, H, bias=True),
-        linear("mlp.fc2", H, MLP, bias=True),
+        *(linear(f"attention.{name}_proj", VH, VH, bias=True) for name in "qkv"),
+        linear("attention.projection_layer", VH, VH, bias=True),
+        bare("lambda_1", VH),
+        bare("lambda_2", VH),
+        norms("layernorm_before", "layernorm_after", size=VH, bias=True),
+        linear("mlp.fc1", VMLP, VH, bias=True),
+        linear("mlp.fc2", VH, VMLP, bias=True),
     ),
 }
 KEPT_VISION = ["visual"]

@@ -24,13 +24,16 @@ numbers random. Models that share a layout are not listed again: what holds for 
 - `reshard`: written for two tensor-parallel ranks, and for one again: the same bytes as written for one at once.
 - `convert`: the int4 export as `--format gptq`.
 - `quantised`: how many linears int4 quantises, and their part of the (tiny) model's weights.
+- `real size`: bits per weight of int4 at the size that was published, with embeddings and all else that is kept, and of
+  how many weights; by `--dry-run`, from config.json and headers alone. In groups of 128, or as it says. Other models of
+  the layout follow by name.
 
 `yes`: done. A number: refused, with the words below. `-`: there was nothing to do it with.
 
 **{complete} of {all} layouts are complete.**
 
 """
-_HEADER = ("layout", "as in", "model_type", "quantised", *STEPS)
+_HEADER = ("layout", "as in", "model_type", "quantised", "real size", *STEPS)
 
 
 def document(outcomes: Mapping[str, Outcome], version: str) -> str:
@@ -46,7 +49,7 @@ def document(outcomes: Mapping[str, Outcome], version: str) -> str:
         outcome = outcomes[name]
         cells = [str(refusals.index(cell) + 1) if cell in refusals else cell for cell in outcome.cells.values()]
         kind = layout.config.get("model_type", "-")
-        lines.append(_line([name, f"`{layout.like}`", f"`{kind}`", outcome.quantised, *cells]))
+        lines.append(_line([name, f"`{layout.like}`", f"`{kind}`", outcome.quantised, outcome.real, *cells]))
     told = [f"{number}. {refusal}" for number, refusal in enumerate(refusals, 1)]
     about = _ABOUT.format(version=version, complete=complete, all=len(LAYOUTS))
     refused = ["", "Refused, in the tool's words:", "", *told] if told else []
@@ -68,6 +71,6 @@ def committed() -> dict[str, Outcome]:
     for line in content.splitlines():
         name, *cells = [cell.strip() for cell in line.strip("| ").split(" | ")]
         if name in LAYOUTS and len(cells) == len(_HEADER) - 1:
-            told = {step: refusals.get(cell, cell) for step, cell in zip(STEPS, cells[3:], strict=True)}
-            found[name] = Outcome(told, cells[2])
+            told = {step: refusals.get(cell, cell) for step, cell in zip(STEPS, cells[4:], strict=True)}
+            found[name] = Outcome(told, cells[2], cells[3])
     return found

@@ -10,13 +10,26 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from tests.published._sizes import size
+
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
 
-H, MLP, M, V = 256, 512, 256, 256  # hidden, intermediate, that of an expert, vocabulary
-HEADS, KV_HEADS, HEAD = 4, 2, 64
-WIDE = 128  # a head where config.json says it: blocks of FP8 hold whole ones
+H, MLP, M, V = size("hidden", 256), size("mlp", 512), size("expert_mlp", 256), size("vocabulary", 256)
+LAYERS = size("layers", 2)
+HEADS, KV_HEADS, HEAD = size("heads", 4), size("kv_heads", 2), size("head", 64)
+WIDE = size("head", 128)  # a head where config.json says it: blocks of FP8 hold whole ones
 Q, KV = HEADS * HEAD, KV_HEADS * HEAD
-EXPERTS = 4
+EXPERTS, SHARED_EXPERTS = size("experts", 4), size("shared_experts", 1)
+Q_LORA, KV_LORA = size("q_lora", 128), size("kv_lora", 128)  # latent attention
+NOPE, ROPE, VALUE = size("nope", 64), size("rope", 64), size("value", 64)
+DELTA_KEYS, DELTA_VALUES, DELTA_HEAD = size("delta_keys", 2), size("delta_values", 4), size("delta_head", 64)
+MAMBA_HEADS, MAMBA_HEAD, MAMBA_GROUPS = size("mamba_heads", 8), size("mamba_head", 64), size("mamba_groups", 1)
+STATE, INNER = size("state", 16), MAMBA_HEADS * MAMBA_HEAD
+# of the vision tower
+VH, VMLP, VLAYERS = size("vision_hidden", 256), size("vision_mlp", 512), size("vision_layers", 1)
+VHEADS, VHEAD = size("vision_heads", 4), size("vision_head", 64)
+IMAGE, PATCH = size("image", 28), size("patch", 14)
+PATCHES = (IMAGE // PATCH) * (IMAGE // PATCH)
 
 
 def bare(name: str, *shape: int, dtype: str = "BF16") -> Tensors:

@@ -30,10 +30,12 @@ class Outcome:
     Attributes:
         cells: step -> ``yes``, what refused it, or ``-`` where there was nothing to do.
         quantised: how many weights int4 quantised, and their part of all.
+        real: bits per weight of int4 at the real size, and how many weights these are; ``-`` where one is unknown.
     """
 
     cells: dict[str, str] = field(default_factory=dict)
     quantised: str = "-"
+    real: str = "-"
 
     @property
     def complete(self) -> bool:

@@ -11,8 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from modelexport.system.dtypes import torch_dtype
+from modelexport.models.architecture import family_of, read_dimensions
+from modelexport.models.matching import places
+from modelexport.system.dtypes import tensor_nbytes, torch_dtype
 from tests.published._models import Layout
+
+_NF4 = ".weight.quant_state.bitsandbytes__nf4"
+_HQQ = {"nbits": 4, "group_size": 64, "axis": 1}
 
 
 def write(layout: Layout, directory: Path) -> Path:
@@ -40,13 +45,43 @@ def write(layout: Layout, directory: Path) -> Path:
     return directory
 
 
+def write_headers(layout: Layout, directory: Path) -> Path:
+    """Writes what :func:`write` does but for the weights: a header, and a hole of their size behind it."""
+    directory.mkdir(parents=True)
+    for name, content in {"config.json": layout.config, **layout.files}.items():
+        if content:
+            (directory / name).write_text(json.dumps(content, indent=2))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape) in layout.tensors.items():
+        begin, end = end, end + tensor_nbytes(dtype, shape)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+    said = json.dumps(header).encode()
+    said += b" " * (-len(said) % 8)
+    with (directory / layout.weights).open("wb") as file:
+        file.write(len(said).to_bytes(8, "little") + said)
+        file.truncate(file.tell() + end)
+    return directory
+
+
 def _shapes(layout: Layout) -> dict[str, tuple[int, int]]:
     """Rows and columns of the linears whose tensors say them."""
     found = {}
     for name, (_, shape) in layout.tensors.items():
         if name.endswith(".weight_packed"):
             found[name.removesuffix("_packed")] = (shape[0], shape[1] * 8)
+        elif name.endswith((_NF4, ".W_q")):
+            found[name] = _of_the_model(layout)[name.removesuffix(_NF4).removesuffix(".W_q")]
     return found
+
+
+def _of_the_model(layout: Layout) -> dict[str, tuple[int, int]]:
+    """The shapes of a model's linears, of tensors that do not tell them."""
+    family = family_of(layout.config)
+    dimensions = read_dimensions(layout.config, family)
+    linears = (place for place in places(family, dimensions) if place.module.kind == "linear")
+    shapes = {place.name: dimensions.weight_shape(place.module) for place in linears}
+    return {name: (shape[0], shape[1]) for name, shape in shapes.items()}
 
 
 def _filled(
@@ -62,7 +97,11 @@ def _filled(
         order = torch.arange(shape[0], dtype=kind) // 128
         return order[torch.randperm(shape[0], generator=generator)] if act_order else order
     if leaf == "bitsandbytes__nf4":
-        return _quant_state(shape[0])
+        return _quant_state(shape[0], shapes[name])
+    if leaf in _HQQ:
+        return torch.tensor(_HQQ[leaf])
+    if leaf == "shape":
+        return torch.tensor(shapes[f"{name.removesuffix('.shape')}.W_q"])
     if leaf == "qzeros":
         return torch.full(shape, 0x77777777, dtype=kind)
     if dtype == "U8" and leaf.endswith("scales"):  # exponents
@@ -81,12 +120,12 @@ def _filled(
     return (value / math.sqrt(128)).to(kind)
 
 
-def _quant_state(size: int) -> Tensor:
+def _quant_state(size: int, shape: tuple[int, int]) -> Tensor:
     said = {
         "quant_type": "nf4",
         "blocksize": 64,
         "dtype": "bfloat16",
-        "shape": [128, 128],
+        "shape": list(shape),
         "nested_blocksize": 256,
         "nested_dtype": "float32",
         "nested_offset": 0.04,

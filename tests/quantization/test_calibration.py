@@ -18,10 +18,12 @@ from modelexport.assets import demo_documents, demo_model_path
 from modelexport.checkpoints.safetensors.file import Reader, open_checkpoint
 from modelexport.errors import CheckpointError, PlanError, UsageError
 from modelexport.inspection.evaluate import tokenise
+from modelexport.models.architecture import language_config
 from modelexport.quantization.calibration import text as calibration_text
 from modelexport.quantization.calibration.layers import LayerRunner
 from modelexport.quantization.calibration.ranges import Ranges, observe, token_batches_from
 from tests.helpers.models import copy_checkpoint, make_llama
+from tests.helpers.tiny_models import tiny_checkpoint, tiny_model
 from tests.quantization._forward_ranks import forward_reader
 
 VOCABULARY = 211
@@ -384,3 +386,34 @@ def test_a_tokenizer_that_is_of_no_use(changes: dict[str, object], words: str, t
     config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
     with pytest.raises(CheckpointError, match=words):
         token_batches_from(None, tmp_path, vocabulary=2048)
+
+
+def in_the_language_model(directory: Path, tokens: Tensor) -> LayerRunner:
+    """A runner of the language model that is a part of a checkpoint's."""
+    checkpoint = open_checkpoint(directory)
+    assert checkpoint.config is not None
+    reader = Reader(checkpoint)
+    read = forward_reader(lambda name: reader.read(checkpoint.infos[name]))
+    return LayerRunner(language_config(checkpoint.config, checkpoint.infos), checkpoint.infos, read, tokens)
+
+
+def test_layers_that_attend_to_images_are_passed_by() -> None:
+    """Llama 3.2 Vision's second layer is run on none of the samples, as in transformers' whole model."""
+    model, tokens = tiny_model("mllama").float(), some_tokens(2, 24)
+    with in_the_language_model(tiny_checkpoint("mllama"), tokens) as runner:
+        assert [runner.skips(index) for index in range(len(runner.layers))] == [False, True]
+        for index in range(len(runner.layers)):
+            with runner.filled(index) as layer:
+                seen = runner.observe(layer, {"amax"}, advance=True)
+                assert bool(seen.inputs) is not runner.skips(index)
+        (found,) = runner.outputs()
+    with torch.inference_mode():
+        expected = model.model.language_model(input_ids=tokens, use_cache=False).last_hidden_state
+    torch.testing.assert_close(found, expected)
+
+
+def test_no_range_is_made_up_for_a_layer_that_attends_to_images() -> None:
+    with in_the_language_model(tiny_checkpoint("mllama"), some_tokens(1, 24)) as runner:
+        runner.check_ranges(0)
+        with pytest.raises(PlanError, match=r"text does not pass through language_model\.model\.layers\.1 .* --quant"):
+            runner.check_ranges(1)

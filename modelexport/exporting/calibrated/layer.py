@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from modelexport.exporting.rank import RankJob
     from modelexport.quantization.calibration.layers import FilledLayer, LayerRunner, Observed
 
+NOT_RUN = "text does not pass through its layer, which attends to images: rounded to nearest"
 RARE = 64
 """Tokens below which an expert's statistics are reported as those of too few."""
 
@@ -150,6 +151,9 @@ class CalibratedLayer:
         wants = wants | {"sample"} | (static_ranges.wants(method) if ranged or self.job.plan.kv_cache else frozenset())
         if wants <= self.seen:
             return
+        assert self.step.index is not None
+        if ranged or self.job.plan.kv_cache:
+            self.runner.check_ranges(self.step.index)
         phase(f"{self.step.id}: samples through the layer, for {what}")
         self.observed = self.runner.observe(self.filled, wants, all_experts=self.job.recipe.calib_experts == "all")
         self.seen = wants
@@ -157,7 +161,9 @@ class CalibratedLayer:
             linear.inputs = self.observed.inputs.get(name)
         self._check_finite()
         if self.before is None:
-            self.report.unseen = [name for name, linear in self.quantised.items() if linear.inputs is None]
+            self.report.unseen = [
+                name for name, linear in self.quantised.items() if linear.inputs is None and self._is_expert(name)
+            ]
             self.report.rare = {
                 name: count
                 for name, count in self.observed.tokens.items()
@@ -285,8 +291,14 @@ class CalibratedLayer:
         assert self.before is not None
         self.report.before, self.report.after = self.before.ratios(), after.ratios()
         self.report.notes = {name: note for name, note in rounding.notes.items() if name in self.linears}
+        self.report.notes |= self._not_run()
         self._cached(made)
         return made
+
+    def _not_run(self) -> dict[str, str]:
+        """Linear -> why no sample came to it, of a layer that text does not pass through."""
+        assert self.step.index is not None
+        return dict.fromkeys(self.quantised, NOT_RUN) if self.runner.skips(self.step.index) else {}
 
     def _groups(self) -> list[list[CalibratedLinear]]:
         """The quantised linears, those together that are given the same."""

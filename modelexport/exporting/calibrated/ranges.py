@@ -53,5 +53,6 @@ def calibrate(job: RankJob, reader: Reader) -> Ranges:
         all_experts=recipe.calib_experts == "all",
         memory=recipe.calib_memory,
         derived=plan.family.is_derived,
+        cached=plan.kv_cache,
         progress=progress,
     )

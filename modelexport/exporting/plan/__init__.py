@@ -329,6 +329,9 @@ class _Planner:
                 )[f"*.{module.general_path}"] = None
         elif self.assignment is not None and module.kind == "linear" and not module.why:
             found = self._assigned(place)
+            if found is not None and (narrow := self._too_narrow(module, found)):
+                self.unquantised[place.name] = narrow
+                return None
         elif self.assignment is not None and module.kind in _VOCABULARY and place.draft is None:
             found = self._of_vocabulary(place)
         if found is None and (module.why or module.kind not in ("norm", "vector", "other")):
@@ -381,6 +384,21 @@ class _Planner:
                 {},
             )[f"*.{place.module.general_path}"] = None
         return found
+
+    def _too_narrow(self, module: Module, number_format: NumberFormat) -> str:
+        """The reason why a linear is left as it is that reads fewer features than a group has columns; "" for others.
+
+        Of the linears beside a layer's attention and MLP (Gemma 3n's low-rank ones), where the layer's own have groups:
+        a model that is narrow as a whole, or a linear that ``--quant`` names, needs another group size.
+        """
+        group = number_format.group_size or 0
+        features = self.dims.weight_shape(module)[1]
+        beside = module.role == module.path and not (self.assignment is not None and self.assignment.is_list)
+        if not beside or features >= group or features % max(1, group) == 0 or self.dims.hidden % group:
+            return ""
+        sizes = [size for size in number_format.group_sizes if size > 0 and features % size == 0]
+        hint = f": --group-size {max(sizes)} quantises it, too" if sizes else ""
+        return f"it reads {features} features, fewer than a group of {group} columns{hint}"
 
     def _why_unquantised(self, place: Place) -> str:
         module = place.module

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from modelexport.errors import PlanError, UsageError, error_text, nearest, shown
-from modelexport.models.architecture import family_of, known_model_types
+from modelexport.models.architecture import BY_STRUCTURE, family_of, known_model_types
 from modelexport.models.families.base import Family
 from modelexport.system.tables import text_table
 from modelexport.system.terminal import show
@@ -92,7 +92,9 @@ def _default_config(name: str) -> dict[str, Any]:
 
     if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         known = {*known_model_types(), *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
-        raise UsageError(f"unknown model type '{shown(name)}'{nearest(name, known, listing='modelexport models')}")
+        raise UsageError(
+            f"unknown model type '{shown(name)}'{nearest(name, known, listing='modelexport models')}; {BY_STRUCTURE}"
+        )
     try:
         config: dict[str, Any] = CONFIG_MAPPING[name]().to_dict()
     except (TypeError, ValueError) as error:

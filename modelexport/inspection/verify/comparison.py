@@ -10,6 +10,7 @@ from modelexport.checkpoints.safetensors.file import Checkpoint, TensorInfo
 from modelexport.errors import CheckpointError, ModelExportError, shown
 from modelexport.inspection.record.reading import ExportRecord
 from modelexport.models.architecture import ties_embeddings
+from modelexport.models.derived import KEY as STRUCTURE
 from modelexport.models.draft_layers import draft_tensors
 from modelexport.models.families.drafts import draft_counts, without_counts
 from modelexport.models.matching import KV_SCALES
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from modelexport.inspection.verify.items import AuditItem
     from modelexport.quantization.formats.base import NumberFormat
 
-_NOT_THE_MODEL = {"quantization_config", "transformers_version", "_name_or_path", "torch_dtype", "dtype"}
+_NOT_THE_MODEL = {STRUCTURE, "quantization_config", "transformers_version", "_name_or_path", "torch_dtype", "dtype"}
 _AT_MOST = 5
 
 

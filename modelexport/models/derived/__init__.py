@@ -19,10 +19,21 @@ from typing import Any
 
 from modelexport.models.derived.modules import Derivation
 from modelexport.models.derived.skeleton import Skeleton, language_part, read_skeleton
+from modelexport.models.derived.structure import KEY, StructuralDerivation, read_structure
 from modelexport.models.families.base import Family
 from modelexport.models.families.drafts import draft_counts
 
-__all__ = ["causal_types", "derive", "is_known", "is_language_part", "language_part", "model_types", "skeleton_of"]
+__all__ = [
+    "KEY",
+    "causal_types",
+    "derive",
+    "derive_by_structure",
+    "is_known",
+    "is_language_part",
+    "language_part",
+    "model_types",
+    "skeleton_of",
+]
 
 PLANNED = "tensor-parallel plan"
 WHOLE = "no plan: replicated"
@@ -47,6 +58,21 @@ def skeleton_of(config: Mapping[str, Any], *, part: bool = False) -> Skeleton:
     return _skeleton(json.dumps(config, sort_keys=True, default=str), part)
 
 
+def derive_by_structure(config: Mapping[str, Any]) -> Family:
+    """The family of the one model whose tensors a config.json describes, of a type that transformers does not know.
+
+    Raises:
+        CheckpointError: the description (:data:`~modelexport.models.derived.structure.KEY`) is none.
+    """
+    return _described(json.dumps(config, sort_keys=True, default=str))
+
+
+@lru_cache(maxsize=8)
+def _described(config: str) -> Family:
+    content = json.loads(config)
+    return _with_drafts(StructuralDerivation(read_structure(content)).family(), content)
+
+
 @lru_cache(maxsize=8)
 def _skeleton(config: str, part: bool) -> Skeleton:
     return read_skeleton(json.loads(config), part=part)
@@ -59,7 +85,11 @@ def _derived(config: str, names: frozenset[str], part: bool) -> Family:
     if skeleton.tied and not skeleton.part_tied and content.get("tie_word_embeddings") is None and head in names:
         # The language model's own part says that its head is none: so engines read it, and there the head is.
         return derive({**content, "tie_word_embeddings": False}, names, part=part)
-    family = Derivation(skeleton).family().as_in(names)
+    return _with_drafts(Derivation(skeleton).family().as_in(names), content)
+
+
+def _with_drafts(family: Family, content: Mapping[str, Any]) -> Family:
+    """The same with the draft layers that config.json promises."""
     assert family.dimensions is not None
     drafts = max(draft_counts(content).values(), default=0)
     return replace(family, dimensions=replace(family.dimensions, prediction_layers=drafts))
@@ -83,7 +113,11 @@ def is_language_part(model_type: object) -> bool:
     """Returns whether transformers has a model of that type which turns tokens into hidden states."""
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
-    return model_type in MODEL_MAPPING_NAMES
+    if model_type in MODEL_MAPPING_NAMES or not isinstance(model_type, str):
+        return model_type in MODEL_MAPPING_NAMES
+    from modelexport.quantization.calibration.model import causal_class
+
+    return causal_class(model_type) is not None
 
 
 def model_types() -> dict[str, str]:

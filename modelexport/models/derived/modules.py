@@ -11,7 +11,10 @@ from modelexport.models.derived.cuts import ROLES, STYLES, Axes
 from modelexport.models.derived.skeleton import Skeleton
 from modelexport.models.families.base import Dimensions, ExpertStack, Family, Kind, Module
 
-_EXPERT = re.compile(r"(.*experts)\.(\d+)\.(.+)")
+BUFFERS = ("rotary_emb.inv_freq",)
+"""Endings of the names of tensors that carry no weights."""
+
+EXPERT = re.compile(r"(.*experts)\.(\d+)\.(.+)")
 _FUSED = {**dict.fromkeys(("q", "k", "v"), "qkv_proj"), **dict.fromkeys(("gate", "up"), "gate_up_proj")}
 _IN_ATTENTION = ("q", "k", "v", "o", "qkv")
 _PICKERS = ("gate", "wg")  # a linear of that name may pick experts, or be a part of a gated MLP
@@ -21,7 +24,7 @@ _USED_DIRECTLY = {  # the end of a linear's name -> why it stays
     "indexer.weights_proj": _PICKS_TOKENS,
     "indexer.wk": _PICKS_TOKENS,
 }
-_SMALLEST = 32  # features: with fewer, what a group saves goes into its scale
+SMALLEST = 32  # features: with fewer, what a group saves goes into its scale
 _OUTSIDE = "outside of the language model's decoder layers"
 _STACK = "all experts of a layer in one tensor: what quantises linears does not reach into it"
 _CHANGED = "transformers takes its numbers apart as it loads them, which numbers in groups do not outlive"
@@ -29,7 +32,7 @@ _WIDE = "transformers computes with it in float32"
 
 
 @dataclass(frozen=True)
-class _Found:
+class Found:
     """A module of the checkpoint: its name, within its layer if it is in one, and its tensors.
 
     Attributes:
@@ -91,7 +94,7 @@ class Derivation:
             before=tuple(sorted(before, key=lambda module: module.kind != "embedding")),
             layer=layer,
             after=tuple(sorted(after, key=lambda module: module.kind == "head")),
-            ignored_tensors=("rotary_emb.inv_freq",),
+            ignored_tensors=BUFFERS,
             ignored_patterns=self._ignored(),
             linears=self._linears(),
             old_prefix=self._old_prefix(),
@@ -131,12 +134,12 @@ class Derivation:
 
     # ------------------------------------------------------------ what there is
 
-    def _grouped(self) -> list[_Found]:
-        found: dict[tuple[int | None, str], _Found] = {}
+    def _grouped(self) -> list[Found]:
+        found: dict[tuple[int | None, str], Found] = {}
         for name, shape in self.skeleton.tensors.items():
             layer, rest = self._split(name)
             path, _, parameter = rest.rpartition(".")
-            module = found.setdefault((layer, path), _Found(path, layer))
+            module = found.setdefault((layer, path), Found(path, layer))
             module.tensors[parameter] = (shape, self.skeleton.targets[name])
         return list(found.values())
 
@@ -151,7 +154,7 @@ class Derivation:
         """The number of experts in every list of experts, those that some have beyond it not counted; 0: no lists."""
         lists: dict[tuple[int | None, str, str], set[int]] = {}
         for each in self.found:
-            if each.layer is not None and (match := _EXPERT.fullmatch(each.path)):
+            if each.layer is not None and (match := EXPERT.fullmatch(each.path)):
                 lists.setdefault((each.layer, match[1], match[3]), set()).add(int(match[2]))
         return min((len(own) if own == set(range(len(own))) else 0 for own in lists.values()), default=0)
 
@@ -189,7 +192,7 @@ class Derivation:
             for module, numbers in layers.items()
         )
 
-    def _named(self, modules: Iterable[Module], found: _Found) -> list[Module]:
+    def _named(self, modules: Iterable[Module], found: Found) -> list[Module]:
         """The same with their names in memory, where transformers calls them otherwise."""
         name, own = found.target.rpartition(".")[0], found.path
         if found.layer is not None:
@@ -199,10 +202,10 @@ class Derivation:
             return list(modules)
         return [replace(module, in_memory=name) if not module.in_memory else module for module in modules]
 
-    def _inside(self, found: _Found, siblings: Iterable[tuple[int | None, str]]) -> list[Module]:
+    def _inside(self, found: Found, siblings: Iterable[tuple[int | None, str]]) -> list[Module]:
         """The modules that a module of a decoder layer on disk is declared as."""
         kind, path = self._class(found), found.path
-        if (match := _EXPERT.fullmatch(path)) and int(match[2]) < self.experts:
+        if (match := EXPERT.fullmatch(path)) and int(match[2]) < self.experts:
             path = f"{match[1]}.{{e}}.{match[3]}"
         bias = "bias" in found.tensors
         if len(found.weight) == 2 and self._picks_experts(found, kind):
@@ -215,7 +218,7 @@ class Derivation:
             return [norm, *self._further(found, path)]
         return [self._other(found, path, name) for name in found.tensors]
 
-    def _outside(self, found: _Found) -> list[Module]:
+    def _outside(self, found: Found) -> list[Module]:
         """The same for one that stands outside of them."""
         kind, name, path = self._class(found), found.target.rpartition(".")[0], found.path
         bias = "bias" in found.tensors
@@ -232,11 +235,11 @@ class Derivation:
             return [linear, *self._further(found, path)]
         return [self._other(found, path, tensor) for tensor in found.tensors]
 
-    def _further(self, found: _Found, path: str) -> list[Module]:
+    def _further(self, found: Found, path: str) -> list[Module]:
         """The tensors of a module beside its weight and bias."""
         return [self._other(found, path, name) for name in found.tensors if name not in ("weight", "bias")]
 
-    def _other(self, found: _Found, path: str, name: str) -> Module:
+    def _other(self, found: Found, path: str, name: str) -> Module:
         """A tensor that is passed on as it is."""
         shape, target = found.tensors[name]
         role = f"{path}.{name}".lstrip(".")
@@ -278,26 +281,26 @@ class Derivation:
         if inner % len(linears):
             return None
         inner //= len(linears)
-        small = min(inner, hidden) < _SMALLEST
+        small = min(inner, hidden) < SMALLEST
         return ExpertStack(
             linears=tuple(linears),
             transposed=transposed,
             axis=None if style is None else self.axes.features(inner),
-            why=f"one of its dims is smaller than {_SMALLEST}" if small else "",
+            why=f"one of its dims is smaller than {SMALLEST}" if small else "",
         )
 
-    def _class(self, found: _Found) -> str:
+    def _class(self, found: Found) -> str:
         return self.skeleton.modules.get(found.target.rpartition(".")[0], "")
 
     def _is_large(self, shape: Sequence[int]) -> bool:
         """Returns whether the module is large enough to gain by quantisation."""
-        return len(shape) > 1 and math.prod(shape) >= _SMALLEST**2
+        return len(shape) > 1 and math.prod(shape) >= SMALLEST**2
 
-    def _is_of_a_stack(self, found: _Found) -> bool:
+    def _is_of_a_stack(self, found: Found) -> bool:
         """Returns whether it is one expert's linear, which transformers stacks with its like."""
-        return len(self.skeleton.shapes.get(found.target, ())) == 3 and _EXPERT.fullmatch(found.path) is not None
+        return len(self.skeleton.shapes.get(found.target, ())) == 3 and EXPERT.fullmatch(found.path) is not None
 
-    def _picks_experts(self, found: _Found, kind: str) -> bool:
+    def _picks_experts(self, found: Found, kind: str) -> bool:
         """Returns whether it is (of) a router: by its name, or a class; one called gate only if it has an output for
         each."""
         parts = found.path.lower().split(".")
@@ -309,9 +312,9 @@ class Derivation:
         if "router" in parts or any("router" in name.lower() for name in (kind, *classes)):
             return True
         most = max(self.most_experts, self.skeleton.numbers.get("num_experts") or 0)
-        return any(name in parts for name in _PICKERS) and found.weight[0] <= max(most, _SMALLEST)
+        return any(name in parts for name in _PICKERS) and found.weight[0] <= max(most, SMALLEST)
 
-    def _linear(self, found: _Found, path: str, bias: bool, siblings: Iterable[tuple[int | None, str]]) -> Module:
+    def _linear(self, found: Found, path: str, bias: bool, siblings: Iterable[tuple[int | None, str]]) -> Module:
         does, expert, target = ROLES.get(found.leaf, ""), self._is_of_a_stack(found), found.target
         in_attention = self.axes.is_attention(target)
         place = "expert" if expert else "shared" if "shared" in path else "attention" if in_attention else "mlp"
@@ -338,7 +341,7 @@ class Derivation:
         )
         return self.axes.linear(module, does, target)
 
-    def _why(self, found: _Found, *, expert: bool) -> str:
+    def _why(self, found: Found, *, expert: bool) -> str:
         """The reason why a linear of a decoder layer is not quantised; "" where it may be."""
         for end, why in _USED_DIRECTLY.items():
             if f".{found.path}".endswith(f".{end}"):
@@ -347,7 +350,7 @@ class Derivation:
             return _CHANGED
         if found.target in self.skeleton.wide:
             return _WIDE
-        return f"one of its dims is smaller than {_SMALLEST}" if min(found.weight) < _SMALLEST else ""
+        return f"one of its dims is smaller than {SMALLEST}" if min(found.weight) < SMALLEST else ""
 
     def _vocabulary(self, path: str, role: str, shape: tuple[int, ...], *, bias: bool | None) -> Module:
         """The embedding or the head."""

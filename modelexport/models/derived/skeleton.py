@@ -13,7 +13,7 @@ from typing import Any
 
 from modelexport.errors import CheckpointError, ModelExportError, PlanError, error_text
 
-_NUMBERS = (
+NUMBERS = (
     "hidden_size",
     "num_attention_heads",
     "num_key_value_heads",
@@ -226,7 +226,7 @@ def read_skeleton(config: Mapping[str, Any], *, part: bool = False) -> Skeleton:
         head=head,
         tied=bool(head) and f"{head}.weight" in tied,
         plan=plan,
-        numbers={key: _number(numbers, key) for key in _NUMBERS},
+        numbers={key: _number(numbers, key) for key in NUMBERS},
         head_dims={name: size for name, module in model.named_modules() if (size := _whole_of(module, "head_dim"))},
         base=str(model.base_model_prefix),
         ignored=tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),

@@ -197,6 +197,7 @@ class Family:
         carried: patterns that are searched for in the names of tensors beside the language model's, which are taken
             over as they are.
         norms_centre: whether norms take the mean away first, as LayerNorm does.
+        computed_as: the model type that transformers computes its language models as, where that is another.
     """
 
     name: str
@@ -223,6 +224,7 @@ class Family:
     linears: tuple[tuple[str, str, frozenset[int]], ...] = ()
     is_part: bool = False
     carried: tuple[str, ...] = ()
+    computed_as: str = ""
 
     def of_type(self, model_type: str) -> Family:
         """The family as the models of one of its types have it."""
@@ -280,7 +282,7 @@ class Family:
             dimensions: its own.
             names: every tensor of the checkpoint. The head may stand beside the part.
         """
-        outer = prefix.strip(".").split(".")
+        outer = prefix.strip(".").split(".") if prefix else []
         modules = {name.rpartition(".")[0] for name in names}
 
         def placed(module: Module) -> Module:

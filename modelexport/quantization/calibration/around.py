@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -21,8 +22,9 @@ from modelexport.quantization.calibration.model import DYNAMIC, OF_MODELS, body,
 
 __all__ = ["Calls", "ModelShell"]
 
-Calls = dict[tuple[int, ...], list[tuple[tuple[Any, ...], dict[str, Any]]]]
-"""Shape of a batch's hidden states -> further arguments of each layer."""
+Calls = dict[tuple[int, ...], dict[int, tuple[tuple[Any, ...], dict[str, Any]]]]
+"""Shape of a batch's hidden states -> further arguments of each layer, by its number; layers that text does not pass
+through (they attend to images) are missing."""
 
 
 class ModelShell:
@@ -156,12 +158,12 @@ class ModelShell:
         raise first
 
     def _as_layers_do(self, batch: Tensor, result: Tensor | None, returns: int) -> tuple[Tensor, Tensor]:
-        calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         seen: list[Tensor] = []
         given: list[Tensor] = []
         wanted = (*batch.shape, self.model.config.hidden_size)
 
-        def note(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def note(index: int, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
             if hidden_states.shape != wanted:
                 raise ValueError(f"a layer is given {list(hidden_states.shape)}, where {list(wanted)} is usual")
             if given and hidden_states is not given[-1] and not torch.equal(hidden_states, given[-1]):
@@ -170,13 +172,13 @@ class ModelShell:
                 kind = self.model.config.model_type
                 raise PlanError(f"layers of a {kind} model hand more than hidden states to the next: {DYNAMIC}")
             seen.append(hidden_states)
-            calls.append((args, kwargs))
+            calls[index] = (args, kwargs)
             out = hidden_states if result is None else result
             given.append(out)
             return (out, *(_MORE,) * (returns - 1)) if returns else out
 
-        for layer in self.layers:
-            layer.forward = note
+        for index, layer in enumerate(self.layers):
+            layer.forward = partial(note, index)
         try:
             with torch.inference_mode():
                 ids = batch.to(self.device)

@@ -107,6 +107,7 @@ class LayerRunner:
         hidden: each batch's input of the next layer, ``[samples, length, hidden]`` in ``dtype``; the same on all ranks.
         head_name: the output embedding's module; None where there is none.
         on_disk: transformers' name of a tensor -> the checkpoint's, where that is another.
+        layers_on_disk: the name of the list of decoder layers in the checkpoint.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class LayerRunner:
         shapes = [(*batch.shape, self.model.config.hidden_size) for batch in self.batches]
         self.hidden = HiddenStates(shapes, dtype, self.device, memory=memory, directory=directory)
         inside = [name for name in (self.prefix, self.head_name) if name is not None]
-        self.on_disk, self._layers_on_disk = on_disk(self.model, self.prefix, names)
+        self.on_disk, self.layers_on_disk = on_disk(self.model, self.prefix, names)
         self._around = ModelShell(
             self.model, self.layers, inside, {*names, *self.on_disk}, self._read_renamed, dtype, self.device
         )
@@ -211,7 +212,7 @@ class LayerRunner:
             PlanError: the checkpoint lacks some of them.
             CheckpointError: some have another shape than config.json says.
         """
-        module, prefix = self.layers[index], f"{self._layers_on_disk}.{index}."
+        module, prefix = self.layers[index], f"{self.layers_on_disk}.{index}."
         empty = module.state_dict()
         made_of = sources(module, prefix, self.names)
         memory = f"{self.prefix}.{index}."
@@ -238,6 +239,22 @@ class LayerRunner:
             yield layer
         finally:
             module.load_state_dict(empty, assign=True)
+
+    def skips(self, index: int) -> bool:
+        """Returns whether text does not pass through layer ``index``: it attends to images, of which there are none."""
+        return not any(index in calls for calls in self._around.calls.values())
+
+    def check_ranges(self, index: int) -> None:
+        """Refuse a layer whose inputs, keys or values need a static scale, and that no sample passes through.
+
+        Raises:
+            PlanError: layer ``index`` is one.
+        """
+        if self.skips(index):
+            raise PlanError(
+                f"text does not pass through {self.layers_on_disk}.{index} of a {self.model.config.model_type} model, "
+                f"which attends to images: no range of its inputs, keys or values can be measured; {DYNAMIC}"
+            )
 
     def observe(
         self, layer: FilledLayer, wants: Collection[str], *, all_experts: bool = False, advance: bool = False
@@ -351,6 +368,8 @@ class LayerRunner:
         activations: Mapping[str, Activation] | None = None,
     ) -> Tensor:
         hidden = self.hidden[number]
+        if self.skips(layer.index):
+            return hidden
         args, kwargs = self._around.calls[tuple(hidden.shape)][layer.index]
         assert self._together is not None
         watch = ShardedProducts(

@@ -21,6 +21,7 @@ __all__ = [
     "TensorSource",
     "body",
     "build",
+    "causal_class",
     "choosing_all",
     "decoder_layers",
     "in_memory",
@@ -38,6 +39,8 @@ DYNAMIC = "choose what needs no calibration (such as --quant fp8 or int8 with --
 OF_MODELS = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What transformers' modules raise that are run in a way they are not made for."""
 
+_BESIDE_LORA = ".base_layer."
+"""What peft puts into the name of a linear that has LoRA branches, where a checkpoint holds them side by side."""
 _EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.(\w+)\.(weight|bias)")
 _STACKED = re.compile(r"(.+)\.experts\.(gate_up_proj|up_proj|down_proj)(_bias)?")
 _PARTS = {
@@ -116,6 +119,9 @@ def build(config: Mapping[str, Any], local: Mapping[str, int]) -> Any:
         with init_empty_weights(include_buffers=False):
             if type(parsed) in MODEL_FOR_CAUSAL_LM_MAPPING:
                 return AutoModelForCausalLM.from_config(parsed, attn_implementation=attention).eval()
+            own = causal_class(str(kind))
+            if own is not None:
+                return own._from_config(parsed, attn_implementation=attention).eval()
             return _with_head(parsed, attention).eval()
 
     attention = _attention(parsed)
@@ -130,6 +136,20 @@ def build(config: Mapping[str, Any], local: Mapping[str, int]) -> Any:
         raise PlanError(
             f"calibration cannot build transformers' model for {quoted(kind)}: {error_text(error)}; {DYNAMIC}"
         ) from error
+
+
+def causal_class(kind: str) -> Any | None:
+    """transformers' causal model of a type that it lists under the name of the whole model only: that of ``mllama``,
+    Llama 3.2 Vision, takes a ``mllama_text_model``. None where there is none, or where the type is listed itself."""
+    import transformers
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
+
+    whole = model_type_to_module_name(kind)
+    if kind in MODEL_MAPPING_NAMES or whole not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return None
+    found = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[whole], None)
+    return found if getattr(getattr(found, "config_class", None), "model_type", None) == kind else None
 
 
 def _with_head(parsed: Any, attention: str) -> Any:
@@ -275,7 +295,7 @@ def in_memory(model: Any, names: Collection[str]) -> dict[str, str]:
     except ImportError:  # before version 5 nothing was renamed
         return {}
     renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
-    renamed = ((rename_source_key(name, renamings, [])[0], name) for name in strange)
+    renamed = ((rename_source_key(name.replace(_BESIDE_LORA, "."), renamings, [])[0], name) for name in strange)
     return {new: name for new, name in renamed if new in held and new not in names}
 
 

@@ -63,6 +63,7 @@ def observe(
     all_experts: bool = False,
     memory: int | None = None,
     derived: bool = False,
+    cached: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Ranges:
     """Measures the magnitudes that static scales are to cover: of every linear's inputs, every layer's keys and values.
@@ -84,10 +85,12 @@ def observe(
         all_experts: every expert sees every token, whichever the router chose for it.
         memory: bytes of hidden states to keep in memory; None for all.
         derived: see :class:`LayerRunner`.
+        cached: whether keys and values have static scales.
         progress: called with (layers done, layers in all).
 
     Raises:
-        PlanError: transformers has no such model, or not with these tensors; its routers cannot choose all experts.
+        PlanError: transformers has no such model, or not with these tensors; its routers cannot choose all experts; a
+            layer has static scales, and text does not pass through it.
         CheckpointError: a linear, or an attention, is given NaN or Inf.
     """
     ranges = Ranges({}, {}, {}, (), tokens.shape[0], tokens.shape[1])
@@ -107,6 +110,8 @@ def observe(
     ) as runner:
         for index in range(len(runner.layers)):
             with runner.filled(index) as layer:
+                if cached or not chosen.keys().isdisjoint(layer.linears):
+                    runner.check_ranges(index)
                 observed = runner.observe(
                     layer, static_ranges.wants(method), all_experts=all_experts, advance=not all_experts
                 )

@@ -93,7 +93,6 @@ def test_what_is_folded_is_the_same_on_any_number_of_ranks(
     [
         ("falcon", "awq", "no norm is read by linears. gptq, mse, rtn move none"),
         ("cohere", "rotation", "leave rotation out"),
-        ("mllama", "gptq", "no causal language model of its model_type"),
     ],
 )
 def test_what_needs_more_than_a_plan_is_refused_in_words(
