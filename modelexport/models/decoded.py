@@ -121,7 +121,7 @@ class StoredLinear:
         return weight if fits else weight[asked[0], asked[1]]
 
     def _is_across(self, suffix: str) -> bool:
-        """Returns True where the rows of the weight run along another dim of a tensor than its first: a few lie apart."""
+        """Returns True where rows of the weight run along another dim of a tensor than its first: a few lie apart."""
         return any(axis is not None and axis[0] == 0 for axis in self.axes[suffix][1:])
 
     def _stored(self, reader: Reader, suffix: str, spans: Sequence[Range]) -> Tensor:
