@@ -7,7 +7,7 @@ quantised one, with the bytes that decoding it into a checkpoint of its own firs
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 __all__ = ["StoredLinear", "StoredStack", "decoded", "model_dtype", "stored_linear"]
 
+_AT_ONCE = 1 << 20
+"""Weights that are decoded at a time: with all that is made of them on the way, they fit the cache of a core."""
 _SCALE_LIKE = ("scale", "scales", "scale_inv", "scaling_factor")
 
 
@@ -81,32 +83,64 @@ class StoredLinear:
                     units[axis[0]] = math.lcm(units[axis[0]], axis[1])
         return (units[0], units[1])
 
-    def read(self, reader: Reader, rows: Range, cols: Range) -> Tensor:
+    def read(self, reader: Reader, rows: Range, cols: Range, out: Tensor | None = None) -> Tensor:
         """Rows and columns of the weight, decoded in float32 and rounded to its dtype.
+
+        They are read and decoded a few rows at a time: what lies between stays in the cache, and fills no fresh pages.
 
         Raises:
             CheckpointError: a file cannot be read, or its values mean nothing.
         """
+        import torch
+
         from modelexport.quantization import decoding
 
-        shape = (self.weight.shape[0], self.weight.shape[1])
+        shape, dtype = (self.weight.shape[0], self.weight.shape[1]), torch_dtype(self.weight.dtype)
         spans = [_widened(span, unit, size) for span, unit, size in zip((rows, cols), self._unit, shape, strict=True)]
-        tensors = {}
-        for suffix, info in self.tensors.items():
-            parts: list[Range | None] = [None, None]
-            for dim, axis in enumerate(self.axes[suffix][: len(info.shape)]):
-                if axis is not None and spans[axis[0]] != (0, shape[axis[0]]):
-                    parts[dim] = scale_range(spans[axis[0]], axis[1], info.shape[dim])
-            tensors[suffix] = reader.read_stored(info, rows=parts[0], cols=parts[1])
-        extent = (spans[0][1] - spans[0][0], spans[1][1] - spans[1][0])
-        part = WeightSlice(shape, (spans[0][0], spans[1][0]), extent)
-        try:
-            decoding.check_stored(tensors, shape)
-            weight = decoding.dequantise(self.method, self.number_format, tensors, part)
-        except CheckpointError as error:  # of one among hundreds
-            raise type(error)(f"{self.weight.name.removesuffix('.weight')}: {error}") from error
+        (first, last), (left, right) = spans
+        fits = out is not None and out.dtype == dtype and spans == [tuple(rows), tuple(cols)]
+        weight = out if out is not None and fits else torch.empty((last - first, right - left), dtype=dtype)
+        across = {suffix: self._stored(reader, suffix, spans) for suffix in self.tensors if self._is_across(suffix)}
+        unit = self._unit[0]
+        step = max(1, _AT_ONCE // (unit * max(1, right - left))) * unit
+        for start in range(first, last, step):
+            band = (start, min(start + step, last))
+            begin, end = band[0] - first, band[1] - first
+            tensors = {
+                suffix: self._rows(suffix, across[suffix], (begin, end))
+                if suffix in across
+                else self._stored(reader, suffix, (band, spans[1]))
+                for suffix in self.tensors
+            }
+            part = WeightSlice(shape, (start, left), (end - begin, right - left))
+            try:
+                decoding.check_stored(tensors, shape)
+                decoding.dequantise(self.method, self.number_format, tensors, part, weight[begin:end])
+            except CheckpointError as error:  # of one among hundreds
+                raise type(error)(f"{self.weight.name.removesuffix('.weight')}: {error}") from error
         asked = [slice(a - start, b - start) for (a, b), (start, _) in zip((rows, cols), spans, strict=True)]
-        return weight[asked[0], asked[1]].to(torch_dtype(self.weight.dtype))
+        return weight if fits else weight[asked[0], asked[1]]
+
+    def _is_across(self, suffix: str) -> bool:
+        """Returns True where rows of the weight run along another dim of a tensor than its first: a few lie apart."""
+        return any(axis is not None and axis[0] == 0 for axis in self.axes[suffix][1:])
+
+    def _stored(self, reader: Reader, suffix: str, spans: Sequence[Range]) -> Tensor:
+        """The part of a tensor that belongs to some rows and columns of the weight."""
+        info = self.tensors[suffix]
+        parts: list[Range | None] = [None, None]
+        for dim, axis in enumerate(self.axes[suffix][: len(info.shape)]):
+            if axis is not None and spans[axis[0]] != (0, self.weight.shape[axis[0]]):
+                parts[dim] = scale_range(spans[axis[0]], axis[1], info.shape[dim])
+        return reader.read_stored(info, rows=parts[0], cols=parts[1])
+
+    def _rows(self, suffix: str, tensor: Tensor, rows: Range) -> Tensor:
+        """The part of a tensor, read for some rows of the weight, that belongs to a few of these."""
+        for dim, axis in enumerate(self.axes[suffix][: tensor.dim()]):
+            if axis is not None and axis[0] == 0:
+                begin, end = scale_range(rows, axis[1], tensor.shape[dim])
+                tensor = tensor.narrow(dim, begin, end - begin)
+        return tensor.contiguous()
 
 
 @dataclass(frozen=True)
@@ -130,7 +164,7 @@ class StoredStack:
         """The tensors that hold it."""
         return [info for expert in self.experts for info in expert.sources]
 
-    def read(self, reader: Reader, rows: Range, cols: Range) -> Tensor:
+    def read(self, reader: Reader, rows: Range, cols: Range, out: Tensor | None = None) -> Tensor:
         """Some experts, and of dim 1 a part, decoded in float32 and rounded to the stack's dtype.
 
         Raises:
@@ -138,12 +172,11 @@ class StoredStack:
         """
         import torch
 
-        found = torch.empty(
-            (rows[1] - rows[0], cols[1] - cols[0], self.weight.shape[2]), dtype=torch_dtype(self.weight.dtype)
-        )
-        for out, expert in zip(found, self.experts[rows[0] : rows[1]], strict=True):
+        shape = (rows[1] - rows[0], cols[1] - cols[0], self.weight.shape[2])
+        found = torch.empty(shape, dtype=torch_dtype(self.weight.dtype)) if out is None else out
+        for own, expert in zip(found, self.experts[rows[0] : rows[1]], strict=True):
             whole = (0, self.weight.shape[2])
-            out.copy_(expert.read(reader, whole, cols).t() if self.transposed else expert.read(reader, cols, whole))
+            own.copy_(expert.read(reader, whole, cols).t() if self.transposed else expert.read(reader, cols, whole))
         return found
 
 

@@ -71,7 +71,7 @@ class BlockwiseWeight:
     def _size(self) -> int:
         return math.prod(self.weight.shape)
 
-    def read(self, reader: Reader, rows: Range, cols: Range) -> Tensor:
+    def read(self, reader: Reader, rows: Range, cols: Range, out: Tensor | None = None) -> Tensor:
         """Rows and columns of the weight, decoded in float32 and rounded to its dtype.
 
         Raises:
@@ -79,7 +79,8 @@ class BlockwiseWeight:
         """
         import torch
 
-        out = torch.empty(rows[1] - rows[0], cols[1] - cols[0], dtype=torch_dtype(self.weight.dtype))
+        if out is None:
+            out = torch.empty(rows[1] - rows[0], cols[1] - cols[0], dtype=torch_dtype(self.weight.dtype))
         step = max(1, _TILE // max(1, self.weight.shape[1]))
         for start in range(rows[0], rows[1], step):
             tile = (start, min(start + step, rows[1]))

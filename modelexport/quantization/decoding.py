@@ -17,8 +17,14 @@ if hasattr(torch, "float8_e8m0fnu"):
     _NAN[torch.float8_e8m0fnu] = 0xFF
 
 
-def dequantise(method: str, number_format: NumberFormat, tensors: Mapping[str, Tensor], part: WeightSlice) -> Tensor:
-    """The rectangle of a weight that a linear's tensors stand for, float32 ``[rows, cols]``.
+def dequantise(
+    method: str,
+    number_format: NumberFormat,
+    tensors: Mapping[str, Tensor],
+    part: WeightSlice,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The rectangle of a weight that a linear's tensors stand for, ``[rows, cols]``: in float32, then rounded.
 
     Where a method divides the inputs by numbers that it keeps beside the weight (modelopt's ``pre_quant_scale``), the
     weight's columns are multiplied by them.
@@ -26,6 +32,7 @@ def dequantise(method: str, number_format: NumberFormat, tensors: Mapping[str, T
     Args:
         method: ``quant_method`` of the checkpoint that the tensors (suffix -> tensor, of the part) are from.
         part: begins and ends where the axes of the tensors' specs allow a cut.
+        out: filled and returned; bf16, fp16 or float32. Without it, a float32 tensor is made.
 
     Raises:
         CheckpointError: the tensors hold what the number format cannot say.
@@ -34,12 +41,15 @@ def dequantise(method: str, number_format: NumberFormat, tensors: Mapping[str, T
     own, multiplier = getattr(encoder, "dequantise", None), getattr(encoder, "weight_multiplier", None)
     if own is not None:
         weight: Tensor = own(number_format, tensors, part)
-        return weight
+        return weight if out is None else out.copy_(weight)
     columns = None if multiplier is None else multiplier(tensors)
     specs = tensor_specs(number_format.scheme(method), part.shape)
     needed = {suffix: tensor for suffix, tensor in tensors.items() if suffix in specs}
-    weight = number_format.dequantise(encoder.decode(number_format, needed, part))
-    return weight if columns is None else weight * columns.float()
+    native = encoder.decode(number_format, needed, part)
+    if columns is None:
+        return number_format.dequantise(native, out=out)
+    weight = number_format.dequantise(native) * columns.float()
+    return weight if out is None else out.copy_(weight)
 
 
 def recode(

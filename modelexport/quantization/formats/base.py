@@ -280,10 +280,19 @@ class NumberFormat(ABC):
         key = "input_global_scale" if "input_global_scale" in out else "input_scale"
         out[key].fill_(self.input_scale(inputs))
 
-    def dequantise(self, tensors: Mapping[str, Tensor], *, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight that native tensors stand for, ``[rows, cols]``: computed in float32, then rounded."""
-        device = next(iter(tensors.values())).device
-        out = torch.empty(self.stored_shape(tensors), dtype=dtype, device=device)
+    def dequantise(
+        self, tensors: Mapping[str, Tensor], *, dtype: torch.dtype = torch.float32, out: Tensor | None = None
+    ) -> Tensor:
+        """The weight that native tensors stand for, ``[rows, cols]``: computed in float32, then rounded.
+
+        Args:
+            tensors: suffix -> native tensor.
+            dtype: of what is made where there is no ``out``.
+            out: filled and returned; bf16, fp16 or float32.
+        """
+        if out is None:
+            device = next(iter(tensors.values())).device
+            out = torch.empty(self.stored_shape(tensors), dtype=dtype, device=device)
         self._dequantise(tensors, out)
         return out
 
