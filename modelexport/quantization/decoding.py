@@ -9,7 +9,7 @@ from torch import Tensor
 
 from modelexport.errors import ValuesError
 from modelexport.quantization.formats.base import NumberFormat
-from modelexport.quantization.methods import Method, WeightSlice, of_method, tensor_specs
+from modelexport.quantization.methods import Method, ReadOnlyNumbers, WeightSlice, of_method, tensor_specs
 
 _NAN = {torch.float8_e4m3fn: 0x7F, torch.uint8: 0xFF}
 """One-byte numbers -> the bits that are all set in NaN; bytes are exponents (E8M0) where they are scales."""
@@ -17,7 +17,9 @@ if hasattr(torch, "float8_e8m0fnu"):
     _NAN[torch.float8_e8m0fnu] = 0xFF
 
 
-def dequantise(method: str, number_format: NumberFormat, tensors: Mapping[str, Tensor], part: WeightSlice) -> Tensor:
+def dequantise(
+    method: str, number_format: NumberFormat | ReadOnlyNumbers, tensors: Mapping[str, Tensor], part: WeightSlice
+) -> Tensor:
     """The rectangle of a weight that a linear's tensors stand for, float32 ``[rows, cols]``.
 
     Where a method divides the inputs by numbers that it keeps beside the weight (modelopt's ``pre_quant_scale``), the
@@ -25,6 +27,7 @@ def dequantise(method: str, number_format: NumberFormat, tensors: Mapping[str, T
 
     Args:
         method: ``quant_method`` of the checkpoint that the tensors (suffix -> tensor, of the part) are from.
+            Where the method has :func:`~modelexport.quantization.methods.views`, as these have them.
         part: begins and ends where the axes of the tensors' specs allow a cut.
 
     Raises:
@@ -35,6 +38,7 @@ def dequantise(method: str, number_format: NumberFormat, tensors: Mapping[str, T
     if own is not None:
         weight: Tensor = own(number_format, tensors, part)
         return weight
+    assert isinstance(number_format, NumberFormat), "methods with numbers of their own decode them"
     columns = None if multiplier is None else multiplier(tensors)
     specs = tensor_specs(number_format.scheme(method), part.shape)
     needed = {suffix: tensor for suffix, tensor in tensors.items() if suffix in specs}

@@ -12,7 +12,17 @@ import torch
 from torch import Tensor
 
 from modelexport.system.dtypes import torch_dtype
-from tests.published._models import Layout
+from tests.published._models import DENSE, Layout
+
+_HQQ = {
+    **{name: torch.tensor(value) for name, value in (("nbits", 4), ("group_size", 64), ("axis", 1))},
+    **{name: torch.tensor(0) for name in ("view_as_float", "quant_scale", "quant_zero", "offload_meta", "round_zero")},
+    **{name: torch.tensor(1) for name in ("encoded_state_dict", "stores_quant_config", "channel_wise", "optimize")},
+    "packing": torch.tensor(list(b"4bit_u8")),
+    "unpack_view_dtype": torch.tensor(list(b"torch.uint8")),
+    "compute_dtype": torch.tensor(list(b"torch.bfloat16")),
+}
+"""The settings beside HQQ's numbers."""
 
 
 def write(layout: Layout, directory: Path) -> Path:
@@ -41,8 +51,8 @@ def write(layout: Layout, directory: Path) -> Path:
 
 
 def _shapes(layout: Layout) -> dict[str, tuple[int, int]]:
-    """Rows and columns of the linears whose tensors say them."""
-    found = {}
+    """Rows and columns of the linears whose tensors say them; of those without any, a dense decoder's."""
+    found = {name: (shape[0], shape[1]) for name, (_, shape) in DENSE.items() if len(shape) == 2}
     for name, (_, shape) in layout.tensors.items():
         if name.endswith(".weight_packed"):
             found[name.removesuffix("_packed")] = (shape[0], shape[1] * 8)
@@ -62,7 +72,11 @@ def _filled(
         order = torch.arange(shape[0], dtype=kind) // 128
         return order[torch.randperm(shape[0], generator=generator)] if act_order else order
     if leaf == "bitsandbytes__nf4":
-        return _quant_state(shape[0])
+        return _quant_state(shape[0], shapes[name.partition(".quant_state.")[0]])
+    if leaf in _HQQ:
+        return _HQQ[leaf].to(kind)
+    if leaf == "shape":
+        return torch.tensor(shapes[name.replace(".shape", ".weight")])
     if leaf == "qzeros":
         return torch.full(shape, 0x77777777, dtype=kind)
     if dtype == "U8" and leaf.endswith("scales"):  # exponents
@@ -81,12 +95,12 @@ def _filled(
     return (value / math.sqrt(128)).to(kind)
 
 
-def _quant_state(size: int) -> Tensor:
+def _quant_state(size: int, rows_and_columns: tuple[int, int]) -> Tensor:
     said = {
         "quant_type": "nf4",
         "blocksize": 64,
         "dtype": "bfloat16",
-        "shape": [128, 128],
+        "shape": list(rows_and_columns),
         "nested_blocksize": 256,
         "nested_dtype": "float32",
         "nested_offset": 0.04,

@@ -27,7 +27,7 @@ from modelexport.models.architecture import Module
 from modelexport.models.decoded import StoredLinear, decoded, model_dtype, stored_linear
 from modelexport.models.matching import Matched, MatchedModule, ModelDescription, Place, match, refuse
 from modelexport.models.ties import check_tied, untie
-from modelexport.quantization.methods import Method, of_method
+from modelexport.quantization.methods import Method, ReadOnlyNumbers, of_method
 from modelexport.sharding.plan import Cut, Parallelism, even_cut
 from modelexport.system.dtypes import FLOATS
 
@@ -279,7 +279,14 @@ class _Planner:
     def _number_format(self, place: Place, stored: StoredLinear | None) -> NumberFormat | None:
         """The number format of a module; notes the reason where there is none."""
         found, module = None, place.module
-        if self.assignment is None and stored is not None:
+        if self.assignment is None and stored is not None and isinstance(stored.number_format, ReadOnlyNumbers):
+            self.format_problems.setdefault(
+                f"is {stored.number_format.name} in the source, which is only read: --quant none writes the weights "
+                "that it stands for",
+                {},
+            )[f"*.{module.general_path}"] = None
+        elif self.assignment is None and stored is not None:
+            assert not isinstance(stored.number_format, ReadOnlyNumbers)
             found = stored.number_format
             if not stored.exact:
                 self.format_problems.setdefault(
