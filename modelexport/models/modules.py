@@ -16,6 +16,7 @@ from modelexport.models.architecture import Dimensions, Family, family_of, read_
 from modelexport.models.draft_layers import draft_modules
 from modelexport.quantization.formats import name_of
 from modelexport.quantization.methods import QuantizationConfig, Scheme, StoredTensorSpec, tensor_specs
+from modelexport.system.dtypes import dtype_bits
 
 PLAIN = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64", "F8_E4M3": "fp8", "F8_E5M2": "fp8-e5m2"}
 _SCALES = (
@@ -169,7 +170,8 @@ def recognise(tensors: Mapping[str, TensorInfo], scheme: Scheme | None, method: 
         *outer, groups, _ = tensors["blocks"].shape
         return StoredWeight("mxfp4", (*outer, groups * 32), "scales", (1, 32), True)
     if "W_q" in tensors:  # hqq: no header tells its bits
-        return StoredWeight("hqq", (8 * tensors["W_q"].nbytes // _bits_of(scheme),), "scale", (1, 1), True)
+        held = math.prod(tensors["W_q"].shape) * dtype_bits(tensors["W_q"].dtype)
+        return StoredWeight("hqq", (held // _bits_of(scheme),), "scale", (1, 1), True)
     info = tensors.get("weight")
     if info is None:
         return StoredWeight("-")

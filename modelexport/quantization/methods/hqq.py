@@ -242,9 +242,8 @@ def _check_settings(layout: _Layout, tensors: Mapping[str, Tensor], shape: tuple
     for name, wanted in _wanted(layout, shape):
         if name in tensors:
             tensor = tensors[name]
-            found: Any = tensor.tolist() if name == "shape" else int(tensor)
-            if name == "packing":
-                found = bytes(tensor.tolist()).decode("latin-1")
+            found: Any = bytes(tensor.tolist()).decode("latin-1") if name == "packing" else tensor.tolist()
+            found = found[0] if found != wanted and tensor.shape == (1,) else found
             if found != wanted:
                 raise ValuesError(f"{name} is {shown(found)}, but config.json makes it {shown(wanted)}")
 
