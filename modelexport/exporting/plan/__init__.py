@@ -50,6 +50,7 @@ def build_plan(
     rows: int | None = None,
     untied: bool = False,
     quantise_drafts: bool = False,
+    casts: bool = False,
 ) -> ExportPlan:
     """Plan the export of ``checkpoint``.
 
@@ -61,6 +62,7 @@ def build_plan(
         untied: whether a head that is tied to the embedding becomes a tensor of its own, as what is rotated
             needs: its head has taken in the final norm, its embedding has not.
         quantise_drafts: whether draft layers' linears get a number format, too.
+        casts: whether linears that are MXFP4 in the source keep their values where a number format can hold them.
 
     Raises:
         CheckpointError: config.json is missing or contradicts the tensors, or tensors are missing or unknown.
@@ -80,13 +82,14 @@ def build_plan(
             kv_cache=kv_cache,
             rows=rows,
             quantise_drafts=quantise_drafts,
+            casts=casts,
         )
         why = "head: no longer tied to the embedding, which has not taken in the last norm as it has"
         told = {module.path: why for module in family.after if module.kind == "head"}
         return replace(plan, unquantised={**plan.unquantised, **told})
     cuts = Cuts(dimensions, parallelism.tp, rows)
     matched = match(checkpoint, model)
-    planner = _Planner(checkpoint, matched, assignment, parallelism, of_method(method), cuts, quantise_drafts)
+    planner = _Planner(checkpoint, matched, assignment, parallelism, of_method(method), cuts, quantise_drafts, casts)
     return planner.plan(kv_cache)
 
 
@@ -102,6 +105,7 @@ class _Planner:
         method: Method,
         cuts: Cuts,
         quantise_drafts: bool,
+        casts: bool,
     ) -> None:
         self.checkpoint = checkpoint
         self.matched = matched
@@ -117,6 +121,7 @@ class _Planner:
         self.format_problems: dict[str, dict[str, None]] = {}  # what is wrong -> the modules where it is
         self.cuts = cuts
         self.quantise_drafts = quantise_drafts
+        self.casts = casts
 
     def plan(self, made_cache: bool) -> ExportPlan:
         ties = self._ties()
@@ -172,7 +177,7 @@ class _Planner:
                 tasks += self._module_tasks(module)
         tasks += self._cache_tasks(number, cache_scales, made_cache)
         self._check_fused(layer, tasks)
-        return ExportStep(layer, layer, number, tuple(self.cuts.layer(tasks)))
+        return ExportStep(layer, layer, number, tuple(self.cuts.layer(self._cast(tasks))))
 
     def _cache_tasks(self, layer: int, found: Mapping[str, TensorInfo], made: bool) -> list[TensorTask]:
         """The scales of a layer's KV cache: made, taken over where all numbers are kept, else left out."""
@@ -214,7 +219,9 @@ class _Planner:
             tasks.setdefault(module.place.part, []).extend(self._module_tasks(module))
         for part, own in tasks.items():
             self._check_fused(part, own)
-        return [step for part, own in tasks.items() if own for step in self._single(part, self.cuts.layer(own))]
+        return [
+            step for part, own in tasks.items() if own for step in self._single(part, self.cuts.layer(self._cast(own)))
+        ]
 
     def _single(self, path: str, tasks: Sequence[TensorTask]) -> list[ExportStep]:
         """Steps of a module outside the decoder layers, in slabs of rows if it is large."""
@@ -373,6 +380,30 @@ class _Planner:
                     "pattern that means all of them",
                     {},
                 )[f"{layer}.{group[0].shared_scale}"] = None
+
+    def _cast(self, tasks: Sequence[TensorTask]) -> list[TensorTask]:
+        """The same, with exact scales where MXFP4 is rounded to nearest into a format that holds its values.
+
+        Modules that share a scale have them only together.
+        """
+        if not self.casts:
+            return list(tasks)
+        plain = {task.shared_scale for task in tasks if task.parameter == "weight" and not self._is_cast(task)}
+        return [
+            replace(task, number_format=replace(task.number_format, observer="exact"))
+            if task.number_format is not None and self._is_cast(task) and task.shared_scale not in plain
+            else task
+            for task in tasks
+        ]
+
+    def _is_cast(self, task: TensorTask) -> bool:
+        """Returns whether a task's weight is MXFP4 in the source, and goes into a format that holds its values."""
+        held = self.checkpoint.computed.get(task.info.name)
+        if task.parameter != "weight" or not task.quantised or not isinstance(held, StoredLinear):
+            return False
+        assert task.number_format is not None
+        is_mxfp4 = not isinstance(held.number_format, ReadOnlyNumbers) and held.number_format.is_mxfp4
+        return is_mxfp4 and task.number_format.holds_mxfp4()
 
     def _outputs(self, info: TensorInfo, number_format: NumberFormat | None) -> tuple[OutputTensor, ...]:
         if number_format is None:

@@ -82,6 +82,11 @@ class TensorTask:
         return self.number_format is not None and self.stored is None
 
     @property
+    def is_cast(self) -> bool:
+        """True where scales are chosen that keep the source's values, MXFP4's, as they are."""
+        return self.number_format is not None and self.number_format.observer == "exact"
+
+    @property
     def full_shape(self) -> tuple[int, int]:
         """Shape of the whole weight, of a matrix."""
         return (self.info.shape[0], self.info.shape[1])

@@ -6,6 +6,7 @@ rules are compressed-tensors' ("nvfp4-pack-quantized", "mxfp4-pack-quantized", "
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -22,6 +23,7 @@ __all__ = ["MicroscalingFormat", "MxActivationsFormat", "MxFormat", "NvFormat", 
 
 _NUMERATOR = 448.0 * 6.0
 _LARGEST_GLOBAL = 2.0**126
+_SCALE_OF_ZEROS = 0.125
 _LARGEST_AMAX = torch.finfo(torch.float32).max * (1 - 2.0**-20)
 
 
@@ -105,6 +107,13 @@ class MicroscalingFormat(NumberFormat):
         return (rows, cols * (2 if self.storage == torch.uint8 else 1))
 
 
+def _power_for(amax: Tensor) -> Tensor:
+    """The smallest power of two of which 6 times is not below a magnitude; float32, of 0 some power."""
+    mantissa, exponent = torch.frexp(amax)
+    power = exponent - torch.where(mantissa > 0.75, 2, 3)  # 6 is 0.75 * 2^3
+    return torch.ldexp(torch.ones_like(amax), power.clamp(min=-126))
+
+
 @dataclass(frozen=True)
 class NvFormat(MicroscalingFormat):
     """NVFP4: ``weight_packed`` uint8 ``[out, in / 2]``, ``weight_scale`` e4m3fn ``[out, in / 16]``,
@@ -115,6 +124,10 @@ class NvFormat(MicroscalingFormat):
     is set for whatever is below zero, also where it rounds to zero, but not for -0.
 
     With observer "mse" the group's scale is searched for, among the next six e4m3 above that and the two below.
+
+    With observer "exact" a group's scale is the smallest power of two of which 6 times is not below any magnitude, and
+    the global scale lays the largest of these onto 2^8: those down to 2^-17 of it are powers of two in e4m3, too.
+    MXFP4's values keep their bits so, as in NVIDIA's own cast (ModelOpt). Groups further below take the smallest.
     """
 
     group: ClassVar[int] = 16
@@ -134,6 +147,15 @@ class NvFormat(MicroscalingFormat):
             return int(bad[0, 0]) if bad.numel() else 0
         out["weight_global_scale"].copy_(global_scale(used))
         return super()._fill(weight, amax, out)
+
+    def _fill_powers(self, weight: Tensor, amax: Tensor | None, out: Mapping[str, Tensor]) -> None:
+        used = (self.amax(weight) if amax is None else amax).to(weight.device)
+        factor = torch.where(used > 0, 2.0**8 / _power_for(used), 1.0).clamp(max=_LARGEST_GLOBAL)
+        out["weight_global_scale"].copy_(factor)
+        groups = (weight.shape[0], weight.shape[1] // self.group)
+        largest = kernels.row_amax(weight.reshape(math.prod(groups), self.group)).view(groups)
+        scale = torch.where(largest > 0, (_power_for(largest) * factor).clamp(min=2.0**-9), _SCALE_OF_ZEROS)
+        out["weight_scale"].copy_(scale)
 
     def _arguments(self) -> dict[str, Any]:
         return {
@@ -159,6 +181,11 @@ class MxFormat(MicroscalingFormat):
     """
 
     group: ClassVar[int] = 32
+
+    @property
+    def is_mxfp4(self) -> bool:
+        """See the base."""
+        return self.storage == torch.uint8
 
     def _arguments(self) -> dict[str, Any]:
         return {

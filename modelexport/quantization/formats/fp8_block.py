@@ -17,6 +17,7 @@ from modelexport.quantization import kernels
 from modelexport.quantization.formats import _activations
 from modelexport.quantization.formats._bytes import ByteFormat
 from modelexport.quantization.kernels import searching
+from modelexport.quantization.kernels.scales import power_for
 
 SIDE = 128
 
@@ -25,7 +26,7 @@ SIDE = 128
 class Fp8BlockFormat(ByteFormat):
     """``weight`` e4m3fn ``[out, in]``; ``weight_scale`` ``[ceil(out / 128), ceil(in / 128)]``: a block's amax / 448.
 
-    The last blocks of rows and of columns may be smaller.
+    The last blocks of rows and of columns may be smaller. With observer "exact", powers of two as of a row of fp8.
     """
 
     name: ClassVar[str] = "fp8-block"
@@ -43,6 +44,13 @@ class Fp8BlockFormat(ByteFormat):
         if self.observer == "mse" and weight.numel():
             found = searching.search_blocks(weight, SIDE, self.storage, scale.dtype, self.limit)
         return kernels.quantise_blocks(weight, SIDE, found, out["weight"], scale, self.limit)
+
+    def _fill_powers(self, weight: Tensor, amax: Tensor | None, out: Mapping[str, Tensor]) -> None:
+        scale = out["weight_scale"]
+        for number in range(scale.shape[0]):
+            largest = weight[number * SIDE : (number + 1) * SIDE].abs().amax(dim=0).float()
+            padded = torch.nn.functional.pad(largest, (0, scale.shape[1] * SIDE - weight.shape[1])).view(-1, SIDE)
+            scale[number].copy_(power_for(padded.amax(dim=1), scale.dtype))
 
     def _steps(self, tensors: Mapping[str, Tensor]) -> Tensor:
         return tensors["weight_scale"].repeat_interleave(SIDE, dim=0)[: tensors["weight"].shape[0]]

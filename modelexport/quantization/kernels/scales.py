@@ -48,6 +48,18 @@ def scale_of(
     return torch.where(amax == 0, torch.ones_like(scale), scale)
 
 
+def power_for(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """The power of two, in ``dtype``, by which a magnitude comes to lie in e4m3's highest binade; 1 for amax 0.
+
+    Values of MXFP4 with exponents within 14 of the largest are exact so: e4m3 has 17 binades and 3 bits, e2m1 one.
+    It is never zero, nor a denormal of bf16 or float32.
+    """
+    mantissa, exponent = torch.frexp(amax)
+    power = exponent - torch.where(mantissa > 0.875, 8, 9)  # 448 is 0.875 * 2^9
+    scale = torch.ldexp(torch.ones_like(amax), power.clamp(min=-126)).to(dtype).clamp(min=_SCALE_FLOOR[dtype])
+    return torch.where(amax == 0, torch.ones_like(scale), scale)
+
+
 @cache
 def affine_caps(bits: int, dtype: torch.dtype, weight_dtype: torch.dtype) -> Tensor:
     """float32 ``[2^bits]``: the largest scale where a number is at most so far (the index) from its zero point."""

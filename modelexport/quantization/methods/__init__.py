@@ -130,5 +130,5 @@ def views(
 
 def read_only_numbers(scheme: Scheme) -> ReadOnlyNumbers | None:
     """The numbers of a scheme where they can only be decoded, and no number format holds them; None for others."""
-    own = getattr(methods().get(scheme.method), "numbers", None)
+    own = getattr(methods().get(scheme.method), "read_only_name", None)
     return None if own is None else ReadOnlyNumbers(own(scheme), scheme)

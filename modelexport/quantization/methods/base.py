@@ -400,7 +400,7 @@ class Method(Protocol):
     def extras(self, scheme: Scheme, shape: tuple[int, int]) -> dict[str, StoredTensorSpec]:
         """Tensors that such a linear may have besides; methods without any need not offer this."""
 
-    def numbers(self, scheme: Scheme) -> str:
+    def read_only_name(self, scheme: Scheme) -> str:
         """The name of a scheme's numbers, of methods whose numbers no number format holds; others do not offer this.
 
         Such a method offers ``dequantise(number_format: ReadOnlyNumbers, tensors, part)``, the weight in float32.

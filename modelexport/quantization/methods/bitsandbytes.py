@@ -88,7 +88,7 @@ def read(value: Mapping[str, Any]) -> QuantizationConfig:
     return QuantizationConfig(METHOD, scheme.format, None, (scheme,), with_modules_below(kept), None)
 
 
-def numbers(scheme: Scheme) -> str:
+def read_only_name(scheme: Scheme) -> str:
     """The name of a scheme's numbers, which no number format of ours holds."""
     return scheme.name
 

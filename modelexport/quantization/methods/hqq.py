@@ -110,7 +110,7 @@ def _scheme(name: str, target: str, said: Mapping[str, Any]) -> Scheme:
     return Scheme(name, (target,), "hqq", weights, None, None, METHOD)
 
 
-def numbers(scheme: Scheme) -> str:
+def read_only_name(scheme: Scheme) -> str:
     """The name of a scheme's numbers, which no number format of ours holds."""
     return f"int{scheme.bits}-hqq"
 
