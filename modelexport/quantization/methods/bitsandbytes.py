@@ -133,7 +133,7 @@ def views(
     size = math.prod(shape)
     block = size // count if count and size % count == 0 else 0
     if not block or block & (block - 1) or shape[1] % block or 2 * nbytes != size:
-        return {"weight": StoredView("U8", (nbytes,))}
+        return {"weight": StoredView("U8", (1, nbytes), ((0, shape[0]),))}  # of all rows together
     return {
         "weight": StoredView("U8", (shape[0], shape[1] // 2), ((0, 1), (1, 2))),
         "weight.absmax": StoredView(stored["weight.absmax"][0], (shape[0], shape[1] // block), ((0, 1), (1, block))),
@@ -149,13 +149,13 @@ def dequantise(number_format: ReadOnlyNumbers, tensors: Mapping[str, Tensor], pa
     if number_format.scheme.format == "llm_int8":
         return _of_int8(tensors)
     state, absmax, weight = _State(tensors, number_format.name, part.shape), tensors["weight.absmax"], tensors["weight"]
-    begin = 0
-    if weight.dim() == 2:
+    begin, by_rows = 0, absmax.dim() == 2
+    if by_rows:
         begin = part.origin[0] * (part.shape[1] // state.block) + part.origin[1] // state.block
     scales = absmax if absmax.is_floating_point() else state.absmax(absmax, tensors, begin, part.shape[1])
     pairs = tensors["weight.quant_map"][_indices()]
     found = pairs.index_select(0, weight.flatten().int())
-    if weight.dim() == 2:  # whole rows of blocks, or a part of them
+    if by_rows:  # whole blocks of rows
         blocks = found.view(weight.shape[0], -1, state.block)
         return blocks.mul_(scales.unsqueeze(2)).view(weight.shape[0], -1)
     rows, cols = part.shape

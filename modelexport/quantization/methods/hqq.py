@@ -185,7 +185,8 @@ def views(
     """Another look at the tensors: bytes, and with the weight's columns where groups end with its rows."""
     layout = _Layout(scheme, shape)
     if not layout.row_units:
-        return {} if layout.bits == 3 else {"W_q": StoredView("U8", layout.packed)}
+        dtype = "I32" if layout.bits == 3 else "U8"
+        return {"W_q": StoredView(dtype, (1, *layout.packed), ((0, shape[0]),))}  # of all rows together
     if layout.axis == 1:
         scales: tuple[int, int] = (shape[0], shape[1] // layout.group)
         axes: tuple[tuple[int, int] | None, ...] = ((0, 1), (1, layout.group))
@@ -210,7 +211,8 @@ def dequantise(number_format: ReadOnlyNumbers, tensors: Mapping[str, Tensor], pa
     packed, scale, zero = tensors["W_q"], tensors["scale"].float(), tensors["zero"].float()
     (row, col), (height, width) = part.origin, part.extent
     if not layout.row_units:
-        found = torch.cat([_unpacked(packed, layout, number) for number in range(layout.parts)])[: layout.grouped[0]]
+        words = packed.view(layout.packed)
+        found = torch.cat([_unpacked(words, layout, number) for number in range(layout.parts)])[: layout.grouped[0]]
         return ((found - zero) * scale).reshape(part.shape)[row : row + height, col : col + width]
     found = torch.empty(height, packed.shape[1])
     for number in range(layout.parts):  # rows of this part of the weight, among those asked for
