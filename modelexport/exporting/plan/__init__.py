@@ -28,6 +28,7 @@ from modelexport.models.decoded import StoredLinear, decoded, model_dtype, store
 from modelexport.models.matching import Matched, MatchedModule, ModelDescription, Place, match, refuse
 from modelexport.models.ties import check_tied, untie
 from modelexport.quantization.methods import Method, ReadOnlyNumbers, of_method
+from modelexport.quantization.methods.mxfp4 import BLOCK as MXFP4_GROUP
 from modelexport.sharding.plan import Cut, Parallelism, even_cut
 from modelexport.system.dtypes import FLOATS
 
@@ -403,7 +404,7 @@ class _Planner:
             return False
         assert task.number_format is not None
         is_mxfp4 = not isinstance(held.number_format, ReadOnlyNumbers) and held.number_format.is_mxfp4
-        return is_mxfp4 and task.number_format.holds_mxfp4()
+        return is_mxfp4 and task.number_format.holds_mxfp4() and task.full_shape[1] % MXFP4_GROUP == 0
 
     def _outputs(self, info: TensorInfo, number_format: NumberFormat | None) -> tuple[OutputTensor, ...]:
         if number_format is None:

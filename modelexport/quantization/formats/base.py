@@ -179,18 +179,9 @@ class NumberFormat(ABC):
     def _fill(self, weight: Tensor, amax: Tensor | None, out: Mapping[str, Tensor]) -> int:
         """Quantises into ``out``; the first row that holds NaN or Inf, or -1."""
 
-    def _fill_powers(self, weight: Tensor, amax: Tensor | None, out: Mapping[str, Tensor]) -> None:
-        """Fills the scales of ``out`` with powers of two; the weight is finite."""
+    def _fill_powers(self, weight: Tensor, amax: Tensor | None, out: Mapping[str, Tensor]) -> int:
+        """As :meth:`_fill`, with scales that are powers of two; see observer "exact"."""
         raise NotImplementedError(f"{self.name} has no scales that are powers of two")
-
-    def _fill_exactly(self, weight: Tensor, amax: Tensor | None, out: Mapping[str, Tensor]) -> int:
-        """As :meth:`_fill`, with scales that are powers of two."""
-        bad = (~torch.isfinite(kernels.row_amax(weight))).nonzero()
-        if bad.numel():
-            return int(bad[0, 0])
-        self._fill_powers(weight, amax, out)
-        self.store(weight, out)
-        return -1
 
     @abstractmethod
     def _dequantise(self, tensors: Mapping[str, Tensor], out: Tensor) -> None:
@@ -287,7 +278,7 @@ class NumberFormat(ABC):
             self._check_amax(amax, shape[0], name)
         specs = self.specs(shape, weight.dtype)
         tensors = allocate(specs, weight) if out is None else checked(specs, out, name)
-        fill = self._fill_exactly if self.observer == "exact" else self._fill
+        fill = self._fill_powers if self.observer == "exact" else self._fill
         bad = fill(weight, amax, tensors)
         if bad >= 0:
             raise ValuesError(describe_non_finite(weight, amax, bad, name))
@@ -346,7 +337,7 @@ class NumberFormat(ABC):
         return tuple(name for name in names if getattr(type(self), name) is getattr(NumberFormat, name))
 
     def store(self, values: Tensor, tensors: Mapping[str, Tensor]) -> None:
-        """Fills native tensors whose scales are there with what is nearest to ``values``, ``[rows, cols]`` of floats.
+        """Fills native tensors whose scales are there with what is nearest to ``values``, float32 ``[rows, cols]``.
 
         :meth:`dequantise` gives values of the grid back as they were (a zero as +0 or -0).
 
@@ -361,7 +352,7 @@ class NumberFormat(ABC):
             step = max(1, _BLOCK_ELEMENTS // max(1, values.shape[1]))
             for start in range(part.start, part.stop, step):
                 rows = slice(start, min(part.stop, start + step))
-                self._put(grid.part(rows).numbers(values[rows].float()), rows, tensors)
+                self._put(grid.part(rows).numbers(values[rows]), rows, tensors)
 
         if values.numel():
             kernels.split_rows(values, work)

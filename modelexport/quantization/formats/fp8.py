@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from modelexport.quantization.formats._bytes import RowScaledFormat
-from modelexport.quantization.kernels.scales import power_for
+from modelexport.quantization.kernels.scales import highest_binade
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Fp8Format(RowScaledFormat):
     checkpoint_format: ClassVar[str] = "float-quantized"
     storage: ClassVar[torch.dtype] = torch.float8_e4m3fn
 
-    def _fill_powers(self, weight: Tensor, amax: Tensor | None, out: Mapping[str, Tensor]) -> None:
+    def _fill_powers(self, weight: Tensor, amax: Tensor | None, out: Mapping[str, Tensor]) -> int:
         rows = self.amax(weight) if amax is None else amax
-        out["weight_scale"].copy_(power_for(rows, out["weight_scale"].dtype).unsqueeze(1))
+        return self._fill(weight, highest_binade(rows, out["weight_scale"].dtype), out)
 
 
 FORMAT = Fp8Format

@@ -17,7 +17,7 @@ from modelexport.quantization import kernels
 from modelexport.quantization.formats import _activations
 from modelexport.quantization.formats._bytes import ByteFormat
 from modelexport.quantization.kernels import searching
-from modelexport.quantization.kernels.scales import power_for
+from modelexport.quantization.kernels.scales import highest_binade
 
 SIDE = 128
 
@@ -45,12 +45,14 @@ class Fp8BlockFormat(ByteFormat):
             found = searching.search_blocks(weight, SIDE, self.storage, scale.dtype, self.limit)
         return kernels.quantise_blocks(weight, SIDE, found, out["weight"], scale, self.limit)
 
-    def _fill_powers(self, weight: Tensor, amax: Tensor | None, out: Mapping[str, Tensor]) -> None:
+    def _fill_powers(self, weight: Tensor, amax: Tensor | None, out: Mapping[str, Tensor]) -> int:
         scale = out["weight_scale"]
-        for number in range(scale.shape[0]):
-            largest = weight[number * SIDE : (number + 1) * SIDE].abs().amax(dim=0).float()
-            padded = torch.nn.functional.pad(largest, (0, scale.shape[1] * SIDE - weight.shape[1])).view(-1, SIDE)
-            scale[number].copy_(power_for(padded.amax(dim=1), scale.dtype))
+        largest = torch.empty(scale.shape, dtype=torch.float32, device=weight.device)
+        for number, start in enumerate(range(0, weight.shape[0], SIDE)):
+            columns = weight[start : start + SIDE].abs().amax(dim=0).float()
+            largest[number] = torch.nn.functional.pad(columns, (0, -weight.shape[1] % SIDE)).view(-1, SIDE).amax(dim=1)
+        found = highest_binade(largest, scale.dtype)
+        return kernels.quantise_blocks(weight, SIDE, found, out["weight"], scale, self.limit)
 
     def _steps(self, tensors: Mapping[str, Tensor]) -> Tensor:
         return tensors["weight_scale"].repeat_interleave(SIDE, dim=0)[: tensors["weight"].shape[0]]

@@ -48,16 +48,16 @@ def scale_of(
     return torch.where(amax == 0, torch.ones_like(scale), scale)
 
 
-def power_for(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """The power of two, in ``dtype``, by which a magnitude comes to lie in e4m3's highest binade; 1 for amax 0.
+def highest_binade(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """The magnitude, at least ``amax``, whose e4m3 scale in ``dtype`` is a power of two that lays amax onto 256 to 448.
 
-    Values of MXFP4 with exponents within 14 of the largest are exact so: e4m3 has 17 binades and 3 bits, e2m1 one.
-    It is never zero, nor a denormal of bf16 or float32.
+    Values of MXFP4 with exponents within 14 of the largest are exact with it: e4m3 has 18 binades, in the lowest of
+    which there is one number only, and e2m1 two numbers in each. Not finite where amax is not.
     """
     mantissa, exponent = torch.frexp(amax)
-    power = exponent - torch.where(mantissa > 0.875, 8, 9)  # 448 is 0.875 * 2^9
-    scale = torch.ldexp(torch.ones_like(amax), power.clamp(min=-126)).to(dtype).clamp(min=_SCALE_FLOOR[dtype])
-    return torch.where(amax == 0, torch.ones_like(scale), scale)
+    power = exponent - torch.where(mantissa > FP8_MAX / 512, 8, 9)
+    scale = torch.ldexp(torch.ones_like(amax), power.clamp(min=-126)).clamp(min=_SCALE_FLOOR[dtype])
+    return torch.where((amax == 0) | ~torch.isfinite(amax), amax, scale * FP8_MAX)
 
 
 @cache
