@@ -17,15 +17,17 @@ from modelexport.checkpoints.safetensors.file import Checkpoint, Reader, TensorI
 from modelexport.checkpoints.safetensors.placement import Placement, whole_place
 from modelexport.checkpoints.safetensors.reader import ComputedTensor
 from modelexport.errors import CheckpointError, UsageError
-from modelexport.models.library_formats import is_of_a_library, plain
 from modelexport.models.matching import KV_SCALES, Matched, MatchedModule, match, refuse
 from modelexport.quantization.methods import (
     QUANTIZATION_KEYS,
+    ReadOnlyNumbers,
     Scheme,
     WeightSlice,
     of_method,
+    read_only_numbers,
     read_quantization_config,
     tensor_specs,
+    views,
 )
 from modelexport.quantization.methods.base import Axes
 from modelexport.sharding.plan import Range, scale_range
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
 
     from modelexport.quantization.formats.base import NumberFormat
 
-__all__ = ["StoredLinear", "StoredStack", "decoded", "model_dtype", "stored_linear"]
+__all__ = ["StoredLinear", "StoredStack", "decoded", "model_dtype", "stored_linear", "viewed"]
 
 _AT_ONCE = 1 << 20
 """Weights that are decoded at a time: with all that is made of them on the way, they fit the cache of a core."""
@@ -50,14 +52,14 @@ class StoredLinear:
     Attributes:
         method: its quantisation method.
         number_format: what it holds.
-        tensors: suffix -> where it lies.
+        tensors: suffix -> where it lies, of the dtype and shape that it is read in.
         axes: suffix -> the dims of the weight that the tensor's dims run along.
         weight: the weight that it stands for, which lies nowhere.
         exact: whether the number format says what becomes of the inputs, too; else only of the weights.
     """
 
     method: str
-    number_format: NumberFormat
+    number_format: NumberFormat | ReadOnlyNumbers
     tensors: Mapping[str, TensorInfo]
     axes: Mapping[str, Axes]
     weight: TensorInfo
@@ -189,8 +191,6 @@ def decoded(checkpoint: Checkpoint) -> Checkpoint:
         CheckpointError: config.json is missing or contradicts the tensors; or no number format of ours holds a linear.
         PlanError: an unknown architecture, or a method of quantisation whose tensors are not known.
     """
-    if is_of_a_library(checkpoint.config):
-        return plain(checkpoint)
     if read_quantization_config(checkpoint.config) is None:
         return checkpoint
     matched = match(checkpoint)
@@ -290,13 +290,28 @@ def stored_linear(matched: MatchedModule, scheme: Scheme, shape: tuple[int, ...]
         CheckpointError: no number format of ours holds such weights.
     """
     number_format, exact = _held(matched.place.name, scheme, matched.tensors)
-    tensors = {suffix: info for suffix, info in matched.tensors.items() if suffix != "bias"}
-    axes = {suffix: matched.specs[suffix].axes for suffix in tensors}
+    stored = {suffix: info for suffix, info in matched.tensors.items() if suffix != "bias"}
+    tensors, axes = viewed(scheme, stored, (shape[0], shape[1]))
+    axes = {suffix: matched.specs[suffix].axes for suffix in tensors} | axes
     weight = TensorInfo(matched.place.tensor("weight"), dtype, shape, Path(), 0, tensor_nbytes(dtype, shape))
     return StoredLinear(scheme.method, number_format, tensors, axes, weight, exact)
 
 
-def _held(name: str, scheme: Scheme, tensors: Mapping[str, TensorInfo]) -> tuple[NumberFormat, bool]:
+def viewed(
+    scheme: Scheme, tensors: Mapping[str, TensorInfo], shape: tuple[int, int]
+) -> tuple[dict[str, TensorInfo], dict[str, Axes]]:
+    """A linear's tensors of the dtypes and shapes that they are read in; and the axes of those that are not as stored.
+
+    Args:
+        tensors: suffix -> where it lies.
+        shape: of the weight.
+    """
+    found = views(scheme, {suffix: (info.dtype, info.shape) for suffix, info in tensors.items()}, shape)
+    infos = {suffix: replace(tensors[suffix], dtype=view.dtype, shape=view.shape) for suffix, view in found.items()}
+    return {**tensors, **infos}, {suffix: view.axes for suffix, view in found.items()}
+
+
+def _held(name: str, scheme: Scheme, tensors: Mapping[str, TensorInfo]) -> tuple[NumberFormat | ReadOnlyNumbers, bool]:
     """The number format of a linear's tensors; and whether it says all that the scheme does, or only the weights.
 
     Raises:
@@ -304,6 +319,9 @@ def _held(name: str, scheme: Scheme, tensors: Mapping[str, TensorInfo]) -> tuple
     """
     from modelexport.quantization.formats import get, has_groups, meaning, names, of_scheme
 
+    only_read = read_only_numbers(scheme)
+    if only_read is not None:
+        return only_read, False
     scales = {info.dtype for suffix, info in tensors.items() if suffix.endswith(_SCALE_LIKE)}
     floating = sorted(scales.intersection(FLOATS))
     dtype = floating[0] if len(floating) == 1 else "F32" if floating else of_method(scheme.method).SCALES

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from modelexport.errors import ValuesError
 from modelexport.quantization.formats.base import NumberFormat
-from modelexport.quantization.methods import Method, WeightSlice, of_method, tensor_specs
+from modelexport.quantization.methods import Method, ReadOnlyNumbers, WeightSlice, of_method, tensor_specs
 
 _NAN = {torch.float8_e4m3fn: 0x7F, torch.uint8: 0xFF}
 """One-byte numbers -> the bits that are all set in NaN; bytes are exponents (E8M0) where they are scales."""
@@ -19,7 +19,7 @@ if hasattr(torch, "float8_e8m0fnu"):
 
 def dequantise(
     method: str,
-    number_format: NumberFormat,
+    number_format: NumberFormat | ReadOnlyNumbers,
     tensors: Mapping[str, Tensor],
     part: WeightSlice,
     out: Tensor | None = None,
@@ -31,6 +31,7 @@ def dequantise(
 
     Args:
         method: ``quant_method`` of the checkpoint that the tensors (suffix -> tensor, of the part) are from.
+            Where the method has :func:`~modelexport.quantization.methods.views`, as these have them.
         part: begins and ends where the axes of the tensors' specs allow a cut.
         out: filled and returned; bf16, fp16 or float32. Without it, a float32 tensor is made.
 
@@ -42,6 +43,7 @@ def dequantise(
     if own is not None:
         weight: Tensor = own(number_format, tensors, part)
         return weight if out is None else out.copy_(weight)
+    assert isinstance(number_format, NumberFormat), "methods with numbers of their own decode them"
     columns = None if multiplier is None else multiplier(tensors)
     specs = tensor_specs(number_format.scheme(method), part.shape)
     needed = {suffix: tensor for suffix, tensor in tensors.items() if suffix in specs}
