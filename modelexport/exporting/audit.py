@@ -15,6 +15,7 @@ from modelexport.errors import CheckpointError
 from modelexport.exporting.plan import ExportPlan, full_name
 from modelexport.inspection.verify.audit import run_audit
 from modelexport.inspection.verify.items import AuditItem, WrittenPiece
+from modelexport.models.decoded import StoredLinear
 from modelexport.models.opening import open_model
 from modelexport.models.stacked import as_written
 
@@ -31,6 +32,8 @@ def audit(
     changed: Collection[str] = (),
 ) -> list[dict[str, Any]]:
     """Check this rank's share of the modules in ``payload``; returns a JSON-able entry for each.
+
+    Of linears that are quantised in the source, it has ``exact``: whether their values are the same.
 
     Args:
         records: step id -> the journal's record, with the pieces that were written.
@@ -57,7 +60,17 @@ def audit(
             f"{len(damaged)} piece(s) read back differ from what was written: {'; '.join(damaged[:3])}; "
             f"the storage or the memory is at fault: remove {payload.parent} and run the same command again"
         )
-    return [{"name": check.name, "sha256": check.sha256, "sqnr_db": _finite(check.sqnr_db)} for check in checks]
+    rounded = {name for name, tensor in source.computed.items() if isinstance(tensor, StoredLinear)}
+    twice = {item.name for item in items if item.source is not None and item.source.name in rounded}
+    return [
+        {
+            "name": check.name,
+            "sha256": check.sha256,
+            "sqnr_db": _finite(check.sqnr_db),
+            **({"exact": check.noise == 0} if check.name in twice else {}),
+        }
+        for check in checks
+    ]
 
 
 def plan_items(plan: ExportPlan, written: Checkpoint, changed: Collection[str] = ()) -> Iterator[AuditItem]:

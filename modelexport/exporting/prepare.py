@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from modelexport import __version__
 from modelexport.checkpoints.adapters import Adapter, adapters_in, parse_setting, read_adapter
 from modelexport.checkpoints.safetensors.file import Checkpoint, Layout
-from modelexport.checkpoints.safetensors.reader import ComputedTensor
 from modelexport.checkpoints.source import Source, is_local, resolve_source
 from modelexport.checkpoints.staging import check_target, resolve_target
 from modelexport.distributed import launch
@@ -24,7 +23,6 @@ from modelexport.models.decoded import StoredLinear, decoded
 from modelexport.models.draft_layers import without_drafts
 from modelexport.models.engines import Linear
 from modelexport.models.engines import warnings as engine_warnings
-from modelexport.models.library_formats import BlockwiseWeight
 from modelexport.models.opening import open_model
 from modelexport.models.stacked import experts_apart
 from modelexport.models.structure import by_structure, check_whole
@@ -48,7 +46,11 @@ __all__ = ["PreparedExport", "check_early", "parse_assignment", "prepare", "quan
 
 @dataclass(frozen=True)
 class PreparedExport:
-    """An export before its first weight is read."""
+    """An export before its first weight is read.
+
+    Attributes:
+        rounded_before: those of the plan's notes that say which numbers were rounded in the source already.
+    """
 
     recipe: ExportRecipe
     source: Source
@@ -57,6 +59,7 @@ class PreparedExport:
     target: TargetPlan
     warnings: tuple[str, ...] = ()
     adapters: tuple[Adapter, ...] = ()
+    rounded_before: tuple[str, ...] = ()
 
     @property
     def layout(self) -> Layout:
@@ -113,6 +116,7 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> PreparedExpor
             rows=ROWS if recipe.is_calibrated else None,
             untied=untied,
             quantise_drafts=recipe.draft == "quantise",
+            casts=recipe.algorithm == ExportRecipe.algorithm,
         )
         if untied:
             checkpoint = untie(checkpoint)
@@ -120,9 +124,11 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> PreparedExpor
             _check_calibration(recipe, source, checkpoint)
         _check_work(recipe, plan)
         plan = _with_scalings(recipe, checkpoint, plan)
-        notes = (*checkpoint.notes, *merged, *_unmerged(source, adapters), *_second_rounding(checkpoint, plan))
+        before = tuple(_second_rounding(checkpoint, plan))
+        notes = (*checkpoint.notes, *merged, *_unmerged(source, adapters), *before)
         plan = replace(plan, notes=(*plan.notes, *notes))
-        prepared = PreparedExport(recipe, source, checkpoint, plan, _target(recipe, checkpoint, plan), (), adapters)
+        target = _target(recipe, checkpoint, plan)
+        prepared = PreparedExport(recipe, source, checkpoint, plan, target, (), adapters, before)
         if recipe.quant == KEEP:
             check_source(prepared.target, checkpoint)
         return replace(prepared, warnings=(*dropped, *_warnings(prepared)))
@@ -182,24 +188,25 @@ def _second_rounding(checkpoint: Checkpoint, plan: ExportPlan) -> Iterator[str]:
     """Says which numbers were rounded before, and how far, where the source's own record has it."""
     quantised = {task.info.name for step in plan.steps for task in step.tasks if task.quantised}
     stored = {name: without_adapters(tensor) for name, tensor in checkpoint.computed.items()}
+    casts = {task.info.name for step in plan.steps for task in step.tasks if task.is_cast}
     linears = {name: linear for name, linear in stored.items() if name in quantised}
-    counts = Counter(filter(None, map(_stored_name, linears.values())))
+    counts = Counter(
+        (linear.number_format.name, name in casts)
+        for name, linear in linears.items()
+        if isinstance(linear, StoredLinear)
+    )
     record = read_record(checkpoint.directory) if counts else None
     errors = {} if record is None else record.sqnr_db
     worst = min((errors[name] for name in map(_module_of, linears) if name in errors), default=None)
     before = "" if worst is None else f" (whose worst SQNR was {worst:.2f} dB, by its record)"
-    for name, count in counts.items():
+    for (name, is_cast), count in counts.items():
+        how = "decoded and rounded a second time"
+        if is_cast:
+            how += " with powers of two as scales, by which values stay as they are where the exponents allow it"
         yield (
-            f"{count} linears are {name} in the source{before}: they are decoded and rounded a second time, and errors "
-            "are those against the decoded weights"
+            f"{count} linears are {name} in the source{before}: they are {how}, and errors are those against the "
+            "decoded weights"
         )
-
-
-def _stored_name(tensor: ComputedTensor | None) -> str:
-    """The name of the numbers that a tensor is decoded from, "" where it is not."""
-    if isinstance(tensor, StoredLinear):
-        return tensor.number_format.name
-    return tensor.name if isinstance(tensor, BlockwiseWeight) else ""
 
 
 def _module_of(weight: str) -> str:

@@ -31,7 +31,7 @@ from modelexport.layers import LayerConfig, ModuleConfig, TensorShard
 from modelexport.models.decoded import StoredLinear
 from modelexport.quantization import decoding, formats, kernels
 from modelexport.quantization.calibration.ranges import Ranges
-from modelexport.quantization.methods import WeightSlice, of_method
+from modelexport.quantization.methods import ReadOnlyNumbers, WeightSlice, of_method
 from modelexport.recipe import ExportRecipe
 
 FP8_MAX = 448.0  # the largest number of float8_e4m3fn
@@ -316,6 +316,7 @@ class RankExport:
         """A linear that is quantised in the source, its numbers encoded by the target's method."""
         linear = task.stored
         assert linear is not None
+        assert not isinstance(linear.number_format, ReadOnlyNumbers), "the plan has refused it"
         try:
             decoding.check_stored(stored, task.full_shape)
             found = decoding.recode(linear.method, self.method, linear.number_format, stored, task.full_shape)

@@ -7,7 +7,7 @@ directory is the same to the byte whatever the parallelism.
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -121,6 +121,9 @@ def target_of_export(prepared: PreparedExport) -> TargetDirectory:
     def record(side: SideFiles, beside: Mapping[str, Path], outcome: dict[str, Any]) -> dict[str, Any]:
         made = make_record(prepared.plan, recipe, prepared.source.label, side, beside, outcome)
         facts = {"model": _model_facts(prepared), "warnings": list(prepared.warnings)}
+        told = [*prepared.rounded_before, *_exact(outcome["checks"])]
+        if told:
+            facts |= {"notes": [*made["notes"], *_exact(outcome["checks"])], "rounded_before": told}
         return {**made, **facts, **_adapter_facts(prepared), **_inherited(before, made)}
 
     announced = quantization_files(prepared.plan)
@@ -141,6 +144,13 @@ def target_of_export(prepared: PreparedExport) -> TargetDirectory:
         renamed=renamed,
     )
     return TargetDirectory(recipe.out, files, overwrite=recipe.overwrite, quiet=recipe.quiet)
+
+
+def _exact(checks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Says how many linears that are quantised in the source have kept their values, as they were read back."""
+    exact = [check["exact"] for check in checks if "exact" in check]
+    if any(exact):
+        yield f"exact: {sum(exact)} of {len(exact)} linears that are quantised in the source have the same values"
 
 
 def _model_facts(prepared: PreparedExport) -> dict[str, Any]:

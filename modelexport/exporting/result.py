@@ -134,7 +134,7 @@ def _result(
         files=[file.name for file in target.layout.files],
         peak_rank_bytes=plan.peak_rank_bytes(),
         tensor_parallel_sizes=plan.admissible_tp(),
-        notes=list(plan.notes),
+        notes=list(record.get("notes", plan.notes)),
         unquantised=plan.unquantised,
         left_out=record["left_out"],
         seconds=seconds,

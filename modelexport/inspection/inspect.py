@@ -169,8 +169,8 @@ def tensor_parallel_sizes(architecture: Architecture, modules: Sequence[StoredMo
         rule = declared.get(module.path)
         if rule is None or rule.kind != "linear" or module.stored.shape is None:
             continue
-        if len(module.stored.shape) < 2:
-            return None, f"{module.name} is stored flat, as {list(module.stored.shape)}: rows and columns are not told"
+        if module.is_flat:
+            return None, f"{module.name} is stored flat: a cut of it is none of its rows or columns"
         dim = rule.cut_dim
         if dim is None:
             continue

@@ -93,7 +93,7 @@ class AdaptedTensor:
             *(s for d in self.differences for s in d.sources),
         ]
 
-    def read(self, reader: Reader, rows: Range, cols: Range) -> Tensor:
+    def read(self, reader: Reader, rows: Range, cols: Range, out: Tensor | None = None) -> Tensor:
         """Rows and columns of it, adapted in float32 and rounded to its dtype.
 
         Raises:
@@ -102,7 +102,7 @@ class AdaptedTensor:
         import torch
 
         found = self._base(reader, rows, cols)
-        out = torch.empty(found.shape, dtype=torch_dtype(self.info.dtype))
+        out = torch.empty(found.shape, dtype=torch_dtype(self.info.dtype)) if out is None else out
         if not self.differences:
             return out.copy_(found)
         if len(self.info.shape) == 1:

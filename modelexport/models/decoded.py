@@ -7,7 +7,7 @@ quantised one, with the bytes that decoding it into a checkpoint of its own firs
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,15 +17,17 @@ from modelexport.checkpoints.safetensors.file import Checkpoint, Reader, TensorI
 from modelexport.checkpoints.safetensors.placement import Placement, whole_place
 from modelexport.checkpoints.safetensors.reader import ComputedTensor
 from modelexport.errors import CheckpointError, UsageError
-from modelexport.models.library_formats import is_of_a_library, plain
 from modelexport.models.matching import KV_SCALES, Matched, MatchedModule, match, refuse
 from modelexport.quantization.methods import (
     QUANTIZATION_KEYS,
+    ReadOnlyNumbers,
     Scheme,
     WeightSlice,
     of_method,
+    read_only_numbers,
     read_quantization_config,
     tensor_specs,
+    views,
 )
 from modelexport.quantization.methods.base import Axes
 from modelexport.sharding.plan import Range, scale_range
@@ -36,8 +38,10 @@ if TYPE_CHECKING:
 
     from modelexport.quantization.formats.base import NumberFormat
 
-__all__ = ["StoredLinear", "StoredStack", "decoded", "model_dtype", "stored_linear"]
+__all__ = ["StoredLinear", "StoredStack", "decoded", "model_dtype", "stored_linear", "viewed"]
 
+_AT_ONCE = 1 << 20
+"""Weights that are decoded at a time: with all that is made of them on the way, they fit the cache of a core."""
 _SCALE_LIKE = ("scale", "scales", "scale_inv", "scaling_factor")
 
 
@@ -48,14 +52,14 @@ class StoredLinear:
     Attributes:
         method: its quantisation method.
         number_format: what it holds.
-        tensors: suffix -> where it lies.
+        tensors: suffix -> where it lies, of the dtype and shape that it is read in.
         axes: suffix -> the dims of the weight that the tensor's dims run along.
         weight: the weight that it stands for, which lies nowhere.
         exact: whether the number format says what becomes of the inputs, too; else only of the weights.
     """
 
     method: str
-    number_format: NumberFormat
+    number_format: NumberFormat | ReadOnlyNumbers
     tensors: Mapping[str, TensorInfo]
     axes: Mapping[str, Axes]
     weight: TensorInfo
@@ -81,32 +85,64 @@ class StoredLinear:
                     units[axis[0]] = math.lcm(units[axis[0]], axis[1])
         return (units[0], units[1])
 
-    def read(self, reader: Reader, rows: Range, cols: Range) -> Tensor:
+    def read(self, reader: Reader, rows: Range, cols: Range, out: Tensor | None = None) -> Tensor:
         """Rows and columns of the weight, decoded in float32 and rounded to its dtype.
+
+        They are read and decoded a few rows at a time: what lies between stays in the cache, and fills no fresh pages.
 
         Raises:
             CheckpointError: a file cannot be read, or its values mean nothing.
         """
+        import torch
+
         from modelexport.quantization import decoding
 
-        shape = (self.weight.shape[0], self.weight.shape[1])
+        shape, dtype = (self.weight.shape[0], self.weight.shape[1]), torch_dtype(self.weight.dtype)
         spans = [_widened(span, unit, size) for span, unit, size in zip((rows, cols), self._unit, shape, strict=True)]
-        tensors = {}
-        for suffix, info in self.tensors.items():
-            parts: list[Range | None] = [None, None]
-            for dim, axis in enumerate(self.axes[suffix][: len(info.shape)]):
-                if axis is not None and spans[axis[0]] != (0, shape[axis[0]]):
-                    parts[dim] = scale_range(spans[axis[0]], axis[1], info.shape[dim])
-            tensors[suffix] = reader.read_stored(info, rows=parts[0], cols=parts[1])
-        extent = (spans[0][1] - spans[0][0], spans[1][1] - spans[1][0])
-        part = WeightSlice(shape, (spans[0][0], spans[1][0]), extent)
-        try:
-            decoding.check_stored(tensors, shape)
-            weight = decoding.dequantise(self.method, self.number_format, tensors, part)
-        except CheckpointError as error:  # of one among hundreds
-            raise type(error)(f"{self.weight.name.removesuffix('.weight')}: {error}") from error
+        (first, last), (left, right) = spans
+        fits = out is not None and out.dtype == dtype and spans == [tuple(rows), tuple(cols)]
+        weight = out if out is not None and fits else torch.empty((last - first, right - left), dtype=dtype)
+        across = {suffix: self._stored(reader, suffix, spans) for suffix in self.tensors if self._is_across(suffix)}
+        unit = self._unit[0]
+        step = max(1, _AT_ONCE // (unit * max(1, right - left))) * unit
+        for start in range(first, last, step):
+            band = (start, min(start + step, last))
+            begin, end = band[0] - first, band[1] - first
+            tensors = {
+                suffix: self._rows(suffix, across[suffix], (begin, end))
+                if suffix in across
+                else self._stored(reader, suffix, (band, spans[1]))
+                for suffix in self.tensors
+            }
+            part = WeightSlice(shape, (start, left), (end - begin, right - left))
+            try:
+                decoding.check_stored(tensors, shape)
+                decoding.dequantise(self.method, self.number_format, tensors, part, weight[begin:end])
+            except CheckpointError as error:  # of one among hundreds
+                raise type(error)(f"{self.weight.name.removesuffix('.weight')}: {error}") from error
         asked = [slice(a - start, b - start) for (a, b), (start, _) in zip((rows, cols), spans, strict=True)]
-        return weight[asked[0], asked[1]].to(torch_dtype(self.weight.dtype))
+        return weight if fits else weight[asked[0], asked[1]]
+
+    def _is_across(self, suffix: str) -> bool:
+        """Returns True where rows of the weight run along another dim of a tensor than its first: a few lie apart."""
+        return any(axis is not None and axis[0] == 0 for axis in self.axes[suffix][1:])
+
+    def _stored(self, reader: Reader, suffix: str, spans: Sequence[Range]) -> Tensor:
+        """The part of a tensor that belongs to some rows and columns of the weight."""
+        info = self.tensors[suffix]
+        parts: list[Range | None] = [None, None]
+        for dim, axis in enumerate(self.axes[suffix][: len(info.shape)]):
+            if axis is not None and spans[axis[0]] != (0, self.weight.shape[axis[0]]):
+                parts[dim] = scale_range(spans[axis[0]], axis[1], info.shape[dim])
+        return reader.read_stored(info, rows=parts[0], cols=parts[1])
+
+    def _rows(self, suffix: str, tensor: Tensor, rows: Range) -> Tensor:
+        """The part of a tensor, read for some rows of the weight, that belongs to a few of these."""
+        for dim, axis in enumerate(self.axes[suffix][: tensor.dim()]):
+            if axis is not None and axis[0] == 0:
+                begin, end = scale_range(rows, axis[1], tensor.shape[dim])
+                tensor = tensor.narrow(dim, begin, end - begin)
+        return tensor.contiguous()
 
 
 @dataclass(frozen=True)
@@ -130,7 +166,7 @@ class StoredStack:
         """The tensors that hold it."""
         return [info for expert in self.experts for info in expert.sources]
 
-    def read(self, reader: Reader, rows: Range, cols: Range) -> Tensor:
+    def read(self, reader: Reader, rows: Range, cols: Range, out: Tensor | None = None) -> Tensor:
         """Some experts, and of dim 1 a part, decoded in float32 and rounded to the stack's dtype.
 
         Raises:
@@ -138,12 +174,11 @@ class StoredStack:
         """
         import torch
 
-        found = torch.empty(
-            (rows[1] - rows[0], cols[1] - cols[0], self.weight.shape[2]), dtype=torch_dtype(self.weight.dtype)
-        )
-        for out, expert in zip(found, self.experts[rows[0] : rows[1]], strict=True):
+        shape = (rows[1] - rows[0], cols[1] - cols[0], self.weight.shape[2])
+        found = torch.empty(shape, dtype=torch_dtype(self.weight.dtype)) if out is None else out
+        for own, expert in zip(found, self.experts[rows[0] : rows[1]], strict=True):
             whole = (0, self.weight.shape[2])
-            out.copy_(expert.read(reader, whole, cols).t() if self.transposed else expert.read(reader, cols, whole))
+            own.copy_(expert.read(reader, whole, cols).t() if self.transposed else expert.read(reader, cols, whole))
         return found
 
 
@@ -156,8 +191,6 @@ def decoded(checkpoint: Checkpoint) -> Checkpoint:
         CheckpointError: config.json is missing or contradicts the tensors; or no number format of ours holds a linear.
         PlanError: an unknown architecture, or a method of quantisation whose tensors are not known.
     """
-    if is_of_a_library(checkpoint.config):
-        return plain(checkpoint)
     if read_quantization_config(checkpoint.config) is None:
         return checkpoint
     matched = match(checkpoint)
@@ -257,13 +290,28 @@ def stored_linear(matched: MatchedModule, scheme: Scheme, shape: tuple[int, ...]
         CheckpointError: no number format of ours holds such weights.
     """
     number_format, exact = _held(matched.place.name, scheme, matched.tensors)
-    tensors = {suffix: info for suffix, info in matched.tensors.items() if suffix != "bias"}
-    axes = {suffix: matched.specs[suffix].axes for suffix in tensors}
+    stored = {suffix: info for suffix, info in matched.tensors.items() if suffix != "bias"}
+    tensors, axes = viewed(scheme, stored, (shape[0], shape[1]))
+    axes = {suffix: matched.specs[suffix].axes for suffix in tensors} | axes
     weight = TensorInfo(matched.place.tensor("weight"), dtype, shape, Path(), 0, tensor_nbytes(dtype, shape))
     return StoredLinear(scheme.method, number_format, tensors, axes, weight, exact)
 
 
-def _held(name: str, scheme: Scheme, tensors: Mapping[str, TensorInfo]) -> tuple[NumberFormat, bool]:
+def viewed(
+    scheme: Scheme, tensors: Mapping[str, TensorInfo], shape: tuple[int, int]
+) -> tuple[dict[str, TensorInfo], dict[str, Axes]]:
+    """A linear's tensors of the dtypes and shapes that they are read in; and the axes of those that are not as stored.
+
+    Args:
+        tensors: suffix -> where it lies.
+        shape: of the weight.
+    """
+    found = views(scheme, {suffix: (info.dtype, info.shape) for suffix, info in tensors.items()}, shape)
+    infos = {suffix: replace(tensors[suffix], dtype=view.dtype, shape=view.shape) for suffix, view in found.items()}
+    return {**tensors, **infos}, {suffix: view.axes for suffix, view in found.items()}
+
+
+def _held(name: str, scheme: Scheme, tensors: Mapping[str, TensorInfo]) -> tuple[NumberFormat | ReadOnlyNumbers, bool]:
     """The number format of a linear's tensors; and whether it says all that the scheme does, or only the weights.
 
     Raises:
@@ -271,6 +319,9 @@ def _held(name: str, scheme: Scheme, tensors: Mapping[str, TensorInfo]) -> tuple
     """
     from modelexport.quantization.formats import get, has_groups, meaning, names, of_scheme
 
+    only_read = read_only_numbers(scheme)
+    if only_read is not None:
+        return only_read, False
     scales = {info.dtype for suffix, info in tensors.items() if suffix.endswith(_SCALE_LIKE)}
     floating = sorted(scales.intersection(FLOATS))
     dtype = floating[0] if len(floating) == 1 else "F32" if floating else of_method(scheme.method).SCALES

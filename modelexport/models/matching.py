@@ -428,7 +428,7 @@ def fit(
                 missing[name] = f"{name} is missing{'' if scheme is None else f': {_in_words(scheme)} needs {spec}'}"
             continue
         specs[suffix], tensors[suffix] = spec, info
-        fits = info.dtype in spec.dtypes, info.shape in spec.shapes
+        fits = info.dtype in spec.dtypes, spec.has_shape(info.shape)
         if not all(fits):
             plain = scheme is None and fits[0]  # where any float will do, the shape alone is wrong
             found, made = (f"{list(info.shape)}", spec.shapes_text) if plain else (_of(info), str(spec))

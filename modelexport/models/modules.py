@@ -16,9 +16,18 @@ from modelexport.models.architecture import Dimensions, Family, family_of, read_
 from modelexport.models.draft_layers import draft_modules
 from modelexport.quantization.formats import name_of
 from modelexport.quantization.methods import QuantizationConfig, Scheme, StoredTensorSpec, tensor_specs
+from modelexport.system.dtypes import dtype_bits
 
 PLAIN = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64", "F8_E4M3": "fp8", "F8_E5M2": "fp8-e5m2"}
-_SCALES = ("weight_scale", "weight_scale_inv", "scales", "absmax", "weights_scaling_factor", "per_channel_scale")
+_SCALES = (
+    "weight_scale",
+    "weight_scale_inv",
+    "scales",
+    "weight.absmax",
+    "SCB",
+    "weights_scaling_factor",
+    "per_channel_scale",
+)
 _BITSANDBYTES = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", "quant_state")
 
 
@@ -66,6 +75,12 @@ class StoredModule:
     def nbytes(self) -> int:
         """Bytes of all its tensors."""
         return sum(info.nbytes for info in self.tensors.values())
+
+    @property
+    def is_flat(self) -> bool:
+        """True where its numbers are stored without rows and columns, or in an order that is not theirs."""
+        flat = self.stored.shape is not None and len(self.stored.shape) < 2
+        return flat or "weight.absmax" in self.tensors or "W_q" in self.tensors
 
     @property
     def weights(self) -> int:
@@ -156,6 +171,9 @@ def recognise(tensors: Mapping[str, TensorInfo], scheme: Scheme | None, method: 
     if "blocks" in tensors and "scales" in tensors:  # gpt-oss: [experts, rows, groups, 16 bytes of two]
         *outer, groups, _ = tensors["blocks"].shape
         return StoredWeight("mxfp4", (*outer, groups * 32), "scales", (1, 32), True)
+    if "W_q" in tensors:  # hqq: no header tells its bits
+        held = math.prod(tensors["W_q"].shape) * dtype_bits(tensors["W_q"].dtype)
+        return StoredWeight("hqq", (held // _bits_of(scheme),), "scale", (1, 1), True)
     info = tensors.get("weight")
     if info is None:
         return StoredWeight("-")
@@ -177,6 +195,12 @@ def recognise(tensors: Mapping[str, TensorInfo], scheme: Scheme | None, method: 
     elif info.dtype == "I8" and unit[1] > 1:
         name += "-wo"
     return StoredWeight(name, shape, scale, unit, True)
+
+
+def _bits_of(scheme: Scheme | None) -> int:
+    """Bits of a weight as config.json has them; 4 where it does not say."""
+    bits = scheme.weights.get("num_bits") if scheme is not None else None
+    return bits if isinstance(bits, int) and 1 <= bits <= 16 else 4
 
 
 def _as_announced(
@@ -210,7 +234,7 @@ def _as_announced(
 def _are(promises: Mapping[str, StoredTensorSpec], tensors: Mapping[str, TensorInfo]) -> bool:
     """Returns whether all expected tensors are there, with the expected dtypes and shapes."""
     found = ((tensors.get(suffix), promise) for suffix, promise in promises.items())
-    return all(info is not None and info.dtype in p.dtypes and info.shape in p.shapes for info, p in found)
+    return all(info is not None and info.dtype in p.dtypes and p.has_shape(info.shape) for info, p in found)
 
 
 def _packed(tensors: Mapping[str, TensorInfo], scheme: Scheme | None) -> StoredWeight:
@@ -220,8 +244,7 @@ def _packed(tensors: Mapping[str, TensorInfo], scheme: Scheme | None) -> StoredW
         shape = _widened(info.shape, 2)
         name = "nvfp4" if scales is not None and scales.dtype == "F8_E4M3" else "mxfp4"
         return StoredWeight(name, shape, scale, _joined(_unit(shape, scales), 2), True)
-    bits = scheme.weights.get("num_bits") if scheme is not None else None
-    bits = bits if isinstance(bits, int) and 1 <= bits <= 16 else 4
+    bits = _bits_of(scheme)
     shape = (*info.shape[:-1], info.shape[-1] * 32 // bits) if info.shape else info.shape
     name = f"int{bits}" + ("-asym" if "weight_zero_point" in tensors else "") + ("-wo" if bits == 8 else "")
     return StoredWeight(name, shape, scale, _joined(_unit(shape, scales), 32 // bits), True)
@@ -234,8 +257,7 @@ def _transposed_words(tensors: Mapping[str, TensorInfo], method: str, scheme: Sc
     if method == "awq" or not (method.startswith("gptq") or "g_idx" in tensors):
         shape, name = (cols * 8, rows), "int4-awq"
     else:
-        bits = scheme.weights.get("num_bits") if scheme is not None else None
-        bits = bits if isinstance(bits, int) and 1 <= bits <= 16 else 4
+        bits = _bits_of(scheme)
         shape, name = (cols, rows * 32 // bits), f"int{bits}-gptq"
     groups = scales.shape[0] if scales is not None and scales.shape else 1
     return StoredWeight(
@@ -246,8 +268,9 @@ def _transposed_words(tensors: Mapping[str, TensorInfo], method: str, scheme: Sc
 def _bytes(tensors: Mapping[str, TensorInfo], info: TensorInfo, scale: str) -> StoredWeight:
     """Two 4-bit numbers to a byte, as modelopt and bitsandbytes store them."""
     scales = tensors[scale]
-    if scale == "absmax":
-        return StoredWeight("nf4", (2 * math.prod(info.shape),), scale, (1, 1), True)
+    if scale == "weight.absmax":
+        kind = "fp4" if "weight.quant_state.bitsandbytes__fp4" in tensors else "nf4"
+        return StoredWeight(kind, (2 * math.prod(info.shape),), scale, (1, 1), True)
     if scales.dtype == "F8_E4M3" or scales.dtype in ("U8", "F8_E8M0"):
         shape = _widened(info.shape, 2)
         name = "nvfp4" if scales.dtype == "F8_E4M3" else "mxfp4"
@@ -291,9 +314,9 @@ def _split(name: str, names: Collection[str]) -> tuple[str, str]:
     """A tensor's module and its name within it."""
     module, _, suffix = name.rpartition(".")
     if module.endswith(".weight") and suffix.startswith(_BITSANDBYTES):
-        return module.removesuffix(".weight"), suffix
+        return module.removesuffix(".weight"), f"weight.{suffix}"
     if module.endswith(".weight.quant_state"):
-        return module.removesuffix(".weight.quant_state"), f"quant_state.{suffix}"
+        return module.removesuffix(".weight.quant_state"), f"weight.quant_state.{suffix}"
     for ending in ("blocks", "scales", "bias"):  # gpt-oss: experts.gate_up_proj_blocks
         own = suffix.removesuffix(f"_{ending}")
         if module.endswith(".experts") and own != suffix and f"{module}.{own}_blocks" in names:

@@ -45,7 +45,7 @@ class TransposedLinear:
         """The tensor that it is read from."""
         return (self.stored,)
 
-    def read(self, reader: Reader, rows: Range, cols: Range) -> Tensor:
+    def read(self, reader: Reader, rows: Range, cols: Range, out: Tensor | None = None) -> Tensor:
         """Rows and columns of it, in its dtype.
 
         Raises:

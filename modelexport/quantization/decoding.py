@@ -9,7 +9,7 @@ from torch import Tensor
 
 from modelexport.errors import ValuesError
 from modelexport.quantization.formats.base import NumberFormat
-from modelexport.quantization.methods import Method, WeightSlice, of_method, tensor_specs
+from modelexport.quantization.methods import Method, ReadOnlyNumbers, WeightSlice, of_method, tensor_specs
 
 _NAN = {torch.float8_e4m3fn: 0x7F, torch.uint8: 0xFF}
 """One-byte numbers -> the bits that are all set in NaN; bytes are exponents (E8M0) where they are scales."""
@@ -17,15 +17,23 @@ if hasattr(torch, "float8_e8m0fnu"):
     _NAN[torch.float8_e8m0fnu] = 0xFF
 
 
-def dequantise(method: str, number_format: NumberFormat, tensors: Mapping[str, Tensor], part: WeightSlice) -> Tensor:
-    """The rectangle of a weight that a linear's tensors stand for, float32 ``[rows, cols]``.
+def dequantise(
+    method: str,
+    number_format: NumberFormat | ReadOnlyNumbers,
+    tensors: Mapping[str, Tensor],
+    part: WeightSlice,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The rectangle of a weight that a linear's tensors stand for, ``[rows, cols]``: in float32, then rounded.
 
     Where a method divides the inputs by numbers that it keeps beside the weight (modelopt's ``pre_quant_scale``), the
     weight's columns are multiplied by them.
 
     Args:
         method: ``quant_method`` of the checkpoint that the tensors (suffix -> tensor, of the part) are from.
+            Where the method has :func:`~modelexport.quantization.methods.views`, as these have them.
         part: begins and ends where the axes of the tensors' specs allow a cut.
+        out: filled and returned; bf16, fp16 or float32. Without it, a float32 tensor is made.
 
     Raises:
         CheckpointError: the tensors hold what the number format cannot say.
@@ -34,12 +42,16 @@ def dequantise(method: str, number_format: NumberFormat, tensors: Mapping[str, T
     own, multiplier = getattr(encoder, "dequantise", None), getattr(encoder, "weight_multiplier", None)
     if own is not None:
         weight: Tensor = own(number_format, tensors, part)
-        return weight
+        return weight if out is None else out.copy_(weight)
+    assert isinstance(number_format, NumberFormat), "methods with numbers of their own decode them"
     columns = None if multiplier is None else multiplier(tensors)
     specs = tensor_specs(number_format.scheme(method), part.shape)
     needed = {suffix: tensor for suffix, tensor in tensors.items() if suffix in specs}
-    weight = number_format.dequantise(encoder.decode(number_format, needed, part))
-    return weight if columns is None else weight * columns.float()
+    native = encoder.decode(number_format, needed, part)
+    if columns is None:
+        return number_format.dequantise(native, out=out)
+    weight = number_format.dequantise(native) * columns.float()
+    return weight if out is None else out.copy_(weight)
 
 
 def recode(

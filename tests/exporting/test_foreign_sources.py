@@ -20,6 +20,7 @@ from modelexport.inspection.inspect import inspect_checkpoint
 from modelexport.inspection.verify import verify_checkpoint
 from modelexport.quantization import formats
 from modelexport.recipe import ExportRecipe
+from tests.helpers.marks import few
 from tests.helpers.models import copy_checkpoint, make_llama
 
 SHAPE: dict[str, Any] = {"hidden": 128, "intermediate": 256, "heads": 4, "kv_heads": 2, "layers": 1, "vocab": 104}
@@ -398,3 +399,35 @@ def test_a_hostile_pattern_does_not_hang_inspect(
     theirs = spoilt(exported("int8"), tmp_path / "theirs", ignore=["lm_head", "re:(.+)+Z", "re:(([a-z._0-9]+)+)+!"])
     assert main(["inspect", str(theirs)]) == 0
     assert "int8" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("quant", few(("nvfp4-wo", "fp8", "fp8-block", "mxfp8"), "nvfp4-wo"))
+def test_mxfp4_is_cast_exactly_and_that_is_said(quant: str, exported: Callable[..., Path], tmp_path: Path) -> None:
+    made = exported("mxfp4-wo")
+    results = [
+        export(model=str(made), out=str(tmp_path / str(tp)), quant=quant, tp=tp, evaluate=False, quiet=True)
+        for tp in (1, 2)
+    ]
+    said = "exact: 7 of 7 linears that are quantised in the source have the same values"
+    assert all(said in result.notes for result in results)
+    assert said.capitalize() in (tmp_path / "2" / "README.md").read_text()
+    one, two = ((tmp_path / tp / "model.safetensors").read_bytes() for tp in "12")
+    assert one == two
+    assert verify_checkpoint(tmp_path / "2", made).problems == []
+
+
+def test_mxfp4_whose_scales_are_searched_for_is_not_cast(exported: Callable[..., Path]) -> None:
+    recipe = ExportRecipe(model=str(exported("mxfp4-wo")), quant="nvfp4-wo", algorithm="mse", dry_run=True)
+    assert not any(task.is_cast for step in prepare(recipe).plan.steps for task in step.tasks)
+
+
+def test_what_shares_a_scale_with_another_format_is_not_cast(exported: Callable[..., Path], tmp_path: Path) -> None:
+    def change(tensors: Tensors) -> None:
+        prefix = "model.layers.0.mlp.up_proj.weight"
+        packed, _ = tensors.pop(f"{prefix}_packed"), tensors.pop(f"{prefix}_scale")
+        tensors[prefix] = torch.ones(packed.shape[0], 2 * packed.shape[1], dtype=torch.bfloat16)
+
+    mixed = spoilt(exported("mxfp4-wo"), tmp_path / "mixed", change)
+    plan = prepare(ExportRecipe(model=str(mixed), quant="nvfp4-wo", dry_run=True)).plan
+    plain = [t.path for step in plan.steps for t in step.tasks if t.quantised and not t.is_cast]
+    assert plain == ["mlp.gate_proj", "mlp.up_proj"]

@@ -17,6 +17,8 @@ from modelexport.models.decoded import decoded
 from modelexport.models.matching import match
 from modelexport.models.opening import open_model
 from tests.helpers.models import copy_checkpoint, make_llama
+from tests.published._layouts import LAYOUTS
+from tests.published._writing import write
 
 SHAPE: dict[str, Any] = {"layers": 1, "hidden": 256, "intermediate": 384, "heads": 4, "kv_heads": 2, "head_dim": 64}
 SOURCES = {
@@ -75,6 +77,39 @@ def test_any_rectangle_of_a_decoded_weight(name: str, quantised: Callable[[str],
                 assert torch.equal(reader.read(info, rows=(5, 131), cols=(33, 98)), whole[5:131, 33:98])
                 out = torch.empty(7, whole.shape[1], dtype=whole.dtype)
                 assert torch.equal(reader.read(info, rows=(1, 8), out=out), whole[1:8])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("fp8-block", "awq") else pytest.param(name, marks=pytest.mark.extended) for name in SOURCES],
+)
+def test_a_weight_decoded_a_few_rows_at_a_time(
+    name: str, quantised: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = decoded(open_model(quantised(name)))
+    with Reader(source) as reader:
+        at_once = {tensor: reader.read(source.infos[tensor]) for tensor in source.computed}
+        monkeypatch.setattr("modelexport.models.decoded._AT_ONCE", 1)  # as many rows as must be decoded together
+        for tensor, whole in at_once.items():
+            assert torch.equal(reader.read(source.infos[tensor], out=torch.empty_like(whole)), whole)
+
+
+@pytest.mark.parametrize(
+    ("tp", "quant", "settings"),
+    [
+        (2, "nvfp4-wo", {}),
+        pytest.param(4, "nvfp4-wo", {}, marks=pytest.mark.extended),
+        pytest.param(2, "int4", {"algorithm": "gptq"}, marks=pytest.mark.extended),
+        pytest.param(4, "int4", {"algorithm": "gptq"}, marks=pytest.mark.extended),
+    ],
+)
+def test_deepseek_v3_in_fp8_blocks_at_any_parallelism(
+    tp: int, quant: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """Latent attention, routed and shared experts, a draft layer: DeepSeek's own layout."""
+    source = write(LAYOUTS["DeepSeek-V3"], tmp_path / "source")
+    one, several = (run(source, tmp_path / f"tp{n}", quant, tp=n, **settings) for n in (1, tp))
+    assert weights_of(several) == weights_of(one)
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,9 @@ def _infos_of(tensors: dict[str, torch.Tensor]) -> dict[str, TensorInfo]:
         # gpt-oss' experts
         (infos(blocks=("U8", (3, 10, 2, 16)), scales=("U8", (3, 10, 2))), "mxfp4", "mxfp4", (3, 10, 64)),
         # bitsandbytes
-        (infos(weight=("U8", (128, 1)), absmax=("F32", (4,))), "bitsandbytes", "nf4", (256,)),
+        (infos(**{"weight": ("U8", (128, 1)), "weight.absmax": ("F32", (4,))}), "bitsandbytes", "nf4", (256,)),
+        # hqq, without the settings of config.json
+        (infos(W_q=("U8", (2, 64)), scale=("F16", (4, 1)), zero=("F16", (4, 1))), "hqq", "hqq", (256,)),
         (infos(k_scale=("F32", (1,))), "", "-", None),
     ],
 )
@@ -208,21 +210,22 @@ def test_index_that_counts_no_bytes_is_a_warning(tmp_path: Path) -> None:
     assert any("total_size is 'AAA'" in text for text in inspect_checkpoint(model).warnings)
 
 
-def test_weights_without_rows_and_columns(tmp_path: Path) -> None:
+def test_weights_in_a_column_of_bytes(tmp_path: Path) -> None:
     """bitsandbytes stores a weight of any shape as one column of bytes."""
 
     def flat(tensors: dict[str, torch.Tensor]) -> None:
         for name in [name for name in tensors if name.endswith("_proj.weight")]:
             elements = tensors[name].numel()
             tensors[name] = torch.zeros(elements // 2, 1, dtype=torch.uint8)
-            tensors[f"{name}.absmax"] = torch.zeros(elements // 64, dtype=torch.uint8)
+            tensors[f"{name}.absmax"] = torch.zeros(elements // 64)
             tensors[f"{name}.quant_map"] = torch.zeros(16)
             tensors[f"{name}.quant_state.bitsandbytes__nf4"] = torch.zeros(8, dtype=torch.uint8)
 
-    said = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    said = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     model = copy_checkpoint(make_llama(), tmp_path / "nf4", tensors=flat, config={"quantization_config": said})
     found = inspect_checkpoint(model)
     assert {row.number_format for row in found.rows if row.name.endswith("_proj")} == {"nf4"}
+    assert [row.shapes for row in found.rows if row.name.endswith("q_proj")] == [[[128, 128]]]
     assert found.tensor_parallel_sizes is None
     assert "is stored flat" in found.tensor_parallel_note
     assert found.warnings == []

@@ -225,14 +225,17 @@ def nf4(rows: int, cols: int) -> Tensors:
 def hqq(rows: int, cols: int) -> Tensors:
     """HQQ's 4-bit weights, as transformers saves them: groups of 64, meta data beside."""
     groups = rows * cols // 64
+    flags = ("view_as_float", "quant_scale", "quant_zero", "offload_meta", "encoded_state_dict", "stores_quant_config")
     return {
         **bare("W_q", groups // 2, 64, dtype="U8"),
         **bare("scale", groups, 1),
         **bare("zero", groups, 1),
         **bare("shape", 2, dtype="I64"),
-        **bare("nbits", dtype="I64"),
-        **bare("group_size", dtype="I64"),
-        **bare("axis", dtype="I64"),
+        **dict.fromkeys(("nbits", "group_size", "axis"), ("I32", ())),
+        **dict.fromkeys((*flags, "channel_wise", "optimize", "round_zero"), ("U8", ())),
+        **bare("packing", 7, dtype="U8"),
+        **bare("unpack_view_dtype", 11, dtype="U8"),
+        **bare("compute_dtype", 14, dtype="U8"),
     }
 
 

@@ -11,13 +11,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from modelexport.models.architecture import family_of, read_dimensions
-from modelexport.models.matching import places
 from modelexport.system.dtypes import tensor_nbytes, torch_dtype
-from tests.published._models import Layout
+from tests.published._models import DENSE, Layout
 
-_NF4 = ".weight.quant_state.bitsandbytes__nf4"
-_HQQ = {"nbits": 4, "group_size": 64, "axis": 1}
+_HQQ = {
+    **{name: torch.tensor(value) for name, value in (("nbits", 4), ("group_size", 64), ("axis", 1))},
+    **{name: torch.tensor(0) for name in ("view_as_float", "quant_scale", "quant_zero", "offload_meta", "round_zero")},
+    **{name: torch.tensor(1) for name in ("encoded_state_dict", "stores_quant_config", "channel_wise", "optimize")},
+    "packing": torch.tensor(list(b"4bit_u8")),
+    "unpack_view_dtype": torch.tensor(list(b"torch.uint8")),
+    "compute_dtype": torch.tensor(list(b"torch.bfloat16")),
+}
+"""The settings beside HQQ's numbers."""
 
 
 def write(layout: Layout, directory: Path) -> Path:
@@ -65,23 +70,12 @@ def write_headers(layout: Layout, directory: Path) -> Path:
 
 
 def _shapes(layout: Layout) -> dict[str, tuple[int, int]]:
-    """Rows and columns of the linears whose tensors say them."""
-    found = {}
+    """Rows and columns of the linears whose tensors say them; of those without any, a dense decoder's."""
+    found = {name: (shape[0], shape[1]) for name, (_, shape) in DENSE.items() if len(shape) == 2}
     for name, (_, shape) in layout.tensors.items():
         if name.endswith(".weight_packed"):
             found[name.removesuffix("_packed")] = (shape[0], shape[1] * 8)
-        elif name.endswith((_NF4, ".W_q")):
-            found[name] = _of_the_model(layout)[name.removesuffix(_NF4).removesuffix(".W_q")]
     return found
-
-
-def _of_the_model(layout: Layout) -> dict[str, tuple[int, int]]:
-    """The shapes of a model's linears, of tensors that do not tell them."""
-    family = family_of(layout.config)
-    dimensions = read_dimensions(layout.config, family)
-    linears = (place for place in places(family, dimensions) if place.module.kind == "linear")
-    shapes = {place.name: dimensions.weight_shape(place.module) for place in linears}
-    return {name: (shape[0], shape[1]) for name, shape in shapes.items()}
 
 
 def _filled(
@@ -97,11 +91,11 @@ def _filled(
         order = torch.arange(shape[0], dtype=kind) // 128
         return order[torch.randperm(shape[0], generator=generator)] if act_order else order
     if leaf == "bitsandbytes__nf4":
-        return _quant_state(shape[0], shapes[name])
+        return _quant_state(shape[0], shapes[name.partition(".quant_state.")[0]])
     if leaf in _HQQ:
-        return torch.tensor(_HQQ[leaf])
+        return _HQQ[leaf].to(kind)
     if leaf == "shape":
-        return torch.tensor(shapes[f"{name.removesuffix('.shape')}.W_q"])
+        return torch.tensor(shapes[name.replace(".shape", ".weight")])
     if leaf == "qzeros":
         return torch.full(shape, 0x77777777, dtype=kind)
     if dtype == "U8" and leaf.endswith("scales"):  # exponents
@@ -120,12 +114,12 @@ def _filled(
     return (value / math.sqrt(128)).to(kind)
 
 
-def _quant_state(size: int, shape: tuple[int, int]) -> Tensor:
+def _quant_state(size: int, rows_and_columns: tuple[int, int]) -> Tensor:
     said = {
         "quant_type": "nf4",
         "blocksize": 64,
         "dtype": "bfloat16",
-        "shape": list(shape),
+        "shape": list(rows_and_columns),
         "nested_blocksize": 256,
         "nested_dtype": "float32",
         "nested_offset": 0.04,

@@ -39,10 +39,15 @@ class ComputedTensor(Protocol):
     def sources(self) -> Collection[TensorInfo]:
         """The tensors that it is computed from."""
 
-    def read(self, reader: Reader, rows: tuple[int, int], cols: tuple[int, int]) -> torch.Tensor:
+    def read(
+        self, reader: Reader, rows: tuple[int, int], cols: tuple[int, int], out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Rows and columns of it, ``[rows, cols]``, in its dtype.
 
         Of a tensor of another number of dims: rows along dim 0 and columns along dim 1, where it has these.
+
+        Args:
+            out: memory of the shape of what is returned, which may be filled and returned; or left as it is.
 
         Raises:
             CheckpointError: a file cannot be read, or its values mean nothing.
@@ -255,8 +260,8 @@ class Reader:
             return self.read_stored(info, rows=rows, cols=cols, out=out)
         asked = zip((*info.shape, 1, 1), (rows, cols), strict=False)
         spans = [(0, size) if span is None else span for size, span in asked]
-        found = computed.read(self, spans[0], spans[1])
-        return found if out is None else out.copy_(found)
+        found = computed.read(self, spans[0], spans[1], out)
+        return found if out is None or found is out else out.copy_(found)
 
     def read_stored(
         self,

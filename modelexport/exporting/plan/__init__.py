@@ -27,7 +27,8 @@ from modelexport.models.architecture import Module
 from modelexport.models.decoded import StoredLinear, decoded, model_dtype, stored_linear
 from modelexport.models.matching import Matched, MatchedModule, ModelDescription, Place, match, refuse
 from modelexport.models.ties import check_tied, untie
-from modelexport.quantization.methods import Method, of_method
+from modelexport.quantization.methods import Method, ReadOnlyNumbers, of_method
+from modelexport.quantization.methods.mxfp4 import BLOCK as MXFP4_GROUP
 from modelexport.sharding.plan import Cut, Parallelism, even_cut
 from modelexport.system.dtypes import FLOATS
 
@@ -51,6 +52,7 @@ def build_plan(
     rows: int | None = None,
     untied: str = "",
     quantise_drafts: bool = False,
+    casts: bool = False,
 ) -> ExportPlan:
     """Plan the export of ``checkpoint``.
 
@@ -62,6 +64,7 @@ def build_plan(
         untied: the reason why a head that is tied to the embedding becomes a tensor of its own, as what is rotated
             needs: its head has taken in the final norm, its embedding has not. "": it stays tied.
         quantise_drafts: whether draft layers' linears get a number format, too.
+        casts: whether linears that are MXFP4 in the source keep their values where a number format can hold them.
 
     Raises:
         CheckpointError: config.json is missing or contradicts the tensors, or tensors are missing or unknown.
@@ -81,6 +84,7 @@ def build_plan(
             kv_cache=kv_cache,
             rows=rows,
             quantise_drafts=quantise_drafts,
+            casts=casts,
         )
         told = {m.path: f"head: {untied}" for m in family.after if m.kind == "head" and m.path in plan.unquantised}
         # A head that is quantised has no line among those that are not.
@@ -88,7 +92,7 @@ def build_plan(
         return replace(plan, unquantised={**plan.unquantised, **told}, notes=(*plan.notes, *said))
     cuts = Cuts(dimensions, parallelism.tp, rows)
     matched = match(checkpoint, model)
-    planner = _Planner(checkpoint, matched, assignment, parallelism, of_method(method), cuts, quantise_drafts)
+    planner = _Planner(checkpoint, matched, assignment, parallelism, of_method(method), cuts, quantise_drafts, casts)
     return planner.plan(kv_cache)
 
 
@@ -131,6 +135,7 @@ class _Planner:
         method: Method,
         cuts: Cuts,
         quantise_drafts: bool,
+        casts: bool,
     ) -> None:
         self.checkpoint = checkpoint
         self.matched = matched
@@ -146,6 +151,7 @@ class _Planner:
         self.format_problems: dict[str, dict[str, None]] = {}  # what is wrong -> the modules where it is
         self.cuts = cuts
         self.quantise_drafts = quantise_drafts
+        self.casts = casts
 
     def plan(self, made_cache: bool) -> ExportPlan:
         ties = self._ties()
@@ -211,7 +217,7 @@ class _Planner:
                 tasks += self._module_tasks(module)
         tasks += self._cache_tasks(number, cache_scales, made_cache)
         self._check_fused(layer, tasks)
-        return ExportStep(layer, layer, number, tuple(self.cuts.layer(tasks)))
+        return ExportStep(layer, layer, number, tuple(self.cuts.layer(self._cast(tasks))))
 
     def _cache_tasks(self, layer: int, found: Mapping[str, TensorInfo], made: bool) -> list[TensorTask]:
         """The scales of a layer's KV cache: made, taken over where all numbers are kept, else left out."""
@@ -253,7 +259,9 @@ class _Planner:
             tasks.setdefault(module.place.part, []).extend(self._module_tasks(module))
         for part, own in tasks.items():
             self._check_fused(part, own)
-        return [step for part, own in tasks.items() if own for step in self._single(part, self.cuts.layer(own))]
+        return [
+            step for part, own in tasks.items() if own for step in self._single(part, self.cuts.layer(self._cast(own)))
+        ]
 
     def _single(self, path: str, tasks: Sequence[TensorTask]) -> list[ExportStep]:
         """Steps of a module outside the decoder layers, in slabs of rows if it is large."""
@@ -319,7 +327,14 @@ class _Planner:
     def _number_format(self, place: Place, stored: StoredLinear | None) -> NumberFormat | None:
         """The number format of a module; notes the reason where there is none."""
         found, module = None, place.module
-        if self.assignment is None and stored is not None:
+        if self.assignment is None and stored is not None and isinstance(stored.number_format, ReadOnlyNumbers):
+            self.format_problems.setdefault(
+                f"is {stored.number_format.name} in the source, which is only read: --quant none writes the weights "
+                "that it stands for",
+                {},
+            )[f"*.{module.general_path}"] = None
+        elif self.assignment is None and stored is not None:
+            assert not isinstance(stored.number_format, ReadOnlyNumbers)
             found = stored.number_format
             if not stored.exact:
                 self.format_problems.setdefault(
@@ -457,6 +472,30 @@ class _Planner:
                     "pattern that means all of them",
                     {},
                 )[f"{layer}.{group[0].shared_scale}"] = None
+
+    def _cast(self, tasks: Sequence[TensorTask]) -> list[TensorTask]:
+        """The same, with exact scales where MXFP4 is rounded to nearest into a format that holds its values.
+
+        Modules that share a scale have them only together.
+        """
+        if not self.casts:
+            return list(tasks)
+        plain = {task.shared_scale for task in tasks if task.parameter == "weight" and not self._is_cast(task)}
+        return [
+            replace(task, number_format=replace(task.number_format, observer="exact"))
+            if task.number_format is not None and self._is_cast(task) and task.shared_scale not in plain
+            else task
+            for task in tasks
+        ]
+
+    def _is_cast(self, task: TensorTask) -> bool:
+        """Returns whether a task's weight is MXFP4 in the source, and goes into a format that holds its values."""
+        held = self.checkpoint.computed.get(task.info.name)
+        if task.parameter != "weight" or not task.quantised or not isinstance(held, StoredLinear):
+            return False
+        assert task.number_format is not None
+        is_mxfp4 = not isinstance(held.number_format, ReadOnlyNumbers) and held.number_format.is_mxfp4
+        return is_mxfp4 and task.number_format.holds_mxfp4() and task.full_shape[1] % MXFP4_GROUP == 0
 
     def _outputs(self, info: TensorInfo, number_format: NumberFormat | None) -> tuple[OutputTensor, ...]:
         if number_format is None:

@@ -61,7 +61,7 @@ class Cuts:
 
     def _cut(self, task: TensorTask, tasks: Iterable[TensorTask], units: dict[str, int]) -> Cut:
         module, shape, number_format = task.module, task.info.shape, task.number_format
-        dim, kept = module.cut_dim, task.alignment
+        dim, kept = module.cut_dim, task.cut_alignment
         if self.rows is not None and module.kind == "linear":
             return cut_along(0, block_cut(shape[0], math.lcm(kept[0], self.rows), self.tp))
         if dim is None:
@@ -99,7 +99,7 @@ class Cuts:
             if dim is None or task.parameter != "weight":
                 continue
             if module.axis == axis or (own.heads and other.heads == own.heads and module.axis != "kv_heads"):
-                aligned = math.lcm(other.unit, task.alignment[dim])
+                aligned = math.lcm(other.unit, task.cut_alignment[dim])
                 units = math.lcm(units, aligned // other.unit)
         whole = (own.heads or own.size) % units == 0
         return own.unit * (units if whole else 1)

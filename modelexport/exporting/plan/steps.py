@@ -16,6 +16,7 @@ from modelexport.models.engines import loadable_tp
 from modelexport.models.matching import Place
 from modelexport.models.rules import module_rules
 from modelexport.quantization.methods.base import KeptSubtree
+from modelexport.quantization.methods.mxfp4 import BLOCK as MXFP4_GROUP
 from modelexport.sharding.plan import Cut, Parallelism, Range, scale_range
 from modelexport.sharding.rules import TensorRule
 
@@ -82,6 +83,11 @@ class TensorTask:
         return self.number_format is not None and self.stored is None
 
     @property
+    def is_cast(self) -> bool:
+        """True where scales are chosen that keep the source's values, MXFP4's, as they are."""
+        return self.number_format is not None and self.number_format.observer == "exact"
+
+    @property
     def full_shape(self) -> tuple[int, int]:
         """Shape of the whole weight, of a matrix."""
         return (self.info.shape[0], self.info.shape[1])
@@ -90,6 +96,12 @@ class TensorTask:
     def alignment(self) -> tuple[int, int]:
         """Elements of the weight along dim 0 and dim 1 that its outputs keep together."""
         return alignment(self.outputs)
+
+    @property
+    def cut_alignment(self) -> tuple[int, int]:
+        """The same for ranks that quantise it; groups of the source's, where these keep their scales."""
+        rows, columns = self.alignment
+        return (rows, math.lcm(columns, MXFP4_GROUP)) if self.is_cast else (rows, columns)
 
     def owned_box(self, rank: int) -> Box | None:
         """The rectangle of the source that ``rank`` reads and emits, or None."""

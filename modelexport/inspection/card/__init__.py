@@ -143,6 +143,7 @@ def _quality(record: ExportRecord, rows: list[RecordRow]) -> Iterator[str]:
             f"- Each linear's weights, as written and read back, against the source's: SQNR of the worst "
             f"{worst.sqnr_db:.2f} dB ({code(worst.worst)}). All are in `modelexport.json`."
         )
+    yield from (f"- {plain(note[:1].upper() + note[1:])}." for note in record.rounded_before)
     yield from _output_errors(record)
     if record.evaluation:
         yield from _evaluation(record.evaluation_figures)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from modelexport.checkpoints.safetensors.file import Checkpoint, Reader, TensorInfo, torch_dtype
 from modelexport.errors import CheckpointError, PlanError, error_text
+from modelexport.models.decoded import viewed
 from modelexport.models.draft_layers import draft_tensors
 from modelexport.models.modules import StoredModule, read_architecture, read_modules
 from modelexport.models.opening import open_model
@@ -27,10 +28,12 @@ from modelexport.quantization.calibration.model import in_memory
 from modelexport.quantization.decoding import dequantise
 from modelexport.quantization.formats import of_scheme
 from modelexport.quantization.methods import (
+    ReadOnlyNumbers,
     Scheme,
     WeightSlice,
     extras,
     of_method,
+    read_only_numbers,
     read_quantization_config,
     tensor_specs,
 )
@@ -171,7 +174,7 @@ class _Linear:
         self, name: str, scheme: Scheme, shape: tuple[int, int], tensors: Mapping[str, TensorInfo], where: Path
     ) -> None:
         self.name, self.scheme, self.shape, self.tensors, self.where = name, scheme, shape, tensors, where
-        self.number_format = of_scheme(scheme)
+        self.number_format = read_only_numbers(scheme) or of_scheme(scheme)
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, reader: Reader, module: StoredModule, scheme: Scheme, known: bool) -> _Linear:
@@ -194,7 +197,7 @@ class _Linear:
                 if suffix in spare:
                     continue
                 raise CheckpointError(f"{where}: {module.name}.{suffix} is missing ({scheme.describe()} needs it)")
-            if info.dtype not in spec.dtypes or info.shape not in spec.shapes:
+            if info.dtype not in spec.dtypes or not spec.has_shape(info.shape):
                 raise CheckpointError(
                     f"{where}: {info.name} is {info.dtype} {list(info.shape)}, but {scheme.describe()} stores {spec}"
                 )
@@ -203,22 +206,24 @@ class _Linear:
 
     def decode(self, reader: Reader, activations: dict[str, Activation]) -> Tensor:
         """The weight, float32 ``[out, in]``; and how its inputs are rounded goes into ``activations``."""
-        stored = {suffix: reader.read(info) for suffix, info in self.tensors.items()}
+        tensors, _ = viewed(self.scheme, self.tensors, self.shape)
+        stored = {suffix: reader.read(info) for suffix, info in tensors.items()}
         try:
             weight = dequantise(self.scheme.method, self.number_format, stored, WeightSlice.whole(self.shape))
-            if self.number_format.input_arguments() is not None and self.name not in activations:
-                activations[self.name] = self._activation(stored)
+            held = self.number_format
+            if not isinstance(held, ReadOnlyNumbers) and held.input_arguments() and self.name not in activations:
+                activations[self.name] = self._activation(held, stored)
         except CheckpointError as error:  # of one among hundreds
             raise CheckpointError(f"{self.where}: {self.name}: {error}") from error
         return weight
 
-    def _activation(self, stored: dict[str, Tensor]) -> Activation:
+    def _activation(self, number_format: NumberFormat, stored: dict[str, Tensor]) -> Activation:
         multiplied = stored.pop("pre_quant_scale", None)
         small: dict[str, Tensor] = {}
-        if self.number_format.has_static_inputs:
-            native = of_method(self.scheme.method).decode(self.number_format, stored, WeightSlice.whole(self.shape))
+        if number_format.has_static_inputs:
+            native = of_method(self.scheme.method).decode(number_format, stored, WeightSlice.whole(self.shape))
             small = {suffix: tensor.clone() for suffix, tensor in native.items() if suffix.startswith("input_")}
-        return partial(_rounded, self.number_format, small, multiplied)
+        return partial(_rounded, number_format, small, multiplied)
 
 
 def _rounded(number_format: NumberFormat, small: Mapping[str, Tensor], multiplied: Tensor | None, x: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ _NEEDED = {"recipe": dict, "sha256": dict, "sqnr_db": dict, "layers": list, "pro
 _OPTIONAL = {
     **dict.fromkeys(("file_sha256", "model", "calibration", "evaluation", "output_error"), dict),
     **dict.fromkeys(("unquantised", "left_out"), dict),
-    **dict.fromkeys(("adapters", "changed", "tensor_parallel_sizes", "warnings"), list),
+    **dict.fromkeys(("adapters", "changed", "tensor_parallel_sizes", "warnings", "rounded_before"), list),
 }
 _OF_CALIBRATION = {"samples": int, "length": int, "text": str, "unseen_experts": list}
 _OF_CALIBRATION_OPTIONAL = {"notes": dict, "rare_experts": dict}
@@ -273,6 +273,7 @@ class ExportRecord:
         adapters: what was merged into the source's weights: name, rank, SHA-256 and more of each, unchecked.
         changed: tensors, or modules, whose values differ from the source's on purpose.
         tensor_parallel_sizes, warnings: as recorded.
+        rounded_before: which numbers were rounded in the source already, a line each.
         problems: figures that were left out, and why: a line each.
     """
 
@@ -296,6 +297,7 @@ class ExportRecord:
     changed: frozenset[str]
     tensor_parallel_sizes: Sequence[Any]
     warnings: Sequence[Any]
+    rounded_before: Sequence[str]
     problems: Sequence[str]
 
     @classmethod
@@ -332,6 +334,7 @@ class ExportRecord:
             changed=frozenset(content.get("changed") or ()),
             tensor_parallel_sizes=content.get("tensor_parallel_sizes") or (),
             warnings=content.get("warnings") or (),
+            rounded_before=tuple(map(str, content.get("rounded_before") or ())),
             problems=problems,
         )
 

@@ -165,7 +165,7 @@ def _is_readable(module: StoredModule, info: TensorInfo) -> bool:
     if _in_blocks(module):
         return True
     # bitsandbytes' absmax may be quantised itself.
-    return info.dtype in _FLOATS or (info.dtype in _EXPONENTS and module.stored.scale != "absmax")
+    return info.dtype in _FLOATS or (info.dtype in _EXPONENTS and module.stored.scale != "weight.absmax")
 
 
 def _count(reader: Reader, module: StoredModule, info: TensorInfo, counts: ScaleCounts, most: int) -> None:

@@ -191,7 +191,7 @@ def _decoder(
         return None
     for suffix, spec in specs.items():
         info = module.tensors.get(suffix)
-        if info is None or info.dtype not in spec.dtypes or info.shape not in spec.shapes:
+        if info is None or info.dtype not in spec.dtypes or not spec.has_shape(info.shape):
             return None
     if any(suffix in module.tensors for suffix in extras(scheme, (weight.shape[0], weight.shape[1]))):
         return None  # its inputs are multiplied by them: the weight is not the source's

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from modelexport import plugins
 from modelexport.errors import CheckpointError, UsageError, quoted
+from modelexport.quantization.methods import read_only_numbers
 
 if TYPE_CHECKING:
     import torch
@@ -103,7 +104,7 @@ def of_scheme(scheme: Scheme, *, scale_dtype: torch.dtype | None = None) -> Numb
     Raises:
         CheckpointError: none does.
     """
-    name = name_of(scheme)
+    name = None if read_only_numbers(scheme) else name_of(scheme)
     found = None if name is None else _with_arguments(name, scheme, scale_dtype)
     if found is None:
         raise CheckpointError(f"no number format of ours holds {scheme.describe()}; known: {', '.join(names())}")
@@ -111,11 +112,14 @@ def of_scheme(scheme: Scheme, *, scale_dtype: torch.dtype | None = None) -> Numb
 
 
 def name_of(scheme: Scheme) -> str | None:
-    """Returns the ``--quant`` name of a scheme's numbers; None where none is like them.
+    """Returns the ``--quant`` name of a scheme's numbers, or the method's where they are only read; None for others.
 
     The package's own formats are told by the kind of weights and inputs alone, group sizes and other details being for
     :func:`of_scheme` to compare; others by all of their arguments.
     """
+    only_read = read_only_numbers(scheme)
+    if only_read is not None:
+        return only_read.name
     own = _own_kind(scheme)
     others = [name for name in names() if name not in (*_OWN_KINDS, "none")]
     if others and (own is None or _with_arguments(own, scheme) is None):

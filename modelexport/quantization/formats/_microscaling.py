@@ -17,11 +17,14 @@ from modelexport.errors import PlanError
 from modelexport.quantization import kernels
 from modelexport.quantization.formats.base import Grid, NumberFormat, ScaleGranularity
 from modelexport.quantization.kernels import microscaling, microscaling_reference, reference
+from modelexport.quantization.methods.mxfp4 import BLOCK as MXFP4_GROUP
 
 __all__ = ["MicroscalingFormat", "MxActivationsFormat", "MxFormat", "NvFormat", "global_scale"]
 
 _NUMERATOR = 448.0 * 6.0
 _LARGEST_GLOBAL = 2.0**126
+_SCALE_OF_ZEROS = 0.125
+_SMALLEST_LOCAL = 2.0**-9  # of e4m3
 _LARGEST_AMAX = torch.finfo(torch.float32).max * (1 - 2.0**-20)
 
 
@@ -105,6 +108,10 @@ class MicroscalingFormat(NumberFormat):
         return (rows, cols * (2 if self.storage == torch.uint8 else 1))
 
 
+def _decoded_exponents(exponents: Tensor) -> Tensor:
+    return microscaling_reference.decode_scales(exponents, None)
+
+
 @dataclass(frozen=True)
 class NvFormat(MicroscalingFormat):
     """NVFP4: ``weight_packed`` uint8 ``[out, in / 2]``, ``weight_scale`` e4m3fn ``[out, in / 16]``,
@@ -115,6 +122,10 @@ class NvFormat(MicroscalingFormat):
     is set for whatever is below zero, also where it rounds to zero, but not for -0.
 
     With observer "mse" the group's scale is searched for, among the next six e4m3 above that and the two below.
+
+    With observer "exact" the scale of 32 is that of MXFP4, and the global scale lays the largest of these onto 2^8:
+    those down to 2^-17 of it are powers of two in e4m3, too. Values of MXFP4 keep their bits so, as by NVIDIA's own
+    cast (ModelOpt). What lies further below takes the smallest scale. Parts of a weight are cut between the 32.
     """
 
     group: ClassVar[int] = 16
@@ -134,6 +145,28 @@ class NvFormat(MicroscalingFormat):
             return int(bad[0, 0]) if bad.numel() else 0
         out["weight_global_scale"].copy_(global_scale(used))
         return super()._fill(weight, amax, out)
+
+    def _fill_powers(self, weight: Tensor, amax: Tensor | None, out: Mapping[str, Tensor]) -> int:
+        rows, cols = weight.shape
+        exponents = torch.empty(rows, cols // MXFP4_GROUP, dtype=torch.uint8, device=weight.device)
+        packed = out["weight_packed"]
+        bad = microscaling.quantise(weight, packed, exponents)
+        if bad >= 0:
+            return bad
+        used = (self.amax(weight) if amax is None else amax).to(weight.device)
+        factor = torch.where(used > 0, 2.0**8 / _decoded_exponents(microscaling.exponents(used)), 1.0)
+        factor.clamp_(max=_LARGEST_GLOBAL)
+        out["weight_global_scale"].copy_(factor)
+        scale, numbers = _decoded_exponents(exponents) * factor, packed.unflatten(1, (-1, MXFP4_GROUP // 2))
+        far = (scale < _SMALLEST_LOCAL) | (exponents == 0)
+        scale.clamp_(min=_SMALLEST_LOCAL)
+        if bool(far.any()):
+            groups = weight.unflatten(1, (-1, MXFP4_GROUP))[far].float()
+            step = (_SMALLEST_LOCAL / factor).expand(groups.shape[0], 1)
+            numbers[far] = microscaling_reference.pack(microscaling_reference.encode(groups, step, torch.uint8))
+            scale[far] = torch.where((groups != 0).any(dim=1), _SMALLEST_LOCAL, _SCALE_OF_ZEROS)
+        out["weight_scale"].copy_(scale.repeat_interleave(MXFP4_GROUP // self.group, dim=1))
+        return -1
 
     def _arguments(self) -> dict[str, Any]:
         return {
@@ -158,7 +191,12 @@ class MxFormat(MicroscalingFormat):
     With observer "mse" it is that, one more or one less.
     """
 
-    group: ClassVar[int] = 32
+    group: ClassVar[int] = MXFP4_GROUP
+
+    @property
+    def is_mxfp4(self) -> bool:
+        """See the base."""
+        return self.storage == torch.uint8
 
     def _arguments(self) -> dict[str, Any]:
         return {

@@ -33,7 +33,7 @@ from modelexport.system.dtypes import FLOATS, dtype_name, torch_dtype, torch_nam
 __all__ = ["Grid", "NumberFormat", "TensorSpec"]
 
 ScaleGranularity = Literal["block", "row", "tensor"]
-OBSERVERS = ("amax", "mse")
+OBSERVERS = ("amax", "mse", "exact")
 _BLOCK_ELEMENTS = 1 << 18
 
 
@@ -53,7 +53,8 @@ class NumberFormat(ABC):
         group_sizes, default_group_size: of the formats with groups; -1 is a whole row.
         group_size: columns that share a scale, None where the format has no groups.
         observer: how scales are chosen: "amax" lays the largest magnitude onto the largest number, "mse" takes, of a
-            grid of scales below that, the one with the smallest squared error.
+            grid of scales below that, the one with the smallest squared error; "exact" takes powers of two, which keep
+            the values of MXFP4 as they are, of the formats that :meth:`holds_mxfp4`.
         scale_dtype: of the scales that are stored in the weight's dtype; None: that.
     """
 
@@ -80,6 +81,8 @@ class NumberFormat(ABC):
         """
         if observer not in OBSERVERS:
             raise UsageError(f"unknown observer {observer!r}; choose from {', '.join(OBSERVERS)}")
+        if observer == "exact" and not cls.holds_mxfp4():
+            raise UsageError(f"number format {cls.name} has no scales that are powers of two: choose another observer")
         if group_size is None:
             group_size = cls.default_group_size
         elif not cls.group_sizes:
@@ -91,10 +94,20 @@ class NumberFormat(ABC):
             raise UsageError(f"number format {cls.name} has no group size {group_size}; choose from {sizes}")
         return cls(group_size=group_size, observer=observer, scale_dtype=scale_dtype)
 
+    @classmethod
+    def holds_mxfp4(cls) -> bool:
+        """Returns whether scales that are powers of two can hold the values of MXFP4 as they are."""
+        return cls._fill_powers is not NumberFormat._fill_powers
+
+    @property
+    def is_mxfp4(self) -> bool:
+        """True where its weights are those of MXFP4."""
+        return False
+
     @property
     def kernels(self) -> tuple[str, ...]:
         """The modules of compiled kernels that it needs, besides those of every format."""
-        return () if self.observer == "amax" else ("compiled_search",)
+        return ("compiled_search",) if self.observer == "mse" else ()
 
     @property
     def scale_granularity(self) -> ScaleGranularity:
@@ -104,7 +117,7 @@ class NumberFormat(ABC):
     @property
     def whole_rows(self) -> bool:
         """True where a weight must not be cut within a row, though largest magnitudes are exchanged."""
-        return self.scale_granularity != "block" and self.observer != "amax"
+        return self.scale_granularity != "block" and self.observer == "mse"
 
     @property
     def alignment(self) -> tuple[int, int]:
@@ -165,6 +178,10 @@ class NumberFormat(ABC):
     @abstractmethod
     def _fill(self, weight: Tensor, amax: Tensor | None, out: Mapping[str, Tensor]) -> int:
         """Quantises into ``out``; the first row that holds NaN or Inf, or -1."""
+
+    def _fill_powers(self, weight: Tensor, amax: Tensor | None, out: Mapping[str, Tensor]) -> int:
+        """As :meth:`_fill`, with scales that are powers of two; see observer "exact"."""
+        raise NotImplementedError(f"{self.name} has no scales that are powers of two")
 
     @abstractmethod
     def _dequantise(self, tensors: Mapping[str, Tensor], out: Tensor) -> None:
@@ -261,7 +278,8 @@ class NumberFormat(ABC):
             self._check_amax(amax, shape[0], name)
         specs = self.specs(shape, weight.dtype)
         tensors = allocate(specs, weight) if out is None else checked(specs, out, name)
-        bad = self._fill(weight, amax, tensors)
+        fill = self._fill_powers if self.observer == "exact" else self._fill
+        bad = fill(weight, amax, tensors)
         if bad >= 0:
             raise ValuesError(describe_non_finite(weight, amax, bad, name))
         self._fill_constants(shape if global_shape is None else tuple(global_shape), inputs, tensors, name)
@@ -280,10 +298,19 @@ class NumberFormat(ABC):
         key = "input_global_scale" if "input_global_scale" in out else "input_scale"
         out[key].fill_(self.input_scale(inputs))
 
-    def dequantise(self, tensors: Mapping[str, Tensor], *, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight that native tensors stand for, ``[rows, cols]``: computed in float32, then rounded."""
-        device = next(iter(tensors.values())).device
-        out = torch.empty(self.stored_shape(tensors), dtype=dtype, device=device)
+    def dequantise(
+        self, tensors: Mapping[str, Tensor], *, dtype: torch.dtype = torch.float32, out: Tensor | None = None
+    ) -> Tensor:
+        """The weight that native tensors stand for, ``[rows, cols]``: computed in float32, then rounded.
+
+        Args:
+            tensors: suffix -> native tensor.
+            dtype: of what is made where there is no ``out``.
+            out: filled and returned; bf16, fp16 or float32.
+        """
+        if out is None:
+            device = next(iter(tensors.values())).device
+            out = torch.empty(self.stored_shape(tensors), dtype=dtype, device=device)
         self._dequantise(tensors, out)
         return out
 

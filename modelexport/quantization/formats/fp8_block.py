@@ -17,6 +17,7 @@ from modelexport.quantization import kernels
 from modelexport.quantization.formats import _activations
 from modelexport.quantization.formats._bytes import ByteFormat
 from modelexport.quantization.kernels import searching
+from modelexport.quantization.kernels.scales import highest_binade
 
 SIDE = 128
 
@@ -25,7 +26,7 @@ SIDE = 128
 class Fp8BlockFormat(ByteFormat):
     """``weight`` e4m3fn ``[out, in]``; ``weight_scale`` ``[ceil(out / 128), ceil(in / 128)]``: a block's amax / 448.
 
-    The last blocks of rows and of columns may be smaller.
+    The last blocks of rows and of columns may be smaller. With observer "exact", powers of two as of a row of fp8.
     """
 
     name: ClassVar[str] = "fp8-block"
@@ -42,6 +43,15 @@ class Fp8BlockFormat(ByteFormat):
         scale, found = out["weight_scale"], None
         if self.observer == "mse" and weight.numel():
             found = searching.search_blocks(weight, SIDE, self.storage, scale.dtype, self.limit)
+        return kernels.quantise_blocks(weight, SIDE, found, out["weight"], scale, self.limit)
+
+    def _fill_powers(self, weight: Tensor, amax: Tensor | None, out: Mapping[str, Tensor]) -> int:
+        scale = out["weight_scale"]
+        largest = torch.empty(scale.shape, dtype=torch.float32, device=weight.device)
+        for number, start in enumerate(range(0, weight.shape[0], SIDE)):
+            columns = weight[start : start + SIDE].abs().amax(dim=0).float()
+            largest[number] = torch.nn.functional.pad(columns, (0, -weight.shape[1] % SIDE)).view(-1, SIDE).amax(dim=1)
+        found = highest_binade(largest, scale.dtype)
         return kernels.quantise_blocks(weight, SIDE, found, out["weight"], scale, self.limit)
 
     def _steps(self, tensors: Mapping[str, Tensor]) -> Tensor:

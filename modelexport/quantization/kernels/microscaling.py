@@ -12,9 +12,9 @@ from torch import Tensor
 from modelexport.quantization import kernels
 from modelexport.quantization.kernels import microscaling_reference as reference
 
-__all__ = ["dequantise", "fake_quantise", "quantise", "squared_error"]
+__all__ = ["dequantise", "exponents", "fake_quantise", "quantise", "squared_error"]
 
-fake_quantise = reference.fake_quantise
+exponents, fake_quantise = reference.exponents, reference.fake_quantise
 
 _FAMILY = "microscaling_"
 

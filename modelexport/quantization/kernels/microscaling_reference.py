@@ -94,6 +94,11 @@ def _chosen(amax: Tensor, factor: Tensor | None, storage: torch.dtype, most: int
     return (exponent - (2 if storage == torch.uint8 else 8)).clamp(0, most)
 
 
+def exponents(amax: Tensor) -> Tensor:
+    """The E8M0, uint8, of MXFP4 for groups of these largest magnitudes (float32)."""
+    return _chosen(amax, None, torch.uint8, 254).to(torch.uint8)
+
+
 def _stored(byte: Tensor, factor: Tensor | None) -> Tensor:
     """Bytes, int32, as the dtype of the scales."""
     byte = byte.to(torch.uint8)

@@ -48,6 +48,18 @@ def scale_of(
     return torch.where(amax == 0, torch.ones_like(scale), scale)
 
 
+def highest_binade(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """The magnitude, at least ``amax``, whose e4m3 scale in ``dtype`` is a power of two that lays amax onto 256 to 448.
+
+    Values of MXFP4 with exponents within 14 of the largest are exact with it: e4m3 has 18 binades, in the lowest of
+    which there is one number only, and e2m1 two numbers in each. Not finite where amax is not.
+    """
+    mantissa, exponent = torch.frexp(amax)
+    power = exponent - torch.where(mantissa > FP8_MAX / 512, 8, 9)
+    scale = torch.ldexp(torch.ones_like(amax), power.clamp(min=-126)).clamp(min=_SCALE_FLOOR[dtype])
+    return torch.where((amax == 0) | ~torch.isfinite(amax), amax, scale * FP8_MAX)
+
+
 @cache
 def affine_caps(bits: int, dtype: torch.dtype, weight_dtype: torch.dtype) -> Tensor:
     """float32 ``[2^bits]``: the largest scale where a number is at most so far (the index) from its zero point."""

@@ -15,8 +15,10 @@ from modelexport.errors import CheckpointError, PlanError, nearest, shown
 from modelexport.quantization.methods.base import (
     Method,
     QuantizationConfig,
+    ReadOnlyNumbers,
     Scheme,
     StoredTensorSpec,
+    StoredView,
     WeightSlice,
     mapping,
 )
@@ -27,6 +29,7 @@ __all__ = [
     "QUANTIZATION_KEYS",
     "Method",
     "QuantizationConfig",
+    "ReadOnlyNumbers",
     "Scheme",
     "StoredTensorSpec",
     "WeightSlice",
@@ -34,8 +37,10 @@ __all__ = [
     "methods",
     "of_format",
     "of_method",
+    "read_only_numbers",
     "read_quantization_config",
     "tensor_specs",
+    "views",
 ]
 
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
@@ -108,3 +113,22 @@ def extras(scheme: Scheme, shape: tuple[int, int]) -> dict[str, StoredTensorSpec
     own = getattr(methods().get(scheme.method), "extras", None)
     found: dict[str, StoredTensorSpec] = {} if own is None else own(scheme, shape)
     return found
+
+
+def views(
+    scheme: Scheme, stored: Mapping[str, tuple[str, tuple[int, ...]]], shape: tuple[int, int]
+) -> dict[str, StoredView]:
+    """Returns other looks at a linear's tensors, by suffix, in which parts of the weight can be read by themselves.
+
+    Args:
+        stored: suffix -> dtype and shape in the file.
+    """
+    own = getattr(methods().get(scheme.method), "views", None)
+    found: dict[str, StoredView] = {} if own is None else own(scheme, stored, shape)
+    return found
+
+
+def read_only_numbers(scheme: Scheme) -> ReadOnlyNumbers | None:
+    """The numbers of a scheme where they can only be decoded, and no number format holds them; None for others."""
+    own = getattr(methods().get(scheme.method), "read_only_name", None)
+    return None if own is None else ReadOnlyNumbers(own(scheme), scheme)

@@ -72,6 +72,8 @@ class StoredTensorSpec:
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     axes: Axes = ()
+    most: int = 0
+    """Of texts in bytes: how many there may be, in one dim, whatever the shapes."""
 
     def __str__(self) -> str:
         return f"{' or '.join(self.dtypes)} {self.shapes_text}"
@@ -79,7 +81,26 @@ class StoredTensorSpec:
     @property
     def shapes_text(self) -> str:
         """The shapes, ``"[384, 128] or [128, 384]"``."""
+        if self.most:
+            return f"of at most {self.most} bytes"
         return " or ".join(str(list(shape)) for shape in self.shapes)
+
+    def has_shape(self, shape: tuple[int, ...]) -> bool:
+        """Returns whether the tensor may have that shape."""
+        return shape in self.shapes or (len(shape) == 1 and 0 < shape[0] <= self.most)
+
+
+@dataclass(frozen=True)
+class StoredView:
+    """Another look at a tensor's bytes, which are contiguous: of another dtype and shape.
+
+    Attributes:
+        axes: the dims of the weight that its dims run along.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    axes: Axes = ()
 
 
 @dataclass(frozen=True)
@@ -134,6 +155,18 @@ class Scheme:
     def has_static_inputs(self) -> bool:
         """True where a number is stored by which the inputs are scaled."""
         return self.inputs is not None and self.inputs.get("dynamic") in (False, "local")
+
+
+@dataclass(frozen=True)
+class ReadOnlyNumbers:
+    """Numbers that a method decodes, and that no number format holds.
+
+    Attributes:
+        name: for people, ``"nf4"``.
+    """
+
+    name: str
+    scheme: Scheme
 
 
 Matching = Literal["name", "wildcard", "part"]
@@ -382,6 +415,23 @@ class Method(Protocol):
 
     def extras(self, scheme: Scheme, shape: tuple[int, int]) -> dict[str, StoredTensorSpec]:
         """Tensors that such a linear may have besides; methods without any need not offer this."""
+
+    def read_only_name(self, scheme: Scheme) -> str:
+        """The name of a scheme's numbers, of methods whose numbers no number format holds; others do not offer this.
+
+        Such a method offers ``dequantise(number_format: ReadOnlyNumbers, tensors, part)``, the weight in float32.
+        """
+
+    def views(
+        self, scheme: Scheme, stored: Mapping[str, tuple[str, tuple[int, ...]]], shape: tuple[int, int]
+    ) -> dict[str, StoredView]:
+        """Other looks at tensors, by suffix, in which rows and columns of the weight can be read by themselves.
+
+        They are what ``dequantise`` is given. Methods without any need not offer this.
+
+        Args:
+            stored: suffix -> dtype and shape in the file.
+        """
 
     def weight_multiplier(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
         """Returns the factors of the inputs before the linear, ``[in]``; methods without any need not offer this."""
