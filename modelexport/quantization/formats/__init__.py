@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from modelexport import plugins
 from modelexport.errors import CheckpointError, UsageError, quoted
-from modelexport.quantization.methods import read_only_numbers
 
 if TYPE_CHECKING:
     import torch
@@ -104,6 +103,8 @@ def of_scheme(scheme: Scheme, *, scale_dtype: torch.dtype | None = None) -> Numb
     Raises:
         CheckpointError: none does.
     """
+    from modelexport.quantization.methods import read_only_numbers  # --help needs the names alone
+
     name = None if read_only_numbers(scheme) else name_of(scheme)
     found = None if name is None else _with_arguments(name, scheme, scale_dtype)
     if found is None:
@@ -117,6 +118,8 @@ def name_of(scheme: Scheme) -> str | None:
     The package's own formats are told by the kind of weights and inputs alone, group sizes and other details being for
     :func:`of_scheme` to compare; others by all of their arguments.
     """
+    from modelexport.quantization.methods import read_only_numbers
+
     only_read = read_only_numbers(scheme)
     if only_read is not None:
         return only_read.name
