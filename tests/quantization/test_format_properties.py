@@ -61,6 +61,7 @@ def test_errors_are_within_the_bound(data: st.DataObject) -> None:
 
     And with observer "amax" the range covers the weight up to a rounding of its scale, which in bf16 may be 2^-8 of
     it: integers by a step, with zero points (255 of such a scale, and the zero point is rounded) by one and a half.
+    A range that is wider than float32's largest number (3.39e38 beside -2e36) has a scale that was cut to it.
     """
     number_format = _format(data)
     weight = _weight(data, number_format, data.draw(st.sampled_from(DTYPES)))
@@ -70,7 +71,8 @@ def test_errors_are_within_the_bound(data: st.DataObject) -> None:
     if number_format.quantised and number_format.observer == "amax":
         if number_format.weight_arguments()["type"] == "int":
             most = 1.51 if "weight_zero_point" in stored else 1.01
-            assert bool((error <= most * steps(number_format, stored)).all())
+            held = (weight.float().amax(dim=1) - weight.float().amin(dim=1)).isfinite()
+            assert bool((error <= most * steps(number_format, stored))[held].all())
         else:
             reach = {8: 448.0, 4: 6.0}[number_format.weight_bits] * steps(number_format, stored)
             assert bool((weight.double().abs() <= reach * 1.34).all())  # MX scales are powers of two: up to 8 / 6
