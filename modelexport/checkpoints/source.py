@@ -22,7 +22,7 @@ _NOT_NEEDED = [
     "*.pkl",
     "original/*",
 ]
-_PICKLED = ["pytorch_model*.bin", "pytorch_model.bin.index.json", "consolidated.*.pth"]
+_PICKLED = ["pytorch_model*.bin", "pytorch_model.bin.index.json", "consolidated.*.pth", "qmodel.pt"]
 """The pickles that are read, where there is nothing else: without running anything in them."""
 
 

@@ -13,6 +13,8 @@ from modelexport.inspection.inspect import Inspection, inspect_checkpoint, shape
 from modelexport.system.tables import size_text, table
 from modelexport.system.terminal import columns, show
 
+_TARGETS = 20  # of a group, before only the first are shown
+
 
 def run(given: Namespace) -> int:
     """Runs the command; returns its exit status."""
@@ -85,7 +87,10 @@ def _quantization_lines(inspection: Inspection) -> Iterator[str]:
         + (f", {status}" if status else "")
     )
     for name, group in quantization["config_groups"].items():
-        yield f"  {name}: {', '.join(group['targets'])}: {group['scheme']}"
+        targets = group["targets"]
+        if len(targets) > _TARGETS:
+            targets = [*targets[:3], f"and {len(targets) - 3} more (--json lists all)"]
+        yield f"  {name}: {', '.join(targets)}: {group['scheme']}"
     yield f"  ignore: {', '.join(quantization['ignore']) or 'nothing'}"
     scheme = quantization["kv_cache_scheme"]
     yield f"  KV cache: {'in the dtype of the model' if scheme is None else json.dumps(scheme)}"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from modelexport.checkpoints.safetensors.file import Checkpoint, open_checkpoint
+from modelexport.checkpoints.safetensors.file import Checkpoint, Reader, open_checkpoint
 from modelexport.errors import CheckpointError, ModelExportError
 from modelexport.models.architecture import Family, declared_family, family_of
 from modelexport.models.checkpoint_formats import sources
@@ -17,6 +18,7 @@ from modelexport.models.rules import expected_rules
 from modelexport.quantization.methods import QUANTIZATION_KEYS, methods
 from modelexport.system.small_files import LARGEST_CONFIG, has_file, read_json
 
+_INTEGERS = ("BOOL", "U8", "I8", "I16", "I32", "I64")
 _UNPREFIXED = re.compile(r"(decoder\.)?\w+\.\d+\.")  # a list of layers that is part of nothing
 
 
@@ -69,8 +71,8 @@ def _family_of_old(found: Checkpoint) -> Family | None:
 
 
 def _with_side_config(found: Checkpoint) -> Checkpoint:
-    """Adds the quantization config of a part of the model, or of a file beside config.json, where config.json has none
-    of its own."""
+    """Adds the quantization config of a part of the model, of a file beside config.json, or of the tensors, where
+    config.json has none of its own."""
     if found.config is None or any(found.config.get(key) for key in QUANTIZATION_KEYS):
         return found
     for name, part in found.config.items():
@@ -83,7 +85,33 @@ def _with_side_config(found: Checkpoint) -> Checkpoint:
             if has_file(found.directory, name):
                 said = {**read_json(found.directory / name, largest=LARGEST_CONFIG), "quant_method": method.METHOD}
                 return replace(found, config={**found.config, "quantization_config": said})
+        linears = _settings_in_tensors(found, *getattr(method, "SETTINGS", ("", ())))
+        if linears:
+            said = {"quant_method": method.METHOD, "linears": linears}
+            return replace(found, config={**found.config, "quantization_config": said})
     return found
+
+
+def _settings_in_tensors(found: Checkpoint, mark: str, names: Sequence[str]) -> dict[str, dict[str, int]]:
+    """The numbers of these names beside each tensor that is called ``mark``: module -> name -> number.
+
+    Raises:
+        CheckpointError: one is no whole number, or cannot be read.
+    """
+    modules = [name.removesuffix(f".{mark}") for name in found.infos if mark and name.endswith(f".{mark}")]
+    if not modules:
+        return {}
+    linears: dict[str, dict[str, int]] = {}
+    with Reader(found) as reader:
+        for module in modules:
+            infos = {name: found.infos[own] for name in names if (own := f"{module}.{name}") in found.infos}
+            for info in infos.values():
+                if info.dtype not in _INTEGERS or info.shape not in ((), (1,)):
+                    raise CheckpointError(
+                        f"{info.path}: {info.name} is {info.dtype} {list(info.shape)}; a setting is one whole number"
+                    )
+            linears[module] = {name: int(reader.read(info)) for name, info in infos.items()}
+    return linears
 
 
 def config_path(config: str | os.PathLike[str]) -> Path:

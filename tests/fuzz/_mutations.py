@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import io
 import json
 import random
 import struct
+import zipfile
 from collections.abc import Callable
 from typing import Any
 
@@ -288,6 +290,16 @@ def mutate_pickle(content: bytes, rng: random.Random) -> bytes:
         return mutate_bytes(content, rng)
 
 
+def mutate_archive(content: bytes, rng: random.Random) -> bytes:
+    """Damage the pickle in what torch.save wrote."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(file, "w") as new:
+        for name in old.namelist():
+            member = old.read(name)
+            new.writestr(name, mutate_pickle(member, rng) if name.endswith("/data.pkl") else member)
+    return file.getvalue()
+
+
 def _pickled(value: Any, rng: random.Random, until: int) -> Any:
     """``value`` with about one in ``until`` of the values in it replaced."""
     if rng.randrange(until) == 0:
@@ -321,6 +333,7 @@ _BY_SUFFIX: dict[str, Mutation] = {
     "yaml": mutate_yaml,
     "safetensors": mutate_safetensors,
     "gguf": mutate_numbers,
+    "pt": mutate_archive,
 }
 
 

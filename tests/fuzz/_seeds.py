@@ -92,6 +92,8 @@ def make_seeds(root: Path) -> dict[str, Path]:
                 export(model=str(seeds[model]), out=str(out), quant="none", format=engine, quiet=True, evaluate=False)
                 seeds[out.name] = out
     seeds["bitsandbytes"] = _bitsandbytes(seeds["hf"], root / "bitsandbytes")
+    seeds["hqq"] = _hqq(seeds["hf"], root / "hqq")
+    seeds["hqq-pickled"] = _hqq(seeds["hf"], root / "hqq-pickled", pickled=True)
     seeds["mxfp4"] = _mxfp4(root / "mxfp4")
     seeds["modelopt-beside"] = _beside(seeds["modelopt"], root / "modelopt-beside")
     seeds["bare"] = root / "bare"  # nothing but what engines need: no record, no card
@@ -140,6 +142,34 @@ def _bitsandbytes(source: Path, target: Path) -> Path:
     said = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     said |= {"bnb_4bit_use_double_quant": True, "llm_int8_skip_modules": ["lm_head"]}
     return _with_config(source, target, tensors, quantization_config=said)
+
+
+def _hqq(source: Path, target: Path, *, pickled: bool = False) -> Path:
+    """Linears of HQQ as its library writes them: config.json says nothing of it."""
+    tensors = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = tensor
+            continue
+        own = name.removesuffix("weight")
+        groups = tensor.numel() // 64
+        tensors[f"{own}W_q"] = torch.zeros(groups // 2, 64, dtype=torch.uint8)
+        for scale in ("scale", "zero"):
+            tensors[f"{own}{scale}"] = torch.ones(groups, 1, dtype=torch.bfloat16)
+        tensors |= {
+            f"{own}{key}": torch.tensor(value) for key, value in (("nbits", 4), ("group_size", 64), ("axis", 1))
+        }
+        tensors[f"{own}shape"] = torch.tensor(tensor.shape)
+    if not pickled:
+        return _with_config(source, target, tensors)
+    target.mkdir()
+    shutil.copy(source / "config.json", target)
+    states: dict[str, dict[str, Any]] = {}
+    for name, tensor in tensors.items():
+        module, _, key = name.rpartition(".")
+        states.setdefault(module, {})[key] = tensor if tensor.dim() == 2 or key == "weight" else tensor.tolist()
+    torch.save(states, target / "qmodel.pt")
+    return target
 
 
 def _mxfp4(target: Path) -> Path:

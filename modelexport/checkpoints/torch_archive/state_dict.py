@@ -8,11 +8,13 @@ safetensors; what is no plain tensor is refused.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, TypeVar
 
 from modelexport.checkpoints.safetensors.header import TensorInfo
 from modelexport.checkpoints.safetensors.placement import Placement, row_major
-from modelexport.checkpoints.torch_archive.zip import ArchivedTensor, find_state_dict
+from modelexport.checkpoints.torch_archive.zip import ArchivedTensor, find_module_states, find_state_dict
 from modelexport.errors import CheckpointError, quoted
 from modelexport.sharding.boxes import whole
 from modelexport.system.dtypes import dtype_bits, tensor_nbytes
@@ -20,17 +22,36 @@ from modelexport.system.small_files import open_regular
 
 _ZIP = b"PK\x03\x04"
 
+Tensors = tuple[dict[str, TensorInfo], dict[str, tuple[Placement, ...]]]
+"""Tensors by their names, and the places of those that are not contiguous: transposed views, for one."""
+_Found = TypeVar("_Found")
 
-def read_state_dict(path: Path) -> tuple[dict[str, TensorInfo], dict[str, tuple[Placement, ...]]]:
+
+def read_state_dict(path: Path) -> Tensors:
     """Find the tensors of a file; their elements are not read.
-
-    Returns:
-        The tensors by their names, and the places of those that are not contiguous: transposed views, for one.
 
     Raises:
         CheckpointError: the file cannot be read, is damaged, was written by torch before 1.6, or holds something else
             than plain tensors by their names.
     """
+    return _described(path, _find(path, find_state_dict))
+
+
+def read_module_states(path: Path) -> tuple[Tensors, dict[str, dict[str, Any]]]:
+    """As :func:`read_state_dict`, of a dict of the state dicts of modules.
+
+    Returns:
+        The tensors; and module -> name -> what is no tensor, as inert data.
+
+    Raises:
+        CheckpointError: as :func:`read_state_dict`.
+    """
+    found, settings = _find(path, find_module_states)
+    return _described(path, found), settings
+
+
+def _find(path: Path, find: Callable[[int, int], _Found]) -> _Found:
+    """Opens an archive, and finds in it what ``find`` does."""
     with open_regular(path) as file:
         try:
             length = os.fstat(file.fileno()).st_size
@@ -38,11 +59,14 @@ def read_state_dict(path: Path) -> tuple[dict[str, TensorInfo], dict[str, tuple[
                 raise CheckpointError(
                     "is no zip archive, as torch.save writes since 1.6; load it once and save it again, as safetensors"
                 )
-            found = find_state_dict(file.fileno(), length)
+            return find(file.fileno(), length)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from error
+
+
+def _described(path: Path, found: Mapping[str, ArchivedTensor]) -> Tensors:
     infos: dict[str, TensorInfo] = {}
     placements: dict[str, tuple[Placement, ...]] = {}
     for name, tensor in found.items():

@@ -34,6 +34,7 @@ _MAX_PICKLE = 1 << 16
 _MAX_DIRECTORY = 1 << 20
 _MAX_STATE_PICKLE = 1 << 28  # of a state dict: more than a million tensors
 _MAX_STATE_DIRECTORY = 1 << 28
+_MAX_DEPTH = 3  # of dicts in the state dict of a module
 _NO_SIZE = 0xFFFFFFFF
 
 _STORAGES = {  # torch's typed storages; elements of newer dtypes lie in an untyped one
@@ -114,6 +115,44 @@ def find_state_dict(fd: int, length: int) -> dict[str, ArchivedTensor]:
         CheckpointError: there is no such archive, it is damaged, or it holds something else than plain tensors by name.
         OSError: the file cannot be read.
     """
+    view, members, content = _state(fd, length)
+    return {name: _named(view, members, name, value) for name, value in _entries(content)}
+
+
+def find_module_states(fd: int, length: int) -> tuple[dict[str, ArchivedTensor], dict[str, dict[str, Any]]]:
+    """As :func:`find_state_dict`, of a dict of the state dicts of modules.
+
+    Returns:
+        The tensors by the names of module and tensor; and module -> name -> what is no tensor, inert. Of dicts within
+        a state the names are joined by a dot.
+
+    Raises:
+        CheckpointError, OSError: as :func:`find_state_dict`.
+    """
+    view, members, content = _state(fd, length)
+    found: dict[str, ArchivedTensor] = {}
+    settings: dict[str, dict[str, Any]] = {}
+    for module, state in _entries(content):
+        for name, value in _flat(state):
+            if isinstance(value, Call) and value.name.startswith("_rebuild_"):
+                full = f"{module}.{name}"
+                found[full] = _named(view, members, full, value)
+            else:
+                settings.setdefault(module, {})[name] = value
+    return found, settings
+
+
+def _flat(state: Any, depth: int = 0) -> Iterable[tuple[str, Any]]:
+    """The entries of a state dict and of the dicts in it."""
+    for name, value in _entries(state):
+        if isinstance(value, dict) and depth < _MAX_DEPTH:
+            yield from ((f"{name}.{inner}", held) for inner, held in _flat(value, depth + 1))
+        else:
+            yield name, value
+
+
+def _state(fd: int, length: int) -> tuple[_View, dict[str, _Member], Any]:
+    """An archive, its members, and what its pickle describes."""
     view = _View(fd, 0, length)
     members = _directory(view, limit=_MAX_STATE_DIRECTORY)
     content = read_pickle(
@@ -121,15 +160,22 @@ def find_state_dict(fd: int, length: int) -> dict[str, ArchivedTensor]:
         what="data.pkl",
     )
     _check_order(view, members)
-    found: dict[str, ArchivedTensor] = {}
+    return view, members, content
+
+
+def _named(view: _View, members: Mapping[str, _Member], name: str, value: Any) -> ArchivedTensor:
+    try:
+        return _located(view, members, _tensor(value))
+    except CheckpointError as error:
+        raise CheckpointError(f"{quoted(name)}: {error}") from error
+
+
+def _entries(content: Any) -> Iterable[tuple[str, Any]]:
+    """The entries of a state dict, whose names are texts."""
     for name, value in _items(content):
         if not isinstance(name, str):
             raise CheckpointError(f"holds a {type(name).__name__} as a name; a state dict has texts")
-        try:
-            found[name] = _located(view, members, _tensor(value))
-        except CheckpointError as error:
-            raise CheckpointError(f"{quoted(name)}: {error}") from error
-    return found
+        yield name, value
 
 
 def _items(content: Any) -> Iterable[tuple[Any, Any]]:

@@ -329,8 +329,8 @@ class _Planner:
         found, module = None, place.module
         if self.assignment is None and stored is not None and isinstance(stored.number_format, ReadOnlyNumbers):
             self.format_problems.setdefault(
-                f"is {stored.number_format.name} in the source, which is only read: --quant none writes the weights "
-                "that it stands for",
+                f"is {stored.number_format.name} in the source, which is only read: modelexport --model CKPT --quant "
+                "none writes the weights that it stands for, any other --quant rounds these",
                 {},
             )[f"*.{module.general_path}"] = None
         elif self.assignment is None and stored is not None:

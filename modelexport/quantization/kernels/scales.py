@@ -56,7 +56,8 @@ def highest_binade(amax: Tensor, dtype: torch.dtype) -> Tensor:
     """
     mantissa, exponent = torch.frexp(amax)
     power = exponent - torch.where(mantissa > FP8_MAX / 512, 8, 9)
-    scale = torch.ldexp(torch.ones_like(amax), power.clamp(min=-126)).clamp(min=_SCALE_FLOOR[dtype])
+    bits = (power.clamp(min=-126) + 127).to(torch.int32) << 23  # the same on every device, which pow is not
+    scale = bits.view(torch.float32).clamp(min=_SCALE_FLOOR[dtype])
     return torch.where((amax == 0) | ~torch.isfinite(amax), amax, scale * FP8_MAX)
 
 

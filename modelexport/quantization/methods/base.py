@@ -387,6 +387,13 @@ class Method(Protocol):
     Their content, with ``quant_method``, is then given to :meth:`read`.
     """
 
+    SETTINGS: tuple[str, tuple[str, ...]]
+    """Of methods whose config.json may say nothing: a tensor that only their linears have, and the numbers beside it.
+
+    The numbers are then given to :meth:`read` as ``linears``: module -> name -> number. Other methods do not offer
+    this.
+    """
+
     KV_SHAPE: tuple[int, ...]
     """The shape of each, which holds one number: ``()`` or ``(1,)``."""
 

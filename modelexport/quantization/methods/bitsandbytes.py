@@ -66,7 +66,8 @@ def read(value: Mapping[str, Any]) -> QuantizationConfig:
             modules has the wrong type.
     """
     four, eight = (any(value.get(f"{mark}load_in_{bits}bit") for mark in ("", "_")) for bits in (4, 8))
-    kept = strings(value.get("llm_int8_skip_modules"), "llm_int8_skip_modules") or ("lm_head",)
+    listed = value.get("llm_int8_skip_modules")
+    kept = ("lm_head",) if listed is None else strings(listed, "llm_int8_skip_modules")  # an empty list keeps nothing
     if four == eight:
         said = (
             "both load_in_4bit and load_in_8bit are true" if four else "neither load_in_4bit nor load_in_8bit is true"

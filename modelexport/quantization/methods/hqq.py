@@ -1,7 +1,9 @@
 """hqq: integers of 1 to 8 bits and zero points that are none, found by half-quadratic optimisation. Read only.
 
-https://github.com/mobiusml/hqq, in files as transformers saves them: ``HQQLinear``'s state dict, with everything that
-is not a tensor encoded as one.
+https://github.com/mobiusml/hqq, in files as transformers and HQQ itself save them: ``HQQLinear``'s state dict, with
+everything that is not a tensor encoded as one. HQQ itself leaves config.json as it was: what it says there follows from
+the settings beside each linear's numbers (:data:`SETTINGS`), or in HQQ's own pickle
+(:mod:`modelexport.checkpoints.formats.hqq`).
 
 The weight (``[out, in]``, n elements) is taken as ``[n / group, group]`` (``axis`` 1) or ``[group, n / group]``
 (``axis`` 0), with one ``scale`` and one ``zero`` along that axis: a value is ``(number - zero) * scale``. Bytes of
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from modelexport.errors import CheckpointError, PlanError, ValuesError, quoted, shown
@@ -44,6 +46,7 @@ SCALES = None
 KV_SCALES: Mapping[str, str] = {}
 KV_SHAPE: tuple[int, ...] = ()
 SIDE_FILES: tuple[str, ...] = ()
+SETTINGS = ("W_q", ("nbits", "group_size", "axis", "quant_scale", "quant_zero"))
 
 _READ_ONLY = "checkpoints of quant_method 'hqq' are only read: choose another --format"
 _PER_BYTE = {8: 1, 6: 1, 5: 1, 4: 2, 2: 4, 1: 8}
@@ -57,23 +60,46 @@ _LEFT_OUT_OF_TAGS = r"(?:(?:model|layers|\d+)\.)*"
 
 
 def read(value: Mapping[str, Any]) -> QuantizationConfig:
-    """Reads a ``quantization_config``: one setting for all linears, or one for each kind of them.
+    """Reads a ``quantization_config``: one setting for all linears, one for each kind of them, or for each linear.
 
     Raises:
         CheckpointError: a part of it has the wrong type, or is not known.
     """
+    if "linears" in value:
+        return _of_linears(mapping(value["linears"], "linears"))
     said = mapping(value.get("quant_config"), "quant_config")
     skipped = strings(value.get("skip_modules"), "skip_modules")
     if "weight_quant_params" in said:
-        schemes = [_scheme("hqq", "Linear", said)]
+        schemes = [_scheme("hqq", ["Linear"], said)]
     else:
         schemes = [
-            _scheme(f"hqq of {tag}", _pattern(tag), mapping(own, f"quant_config of {tag}"))
+            _scheme(f"hqq of {tag}", [_pattern(tag)], mapping(own, f"quant_config of {tag}"))
             for tag, own in said.items()
             if own is not None
         ]
     kept = tuple(map(_pattern, skipped))
     return QuantizationConfig(METHOD, None, None, tuple(schemes), kept, None)
+
+
+def _of_linears(linears: Mapping[str, Any]) -> QuantizationConfig:
+    """The quantisation of a model whose linears have settings of their own: a scheme for all that have the same."""
+    alike: dict[tuple[Any, ...], list[str]] = {}
+    for name, said in linears.items():
+        own = mapping(said, f"the settings of {name}")
+        alike.setdefault(tuple(map(own.get, SETTINGS[1])), []).append(name)
+    schemes = []
+    for (bits, size, axis, scale, zero), names in alike.items():
+        title = f"hqq of {shown(bits)} bits in groups of {shown(size)} along axis {shown(axis)}"
+        said = {
+            "weight_quant_params": {"nbits": bits, "group_size": size, "axis": axis},
+            "scale_quant_params": scale,
+            "zero_quant_params": zero,
+        }
+        try:
+            schemes.append(_scheme(title, names, said))
+        except CheckpointError as error:
+            raise CheckpointError(f"{names[0]}: {error}") from error
+    return QuantizationConfig(METHOD, None, None, tuple(schemes), (), None)
 
 
 def _pattern(tag: str) -> str:
@@ -82,7 +108,7 @@ def _pattern(tag: str) -> str:
     return f"re:{parts[:-2]}$"
 
 
-def _scheme(name: str, target: str, said: Mapping[str, Any]) -> Scheme:
+def _scheme(name: str, targets: Sequence[str], said: Mapping[str, Any]) -> Scheme:
     own = mapping(said.get("weight_quant_params"), "weight_quant_params")
     if any(said.get(f"{which}_quant_params") for which in ("scale", "zero")):
         raise CheckpointError(
@@ -107,7 +133,7 @@ def _scheme(name: str, target: str, said: Mapping[str, Any]) -> Scheme:
         "dynamic": False,
         "axis": axis,
     }
-    return Scheme(name, (target,), "hqq", weights, None, None, METHOD)
+    return Scheme(name, tuple(targets), "hqq", weights, None, None, METHOD)
 
 
 def read_only_name(scheme: Scheme) -> str:

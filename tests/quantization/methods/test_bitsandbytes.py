@@ -65,3 +65,10 @@ def test_int8_in_the_order_of_tiles() -> None:
     tensors = {"weight": torch.zeros(2, 4, dtype=torch.int8), "SCB": torch.ones(2), "weight_format": torch.tensor(2)}
     with pytest.raises(CheckpointError, match="weight_format is 2, the order of a GPU's tiles; 0, rows, is needed"):
         bitsandbytes.dequantise(ReadOnlyNumbers("int8-bnb", config.schemes[0]), tensors, WeightSlice.whole((2, 4)))
+
+
+@pytest.mark.parametrize(("listed", "kept"), [(None, True), ([], False), (["model.layers.0.mlp"], False)])
+def test_heads_are_kept_unless_a_list_says_otherwise(listed: list[str] | None, kept: bool) -> None:
+    config = read_quantization_config({"quantization_config": NF4 | {"llm_int8_skip_modules": listed}})
+    assert config is not None
+    assert config.ignores("lm_head") == kept
