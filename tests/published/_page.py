@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -27,13 +28,19 @@ numbers random. Models that share a layout are not listed again: what holds for 
 - `real size`: bits per weight of int4 at the size that was published, with embeddings and all else that is kept, and of
   how many weights; by `--dry-run`, from config.json and headers alone. In groups of 128, or as it says. Other models of
   the layout follow by name.
+- `vLLM`: how many parameters vLLM 0.32's own classes have for the exports by `none` and `int4` (groups of 32; experts
+  of gpt-oss as `mxfp4`), with `+` those of its class of draft layers. Its own loader fills all of them, by their bytes.
+  A letter: it builds no such model, or leaves some as they were, with the words below. Found by
+  `tests/conformance/test_vllm_published.py`.
 
 `yes`: done. A number: refused, with the words below. `-`: there was nothing to do it with.
 
 **{complete} of {all} layouts are complete.**
 
 """
-_HEADER = ("layout", "as in", "model_type", "quantised", "real size", *STEPS)
+_HEADER = ("layout", "as in", "model_type", "quantised", "real size", "vLLM", *STEPS)
+_LETTERS = string.ascii_lowercase
+_COUNTS = re.compile(r"[\d+/ ]+|-")
 
 
 def document(outcomes: Mapping[str, Outcome], version: str) -> str:
@@ -43,17 +50,23 @@ def document(outcomes: Mapping[str, Outcome], version: str) -> str:
             cell for name in LAYOUTS for cell in outcomes[name].cells.values() if cell not in (DONE, NOT_DONE)
         )
     )
+    unfilled = list(
+        dict.fromkeys(outcomes[name].engine for name in LAYOUTS if not _COUNTS.fullmatch(outcomes[name].engine))
+    )
     complete = sum(outcome.complete for outcome in outcomes.values())
     lines = [_line(_HEADER), _line(["---"] * len(_HEADER))]
     for name, layout in LAYOUTS.items():
         outcome = outcomes[name]
         cells = [str(refusals.index(cell) + 1) if cell in refusals else cell for cell in outcome.cells.values()]
         kind = layout.config.get("model_type", "-")
-        lines.append(_line([name, f"`{layout.like}`", f"`{kind}`", outcome.quantised, outcome.real, *cells]))
+        engine = _LETTERS[unfilled.index(outcome.engine)] if outcome.engine in unfilled else outcome.engine
+        lines.append(_line([name, f"`{layout.like}`", f"`{kind}`", outcome.quantised, outcome.real, engine, *cells]))
     told = [f"{number}. {refusal}" for number, refusal in enumerate(refusals, 1)]
     about = _ABOUT.format(version=version, complete=complete, all=len(LAYOUTS))
     refused = ["", "Refused, in the tool's words:", "", *told] if told else []
-    return about + "\n".join([*lines, *refused]) + "\n"
+    said = [f"- {letter}: {words}" for letter, words in zip(_LETTERS, unfilled, strict=False)]
+    engines = ["", "Of vLLM, in its words or those of its loader:", "", *said] if said else []
+    return about + "\n".join([*lines, *refused, *engines]) + "\n"
 
 
 def _line(cells: object) -> str:
@@ -67,10 +80,11 @@ def committed() -> dict[str, Outcome]:
         return {}
     content = DOCUMENT.read_text(encoding="utf-8")
     refusals = dict(re.findall(r"^(\d+)\. (.*)$", content, re.M))
+    unfilled = dict(re.findall(r"^- ([a-z]): (.*)$", content, re.M))
     found = {}
     for line in content.splitlines():
         name, *cells = [cell.strip() for cell in line.strip("| ").split(" | ")]
         if name in LAYOUTS and len(cells) == len(_HEADER) - 1:
-            told = {step: refusals.get(cell, cell) for step, cell in zip(STEPS, cells[4:], strict=True)}
-            found[name] = Outcome(told, cells[2], cells[3])
+            told = {step: refusals.get(cell, cell) for step, cell in zip(STEPS, cells[5:], strict=True)}
+            found[name] = Outcome(told, cells[2], cells[3], unfilled.get(cells[4], cells[4]))
     return found

@@ -50,7 +50,7 @@ def test_a_few_layouts(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout(name: str, tmp_path: Path) -> None:
     before = committed().get(name, Outcome())
-    outcomes[name] = replace(examine(LAYOUTS[name], tmp_path), real=before.real)
+    outcomes[name] = replace(examine(LAYOUTS[name], tmp_path), real=before.real, engine=before.engine)
     if not WRITE:
         same_version()
         assert outcomes[name] == committed().get(name)
