@@ -28,7 +28,11 @@ from tests.published._writing import write
 
 pytestmark = [pytest.mark.slow, needs_vllm, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(3000)]
 
-SETTINGS: dict[str, dict[str, Any]] = {"none": {"quant": "none"}, "int4": {"quant": "int4", "group_size": 32}}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "none": {"quant": "none"},
+    "int4": {"quant": "int4", "group_size": 32},
+    "fp8": {"quant": "fp8"},
+}
 BLOCKS = {"quant": "*experts*=mxfp4-wo,*=none", "format": "mxfp4"}  # gpt-oss' experts, as vLLM reads them quantised
 DRAFT_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 SAID = 200
@@ -43,15 +47,29 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for number, (name, layout) in enumerate(LAYOUTS.items()):
         source, outs[name] = write(layout, root / str(number) / "source"), []
         for quant, settings in SETTINGS.items():
-            if quant != "none" and layout.config.get("model_type") == "gpt_oss":
+            if quant == "int4" and layout.config.get("model_type") == "gpt_oss":
                 settings = BLOCKS
             out = source.with_name(quant)
             export(model=str(source), out=str(out), quiet=True, evaluate=False, **settings)
+            _rename_vision(out / "config.json")
             outs[name].append(str(out))
     every = [out for group in outs.values() for out in group]
     models = _filled(every, root)
     drafts = _filled([out for out in every if _has_draft(Path(out))], root, "--draft")
     return {name: _cell([(models[out], drafts.get(out)) for out in group]) for name, group in outs.items()}
+
+
+def _rename_vision(path: Path) -> None:
+    """Gives Kimi K2.5's vision_config the names by which vLLM reads it: by the published ones it has its sizes from
+    defaults."""
+    config = json.loads(path.read_text())
+    if config["model_type"] != "kimi_k25":
+        return
+    vision = {**config["vision_config"], "model_type": "kimi_k25_vision"}
+    for theirs, own in (("init_pos_emb_", "pos_emb_"), ("vt_", "")):
+        vision |= {own + key.removeprefix(theirs): value for key, value in vision.items() if key.startswith(theirs)}
+    config |= {"vision_config": vision, "projection_hidden_size": vision["mm_hidden_size"]}
+    path.write_text(json.dumps(config))
 
 
 def _has_draft(out: Path) -> bool:

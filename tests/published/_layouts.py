@@ -399,7 +399,7 @@ LAYOUTS: dict[str, Layout] = {
             full_attention_interval=2,
             partial_rotary_factor=0.25,
             shared_expert_intermediate_size=M,
-            **{**LINEAR_KEYS, "attn_output_gate": None},
+            **{key: value for key, value in LINEAR_KEYS.items() if key != "attn_output_gate"},
             **MOE,
         ),
         {

@@ -572,7 +572,7 @@ QWEN3_5_TEXT = text(
     mtp_num_hidden_layers=1,
     mtp_use_dedicated_embeddings=False,
     rope_theta=None,
-    rope_parameters={**INTERLEAVED, "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+    rope_parameters={**INTERLEAVED, "mrope_section": [3, 3, 2], "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
     **LINEAR_KEYS,
 )
 

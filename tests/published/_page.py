@@ -28,9 +28,9 @@ numbers random. Models that share a layout are not listed again: what holds for 
 - `real size`: bits per weight of int4 at the size that was published, with embeddings and all else that is kept, and of
   how many weights; by `--dry-run`, from config.json and headers alone. In groups of 128, or as it says. Other models of
   the layout follow by name.
-- `vLLM`: how many parameters vLLM 0.32's own classes have for the exports by `none` and `int4` (groups of 32; experts
-  of gpt-oss as `mxfp4`), with `+` those of its class of draft layers. Its own loader fills all of them, by their bytes.
-  A letter: it builds no such model, or leaves some as they were, with the words below. Found by
+- `vLLM`: how many parameters vLLM 0.32's own classes have for the exports by `none`, `int4` (groups of 32; experts of
+  gpt-oss as `mxfp4`) and `fp8`, with `+` those of its class of draft layers. Its own loader fills all of them, by their
+  bytes. A letter: it builds no such model, or leaves some as they were, with the words below. Found by
   `tests/conformance/test_vllm_published.py`.
 
 `yes`: done. A number: refused, with the words below. `-`: there was nothing to do it with.
