@@ -40,7 +40,7 @@ numbers random. Models that share a layout are not listed again: what holds for 
 """
 _HEADER = ("layout", "as in", "model_type", "quantised", "real size", "vLLM", *STEPS)
 _LETTERS = string.ascii_lowercase
-_COUNTS = re.compile(r"[\d+/ ]+|-")
+_COUNT = re.compile(r"[\d+ ]+")
 
 
 def document(outcomes: Mapping[str, Outcome], version: str) -> str:
@@ -51,7 +51,7 @@ def document(outcomes: Mapping[str, Outcome], version: str) -> str:
         )
     )
     unfilled = list(
-        dict.fromkeys(outcomes[name].engine for name in LAYOUTS if not _COUNTS.fullmatch(outcomes[name].engine))
+        dict.fromkeys(part for name in LAYOUTS for part in outcomes[name].engine if not _COUNT.fullmatch(part))
     )
     complete = sum(outcome.complete for outcome in outcomes.values())
     lines = [_line(_HEADER), _line(["---"] * len(_HEADER))]
@@ -59,7 +59,8 @@ def document(outcomes: Mapping[str, Outcome], version: str) -> str:
         outcome = outcomes[name]
         cells = [str(refusals.index(cell) + 1) if cell in refusals else cell for cell in outcome.cells.values()]
         kind = layout.config.get("model_type", "-")
-        engine = _LETTERS[unfilled.index(outcome.engine)] if outcome.engine in unfilled else outcome.engine
+        parts = [_LETTERS[unfilled.index(part)] if part in unfilled else part for part in outcome.engine]
+        engine = " / ".join(parts) or NOT_DONE
         lines.append(_line([name, f"`{layout.like}`", f"`{kind}`", outcome.quantised, outcome.real, engine, *cells]))
     told = [f"{number}. {refusal}" for number, refusal in enumerate(refusals, 1)]
     about = _ABOUT.format(version=version, complete=complete, all=len(LAYOUTS))
@@ -86,5 +87,6 @@ def committed() -> dict[str, Outcome]:
         name, *cells = [cell.strip() for cell in line.strip("| ").split(" | ")]
         if name in LAYOUTS and len(cells) == len(_HEADER) - 1:
             told = {step: refusals.get(cell, cell) for step, cell in zip(STEPS, cells[5:], strict=True)}
-            found[name] = Outcome(told, cells[2], cells[3], unfilled.get(cells[4], cells[4]))
+            parts = cells[4].split(" / ") if cells[4] != NOT_DONE else []
+            found[name] = Outcome(told, cells[2], cells[3], tuple(unfilled.get(part, part) for part in parts))
     return found

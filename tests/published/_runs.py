@@ -31,13 +31,14 @@ class Outcome:
         cells: step -> ``yes``, what refused it, or ``-`` where there was nothing to do.
         quantised: how many weights int4 quantised, and their part of all.
         real: bits per weight of int4 at the real size, and how many weights these are; ``-`` where one is unknown.
-        engine: how many parameters vLLM fills of its models, or what it says instead; ``-`` if it was not run.
+        engine: of exports by number formats, how many parameters vLLM fills, or what it says instead; empty if it was
+            not run.
     """
 
     cells: dict[str, str] = field(default_factory=dict)
     quantised: str = "-"
     real: str = "-"
-    engine: str = "-"
+    engine: tuple[str, ...] = ()
 
     @property
     def complete(self) -> bool:
