@@ -90,8 +90,7 @@ def _filled(outs: Sequence[str], root: Path, *options: str) -> dict[str, str]:
 def _said(result: Mapping[str, Any], root: Path) -> str:
     if "error" in result:
         words = " ".join(str(result["error"]).split())
-        own = rf"{root}/\d+/|(?<= ){Path(result['checkpoint']).name}(?= )"  # paths, and the name of the export
-        return re.sub(own, "CKPT", words)[:SAID].replace("|", "/")
+        return re.sub(rf"{root}/\d+/\w+", "CKPT", words)[:SAID].replace("|", "/")
     missing = result["missing"]
     return f"{len(missing)} not filled, {missing[0]} first" if missing else str(result["parameters"])
 

@@ -359,5 +359,6 @@ def cell(plans: Mapping[str, ExportResult]) -> str:
         bits, group = 8 * plan.output_bytes / weights(plan), REAL[repository].group
         groups = f", groups of {group}" if group != Real.group else ""
         other = f"{repository}: " if REAL[repository].layout else ""
-        told.append(f"{other}{bits:.2f} of {weights(plan) / 1e9:.3g} B{groups}")
+        billions = weights(plan) / 1e9
+        told.append(f"{other}{bits:.2f} of {billions:{'.0f' if billions >= 100 else '.3g'}} B{groups}")
     return "; ".join(told) or "-"
