@@ -28,7 +28,7 @@ from modelexport.models.stacked import experts_apart
 from modelexport.models.structure import by_structure, check_whole
 from modelexport.models.target_plan import TargetPlan, check_source, plan_target
 from modelexport.models.ties import untie
-from modelexport.quantization import algorithms
+from modelexport.quantization import algorithms, devices
 from modelexport.quantization.assignment import KEEP, Assignment
 from modelexport.quantization.calibration.cut import ROWS
 from modelexport.quantization.calibration.text import TokenDocuments
@@ -129,6 +129,8 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> PreparedExpor
         plan = replace(plan, notes=(*plan.notes, *notes))
         target = _target(recipe, checkpoint, plan)
         prepared = PreparedExport(recipe, source, checkpoint, plan, target, (), adapters, before)
+        device = devices.chosen(recipe.device, calibrated=prepared.is_calibrated)
+        prepared = replace(prepared, recipe=replace(recipe, device=device))
         if recipe.quant == KEEP:
             check_source(prepared.target, checkpoint)
         return replace(prepared, warnings=(*dropped, *_warnings(prepared)))
