@@ -332,7 +332,9 @@ class LayerRunner:
             self.hidden[number] = self._run(layer, number, None, activations)
 
         numbers = range(len(self.batches))
-        for done, _ in enumerate(self._pool.map(one, numbers) if self.threads > 1 and self._alone else map(one, numbers), 1):
+        for done, _ in enumerate(
+            self._pool.map(one, numbers) if self.threads > 1 and self._alone else map(one, numbers), 1
+        ):
             self._progress(done, len(numbers))
 
     def outputs(self) -> Iterator[Tensor]:
