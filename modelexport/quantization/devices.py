@@ -7,6 +7,7 @@ there are fewer.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from modelexport.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CPU", "check_name", "chosen", "deterministic", "kind_of", "of_rank"]
+__all__ = ["AUTO", "CPU", "check_name", "chosen", "deterministic", "kind_of", "of_rank"]
 
 AUTO, CPU = "auto", "cpu"
 _NAME = re.compile(r"[a-z]\w*(:\d+)?", re.ASCII)
@@ -48,7 +49,7 @@ def chosen(name: str, *, calibrated: bool) -> str:
         return CPU
     import torch
 
-    found = torch.accelerator.current_accelerator(check_available=True) if _has_accelerators(torch) else None
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if name == AUTO:
         return CPU if found is None or found.type == "mps" else found.type  # no float64 on these
     kind, _, index = name.partition(":")
@@ -60,10 +61,6 @@ def chosen(name: str, *, calibrated: bool) -> str:
             f"{CPU}"
         )
     return name
-
-
-def _has_accelerators(torch: object) -> bool:
-    return hasattr(torch, "accelerator")
 
 
 def of_rank(name: str, local_rank: int) -> torch.device:
@@ -87,6 +84,7 @@ def deterministic(device: torch.device) -> Iterator[None]:
 
     before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     if device.type != CPU:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product is computed
         torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield

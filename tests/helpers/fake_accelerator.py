@@ -2,10 +2,10 @@
 
     python -m tests.helpers.fake_accelerator ARGUMENTS      modelexport, as one rank, where there is one
 
-Tensors on it report the device ``fakegpu:0``; an operation on them and on a tensor of the CPU raises, as CUDA's do; their
-memory cannot be read as the host's. So whatever computes on a device runs here, threads and all, and what it computes can
-be compared. torch keeps a registered device until the process ends, and what takes an accelerator where there is one
-takes it: for processes of their own.
+Tensors on it report the device ``fakegpu:0``; an operation on them and on a tensor of the CPU raises, as CUDA's do;
+their memory cannot be read as the host's. So whatever computes on a device runs here, threads and all, and what it
+computes can be compared. torch keeps a registered device until the process ends, and what takes an accelerator where
+there is one takes it: for processes of their own.
 """
 
 from __future__ import annotations

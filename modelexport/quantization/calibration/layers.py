@@ -332,9 +332,8 @@ class LayerRunner:
             self.hidden[number] = self._run(layer, number, None, activations)
 
         numbers = range(len(self.batches))
-        for done, _ in enumerate(
-            self._pool.map(one, numbers) if self.threads > 1 and self._alone else map(one, numbers), 1
-        ):
+        at_once = self.threads > 1 and self._alone
+        for done, _ in enumerate(self._pool.map(one, numbers) if at_once else map(one, numbers), 1):
             self._progress(done, len(numbers))
 
     def outputs(self) -> Iterator[Tensor]:
