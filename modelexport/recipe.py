@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from modelexport.errors import PlanError, UsageError, shown
-from modelexport.quantization import algorithms
+from modelexport.quantization import algorithms, devices
 from modelexport.quantization.algorithms.base import KINDS, Algorithm, Kind
 from modelexport.settings import Settings, check_choice, check_common, check_sizes, decides_bytes, setting
 
@@ -187,6 +187,12 @@ class ExportRecipe(Settings):
     config: str | None = setting(
         None, "the model's config.json (or its directory), where --model lacks one (DCP, Megatron)", metavar="PATH"
     )
+    device: str = setting(
+        "auto",
+        "what computes: auto (a GPU where torch sees one and samples run through the model), cpu, cuda or cuda:N",
+        metavar="NAME",
+        decides_bytes=True,
+    )
     tp: int = setting(1, "tensor-parallel rank processes", metavar="N")
     gather: str | None = setting(
         None,
@@ -219,6 +225,7 @@ class ExportRecipe(Settings):
         if self.kv_cache is not None:
             check_choice("kv-cache", self.kv_cache, KV_CACHES)
         check_choice("draft", self.draft, DRAFTS)
+        devices.check_name(self.device)
         check_choice("unknown-architecture", self.unknown_architecture, UNKNOWN_ARCHITECTURES)
         for name, value in (("samples", self.calib_samples), ("length", self.calib_length)):
             if value < 1:
@@ -289,6 +296,8 @@ class ExportRecipe(Settings):
         """See the base; without the settings of algorithms that are not used."""
         of_others = (spec for spec in fields(self) if spec.metadata.get("algorithm") not in (None, *self.algorithms))
         idle = {spec.name for spec in of_others}
+        if devices.kind_of(self.device) in (devices.AUTO, devices.CPU):
+            idle.add("device")
         return {name: value for name, value in super().deciding().items() if name not in idle}
 
     def recorded(self) -> dict[str, Any]:
@@ -303,7 +312,8 @@ class ExportRecipe(Settings):
             elsewhere = is_calibration(spec.name) or "algorithm" in spec.metadata
             # Said only where they are otherwise.
             usual = spec.name in ("adapter", "draft", "unknown_architecture") or spec.name.startswith("target_")
-            if not decides_bytes(spec) or elsewhere or (usual and value == spec.default):
+            idle = spec.name not in self.deciding()
+            if not decides_bytes(spec) or elsewhere or idle or (usual and value == spec.default):
                 continue
             found[spec.name] = [Path(text).absolute().name for text in value] if isinstance(value, tuple) else value
             if spec.name == "algorithm":

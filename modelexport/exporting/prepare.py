@@ -28,7 +28,7 @@ from modelexport.models.stacked import experts_apart
 from modelexport.models.structure import by_structure, check_whole
 from modelexport.models.target_plan import TargetPlan, check_source, plan_target
 from modelexport.models.ties import untie
-from modelexport.quantization import algorithms
+from modelexport.quantization import algorithms, devices
 from modelexport.quantization.assignment import KEEP, Assignment
 from modelexport.quantization.calibration.cut import ROWS
 from modelexport.quantization.calibration.text import TokenDocuments
@@ -120,18 +120,32 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> PreparedExpor
         )
         if untied:
             checkpoint = untie(checkpoint)
-        if plan.needs_ranges or plan.calibrated:
+        calibrated = plan.needs_ranges or plan.calibrated
+        if calibrated:
             _check_calibration(recipe, source, checkpoint)
+        recipe = replace(recipe, device=devices.chosen(recipe.device, calibrated=calibrated))
         _check_work(recipe, plan)
         plan = _with_scalings(recipe, checkpoint, plan)
         before = tuple(_second_rounding(checkpoint, plan))
-        notes = (*checkpoint.notes, *merged, *_unmerged(source, adapters), *before)
+        notes = (*checkpoint.notes, *merged, *_unmerged(source, adapters), *before, *_device_notes(recipe, calibrated))
         plan = replace(plan, notes=(*plan.notes, *notes))
         target = _target(recipe, checkpoint, plan)
         prepared = PreparedExport(recipe, source, checkpoint, plan, target, (), adapters, before)
         if recipe.quant == KEEP:
             check_source(prepared.target, checkpoint)
         return replace(prepared, warnings=(*dropped, *_warnings(prepared)))
+
+
+def _device_notes(recipe: ExportRecipe, calibrated: bool) -> Iterator[str]:
+    """Says which device computes, where it is not the CPU."""
+    kind = devices.kind_of(recipe.device)
+    if kind != devices.CPU and calibrated:
+        yield (
+            f"calibrated on {kind}: the same bytes at any --tp on devices of this kind; a CPU adds in another order, "
+            f"and rounds some numbers otherwise (--device {devices.CPU} has its bytes)"
+        )
+    elif kind != devices.CPU:
+        yield f"quantised on {kind}, to the bytes that a CPU gives"
 
 
 def _with_experts_apart(recipe: ExportRecipe, checkpoint: Checkpoint) -> Checkpoint:

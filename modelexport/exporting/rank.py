@@ -7,6 +7,7 @@ as large as the rank's largest step, and they are reused, since touching fresh p
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from modelexport.exporting.plan import ExportPlan, ExportStep, TensorTask, full_
 from modelexport.exporting.scales import ScaleAgreement, check_finite
 from modelexport.layers import LayerConfig, ModuleConfig, TensorShard
 from modelexport.models.decoded import StoredLinear
-from modelexport.quantization import decoding, formats, kernels
+from modelexport.quantization import decoding, devices, formats, kernels
 from modelexport.quantization.calibration.ranges import Ranges
 from modelexport.quantization.methods import ReadOnlyNumbers, WeightSlice, of_method
 from modelexport.recipe import ExportRecipe
@@ -141,6 +142,7 @@ class RankExport:
     def __init__(self, job: RankJob, staging: Staging) -> None:
         self.job, self.staging = job, staging
         self.rank, self.world = collectives.get_rank(), collectives.get_world_size()
+        self.device = devices.of_rank(job.recipe.device, int(os.environ.get("LOCAL_RANK", self.rank)))
         self.method = of_method(job.plan.method)
         self.ranges = Ranges({}, {}, {})
         self.is_native = self.method.METHOD == "compressed-tensors"
@@ -298,18 +300,20 @@ class RankExport:
     ) -> dict[str, Tensor]:
         number_format = task.number_format
         assert number_format is not None
-        shared = self.writer.wants_shared(task)
         out = None
         if self.is_native:
-            allocate = memory.shared_empty if shared else slot.take
+            allocate = memory.shared_empty if self.writer.wants_shared(task) else slot.take
             specs = number_format.specs((weight.shape[0], weight.shape[1]), weight.dtype)
             out = {spec.suffix: allocate(spec.shape, spec.dtype) for spec in specs}
         inputs = None
         if number_format.has_static_inputs:
             inputs = self.ranges.inputs[full_name(step.layer, task.path)]
-        native = number_format.quantise(
-            weight, amax=amax, inputs=inputs, global_shape=task.full_shape, out=out, name=task.info.name
-        )
+        given: dict[str, Any] = {"inputs": inputs, "global_shape": task.full_shape, "name": task.info.name}
+        if self.device.type == devices.CPU:
+            native = number_format.quantise(weight, amax=amax, out=out, **given)
+        else:
+            found = number_format.quantise(weight.to(self.device), amax=amax, **given)
+            native = {name: value.cpu() if out is None else out[name].copy_(value) for name, value in found.items()}
         return self.encoded(task, native, (weight.shape[0], weight.shape[1]))
 
     def _recoded(self, task: TensorTask, stored: dict[str, Tensor]) -> dict[str, Tensor]:

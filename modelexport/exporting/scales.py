@@ -59,7 +59,7 @@ class ScaleAgreement:
         if weight is None:
             return torch.zeros(size)
         assert task.number_format is not None
-        part = task.number_format.amax(weight)
+        part = task.number_format.amax(weight).cpu()
         if not bool(torch.isfinite(part).all()):  # before the reduction: the culprit is this rank
             check_finite(self.plain, weight, task.info.name)
         return part
@@ -73,7 +73,7 @@ class ScaleAgreement:
         tables = []
         for i in members:
             task, weight = step.tasks[i], shards.get(i)
-            own = None if weight is None else number_format.search_errors(weight, amax)
+            own = None if weight is None else number_format.search_errors(weight, amax.to(weight.device))
             tables.append((task, own))
         tried = number_format.search_errors(torch.zeros(1, 1), amax).shape[1]
         whole = torch.zeros(sum(task.info.shape[0] for task, _ in tables), tried, dtype=torch.float64)

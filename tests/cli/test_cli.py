@@ -132,6 +132,7 @@ OTHER: dict[str, Any] = {
     "target_tp": 4,
     "target_pp": 2,
     "target_ep": 2,
+    "device": "cuda:1",
     "tp": 3,
     "gather": "nfs",
     "workspace": "/shared",

@@ -10,7 +10,7 @@ from modelexport.errors import PlanError, UsageError
 from modelexport.exporting.calibrated.samples import forward_reader, tokens_of
 from modelexport.exporting.plan import full_name
 from modelexport.models.architecture import Dimensions, Family, family_of, language_config, read_dimensions
-from modelexport.quantization import sensitivity
+from modelexport.quantization import devices, sensitivity
 from modelexport.quantization.algorithms.autoquant import AutoQuant
 from modelexport.quantization.calibration.layers import LayerRunner
 from modelexport.quantization.formats.base import NumberFormat
@@ -73,6 +73,7 @@ def assigned(
             checkpoint.infos.keys(),
             forward_reader(checkpoint, reader),
             tokens,
+            device=devices.of_rank(devices.chosen(recipe.device, calibrated=True), 0),
             alone=True,
             derived=family.is_derived,
         ) as runner:

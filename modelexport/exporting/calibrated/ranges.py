@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from modelexport.checkpoints.safetensors.file import Reader
 from modelexport.distributed import collectives
@@ -13,6 +13,9 @@ from modelexport.exporting.rank import RankExport, RankJob
 from modelexport.models.architecture import language_config
 from modelexport.quantization.calibration.ranges import Ranges, observe
 
+if TYPE_CHECKING:
+    import torch
+
 
 class StaticScaleExport(RankExport):
     """A data-free export but for the scales of activations and of the KV cache."""
@@ -20,7 +23,7 @@ class StaticScaleExport(RankExport):
     def begin(self) -> None:
         """See the base; the magnitudes of activations."""
         phase("calibrating: the magnitudes of activations")
-        self.ranges = calibrate(self.job, self.reader)
+        self.ranges = calibrate(self.job, self.reader, self.device)
 
     def calibration(self) -> dict[str, Any]:
         """See the base."""
@@ -28,7 +31,7 @@ class StaticScaleExport(RankExport):
         return {"samples": ranges.samples, "length": ranges.length, "unseen_experts": list(ranges.unseen)}
 
 
-def calibrate(job: RankJob, reader: Reader) -> Ranges:
+def calibrate(job: RankJob, reader: Reader, device: torch.device) -> Ranges:
     """Run the source over the samples, one decoder layer in memory at a time, on all ranks together.
 
     Raises:
@@ -51,6 +54,7 @@ def calibrate(job: RankJob, reader: Reader) -> Ranges:
         method=recipe.calib_range,
         formats=plan.formats(),
         all_experts=recipe.calib_experts == "all",
+        device=device,
         memory=recipe.calib_memory,
         derived=plan.family.is_derived,
         cached=plan.kv_cache,

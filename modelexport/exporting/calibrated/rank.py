@@ -81,6 +81,7 @@ class CalibratedExport(RankExport):
             forward_reader(job.source, self.reader),
             tokens,
             cut=forward_cut(job.plan.family, job.plan.dimensions, self.rank, self.world),
+            device=self.device,
             progress=self._batch,
             memory=job.recipe.calib_memory,
             directory=self.beside.parent,
@@ -133,13 +134,13 @@ class CalibratedExport(RankExport):
             if task.cached is not None:
                 self.emit(module, task, self.cache_scale(step, task))
             elif number in made.native:
-                native = made.native[number]
+                native = {name: value.cpu() for name, value in made.native[number].items()}
                 box = task.owned_box(self.rank)
                 assert box is not None
                 rows, columns = ((stop - start) for start, stop in box)
                 self.emit(module, task, self.encoded(task, native, (rows, columns)))
             elif number in made.plain:
-                plain = made.plain[number]
+                plain = made.plain[number].cpu()
                 if self.writer.wants_shared(task):
                     plain = in_shared_memory(plain)
                 self.emit(module, task, {task.outputs[0].name: plain})

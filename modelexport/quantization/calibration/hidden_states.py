@@ -33,7 +33,7 @@ class HiddenStates(Sequence[Tensor]):
     Args:
         shapes: of each batch.
         dtype: of all.
-        device: that they are given on.
+        device: that they are given on. They are kept in the host's memory all the same, where there is more of it.
         memory: bytes of them to keep in memory, the first batches; None for all. The rest goes through the file.
         directory: where the file is; None for the system's for temporary files. It has no name there, and ends with
             this process.
@@ -72,18 +72,18 @@ class HiddenStates(Sequence[Tensor]):
         """Batch ``number``; new memory where it came from the file."""
         number = range(len(self))[number]  # IndexError ends loops
         if number not in self._places:
-            return self._kept[number]
+            return self._kept[number].to(self._device)
         assert self._file is not None
         out = torch.empty(self._shapes[number], dtype=self._dtype)
         _read(self._file.fileno(), _bytes_of(out), self._places[number])
         return out.to(self._device)
 
     def __setitem__(self, number: int, value: Tensor) -> None:
-        """Replaces a batch; the tensor itself is kept where it stays in memory."""
+        """Replaces a batch; one on the CPU that stays in memory is kept itself."""
         assert tuple(value.shape) == tuple(self._shapes[number])
         assert value.dtype == self._dtype
         if number not in self._places:
-            self._kept[number] = value
+            self._kept[number] = value.cpu()
             return
         assert self._file is not None
         _write(self._file.fileno(), _bytes_of(value), self._places[number])
@@ -145,7 +145,7 @@ class HiddenStates(Sequence[Tensor]):
                 if file.readinto(view) != view.nbytes:
                     raise _damaged(path)
                 digest.update(view)
-                self[number] = batch.to(self._device)
+                self[number] = batch
             if file.read() != digest.digest():
                 raise _damaged(path)
         return index

@@ -22,7 +22,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,7 @@ from torch import Tensor
 from modelexport.distributed import collectives
 from modelexport.distributed.environment import cores
 from modelexport.errors import PlanError
+from modelexport.quantization import devices
 from modelexport.quantization.calibration.around import ModelShell
 from modelexport.quantization.calibration.cut import ForwardCut, ForwardShard
 from modelexport.quantization.calibration.filled import FilledLayer, Read, fill
@@ -147,7 +148,8 @@ class LayerRunner:
         self.batches = tokens.split(max(1, _BATCH_TOKENS // tokens.shape[1]))
         self._by_itself, self._progress = alone, progress or (lambda done, all_: None)
         world = 1 if alone else collectives.get_world_size()
-        self.threads = threads or max(1, cores() // world)
+        on_cpu = self.device.type == devices.CPU
+        self.threads = threads or (max(1, cores() // world) if on_cpu else 1)  # a GPU is busy with one batch
         shapes = [(*batch.shape, self.model.config.hidden_size) for batch in self.batches]
         self.hidden = HiddenStates(shapes, dtype, self.device, memory=memory, directory=directory)
         inside = [name for name in (self.prefix, self.head_name) if name is not None]
@@ -163,6 +165,8 @@ class LayerRunner:
     def __enter__(self) -> LayerRunner:
         self._threads_before = torch.get_num_threads()
         torch.set_num_threads(1)  # of one operation, in this thread and in those of the pool, which begin after it
+        self._settings = ExitStack()
+        self._settings.enter_context(devices.deterministic(self.device))
         self._pool = ThreadPoolExecutor(self.threads)
         self._together: ForwardRanks | None = None
         try:
@@ -180,6 +184,7 @@ class LayerRunner:
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
+        self._settings.close()
         torch.set_num_threads(self._threads_before)
         if self._together is not None:
             self._together.close()
@@ -278,10 +283,11 @@ class LayerRunner:
         owners: dict[str, str] = {}
         caches: dict[str, Collector] = {}
         cache_wants = wants & {"amax", "histogram"}
+        pool = self._pool if self.device.type == devices.CPU else None
 
         def collect(found: dict[str, Collector], name: str, x: Tensor, wanted: frozenset[str]) -> None:
             if name not in found:
-                found[name] = Collector(x.shape[1], wanted, together.rank, together.world, self._pool)
+                found[name] = Collector(x.shape[1], wanted, together.rank, together.world, pool)
             found[name].add(x.float())
 
         with choosing_all(self.layers[layer.index]) if all_experts else nullcontext():
@@ -326,7 +332,8 @@ class LayerRunner:
             self.hidden[number] = self._run(layer, number, None, activations)
 
         numbers = range(len(self.batches))
-        for done, _ in enumerate(self._pool.map(one, numbers) if self._alone else map(one, numbers), 1):
+        at_once = self.threads > 1 and self._alone
+        for done, _ in enumerate(self._pool.map(one, numbers) if at_once else map(one, numbers), 1):
             self._progress(done, len(numbers))
 
     def outputs(self) -> Iterator[Tensor]:
@@ -354,7 +361,7 @@ class LayerRunner:
         at_once = self.threads if self._alone else 1
         for start in range(0, len(self.batches), at_once):
             wave = range(start, min(start + at_once, len(self.batches)))
-            found = list(self._pool.map(one, wave)) if self._alone else [one(number) for number in wave]
+            found = list(self._pool.map(one, wave)) if at_once > 1 else [one(number) for number in wave]
             found.reverse()
             while found:
                 yield found.pop()  # not kept any longer

@@ -61,6 +61,7 @@ def observe(
     method: str = "max",
     formats: Mapping[str, NumberFormat | None] | None = None,
     all_experts: bool = False,
+    device: str | torch.device = "cpu",
     memory: int | None = None,
     derived: bool = False,
     cached: bool = False,
@@ -83,6 +84,7 @@ def observe(
             is stored: the inputs of other linears, and of the output embedding, have their largest magnitude.
         formats: linear -> what its weight is written in.
         all_experts: every expert sees every token, whichever the router chose for it.
+        device: what computes.
         memory: bytes of hidden states to keep in memory; None for all.
         derived: see :class:`LayerRunner`.
         cached: whether keys and values have static scales.
@@ -104,6 +106,7 @@ def observe(
         cut=cut,
         threads=threads,
         dtype=dtype,
+        device=device,
         memory=memory,
         stacked_as_stored=True,
         derived=derived,

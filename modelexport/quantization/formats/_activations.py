@@ -30,7 +30,7 @@ def dynamic(x: Tensor, storage: torch.dtype, group: int | None = None) -> Tensor
 
 def static(x: Tensor, scale: Tensor, storage: torch.dtype) -> Tensor:
     """Rounds with the stored scale ``[1]``, in float32; what lies beyond its range is clamped."""
-    wide, step = x.float(), scale.float().reshape(1)
+    wide, step = x.float(), scale.to(x.device).float().reshape(1)
     lowest = -128.0 if storage == torch.int8 else -LIMITS[storage]
     return (_rounded(wide / step, storage, lowest) * step).to(x.dtype)
 

@@ -276,6 +276,7 @@ class NumberFormat(ABC):
         self.check_shape(name, shape)
         if amax is not None:
             self._check_amax(amax, shape[0], name)
+            amax = amax.to(weight.device)
         specs = self.specs(shape, weight.dtype)
         tensors = allocate(specs, weight) if out is None else checked(specs, out, name)
         fill = self._fill_powers if self.observer == "exact" else self._fill
