@@ -6,8 +6,12 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from modelexport.errors import CheckpointError, UsageError, error_text
+
+if TYPE_CHECKING:
+    from modelexport.checkpoints.safetensors.reader import Checkpoint
 
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 _NOT_NEEDED = [
@@ -32,12 +36,14 @@ class Source:
 
     Attributes:
         hub_id: where it came from the hub.
+        checkpoint: its tensors, where these are in memory and only the small files in the directory.
     """
 
     directory: Path
     label: str
     is_demo: bool = False
     hub_id: str | None = None
+    checkpoint: Checkpoint | None = None
 
 
 def is_local(model: str | None) -> bool:

@@ -12,6 +12,7 @@ import os
 import time
 from typing import Any
 
+from modelexport.checkpoints.source import Source
 from modelexport.errors import UsageError
 from modelexport.exporting.prepare import check_early, prepare
 from modelexport.exporting.publish import evaluated, pushed
@@ -28,7 +29,10 @@ def export(recipe: ExportRecipe | None = None, **settings: Any) -> ExportResult:
 
     Args:
         recipe: the settings; or give them as keyword arguments, named like the fields of
-            :class:`~modelexport.recipe.ExportRecipe`.
+            :class:`~modelexport.recipe.ExportRecipe`. ``model`` may then be a module of transformers, or a dict of
+            tensors by the names that they have in a checkpoint; with ``config`` (a dict or transformers' object) for
+            what has none, and ``tokenizer`` (the object, or a directory) where samples are read. Such a model is
+            exported by this process, to the bytes that saving it and exporting that gives.
 
     Returns:
         What was written and how good it is. With ``dry_run`` nothing is written.
@@ -51,20 +55,28 @@ def export(recipe: ExportRecipe | None = None, **settings: Any) -> ExportResult:
             >>> result.source_bytes / result.output_bytes > 2
             True
     """
-    if recipe is None:
-        recipe = ExportRecipe.from_mapping(settings, where="export()")
-    elif settings:
+    if recipe is not None and settings:
         raise UsageError("export(): give a recipe or settings, not both")
+    if hasattr(settings.get("model"), "keys") or hasattr(settings.get("model"), "state_dict"):
+        from modelexport.models.in_memory import opened
+
+        with opened(*(settings.pop(name, None) for name in ("model", "config", "tokenizer"))) as source:
+            return _exported(ExportRecipe.from_mapping(settings, where="export()"), source)
+    return _exported(recipe or ExportRecipe.from_mapping(settings, where="export()"))
+
+
+def _exported(recipe: ExportRecipe, source: Source | None = None) -> ExportResult:
+    """Exports a source, or where it is None what the recipe names."""
     began = time.perf_counter()
     if recipe.out is None and not recipe.dry_run:
         raise UsageError("no target given: add --out DIR")
-    check_early(recipe)
+    check_early(recipe, source)
     if recipe.dry_run:
-        prepared = prepare(recipe)
+        prepared = prepare(recipe, source)
         prepared.warn()
         return preview_of(prepared)
     config = launcher_config(recipe)
-    prepared, record = run_own_ranks(recipe) if config is None else run_as_launched(recipe, config)
+    prepared, record = run_own_ranks(recipe, source) if config is None else run_as_launched(recipe, config)
     seconds = time.perf_counter() - began
     assert recipe.out is not None
     result = result_of(prepared, record, seconds)

@@ -87,7 +87,7 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> PreparedExpor
     source = source or resolve_source(recipe.model, recipe.revision)
     _check_apart(recipe, source)
     with without_collector():  # a hundred thousand small objects: the collector would walk them over and over
-        opened = open_model(source.directory, recipe.config)
+        opened = source.checkpoint or open_model(source.directory, recipe.config)
         if recipe.unknown_architecture == "structure":
             opened = by_structure(opened)
         ranks = {"tp": recipe.tp, "target-tp": recipe.target_tp, "target-pp": recipe.target_pp}
@@ -337,8 +337,11 @@ def parse_assignment(recipe: ExportRecipe) -> Assignment | None:
         )
 
 
-def check_early(recipe: ExportRecipe) -> None:
+def check_early(recipe: ExportRecipe, source: Source | None = None) -> None:
     """Checks, before anything heavy is imported, the target and the files that calibration reads.
+
+    Args:
+        source: the model, where it is in memory.
 
     Raises:
         UsageError: the target exists; an adapter, the text or the tokenizer is missing; or a setting goes with none of
@@ -350,7 +353,8 @@ def check_early(recipe: ExportRecipe) -> None:
             f"--draft quantise rounds linears, and --quant {KEEP} (convert) rounds none: leave out one of the two"
         )
     _adapters(recipe)
-    source = resolve_source(recipe.model, recipe.revision) if is_local(recipe.model) else None
+    if source is None and is_local(recipe.model):
+        source = resolve_source(recipe.model, recipe.revision)
     if source is not None:
         _check_apart(recipe, source)
     if recipe.out is not None and not recipe.dry_run:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from modelexport.checkpoints.source import resolve_source, source_bytes
+from modelexport.checkpoints.source import Source, resolve_source, source_bytes
 from modelexport.distributed import launch
 from modelexport.distributed.launch import MultiprocessConfig
 from modelexport.errors import UsageError
@@ -41,13 +41,15 @@ CALIBRATION_PRELOAD = (
 )
 
 
-def run_own_ranks(recipe: ExportRecipe) -> tuple[PreparedExport, dict[str, Any]]:
-    """Exports in rank processes of our own; returns the record too."""
+def run_own_ranks(recipe: ExportRecipe, source: Source | None = None) -> tuple[PreparedExport, dict[str, Any]]:
+    """Exports in rank processes of our own, or, of a source in memory, in this one; returns the record too."""
+    if source is not None and recipe.tp > 1:
+        raise UsageError(f"--tp {recipe.tp}: {source.label} is exported by the process that holds it: leave out tp")
     if recipe.push_to_hub is not None:
         hub.check_login(recipe.push_to_hub)
     if recipe.tp > 1:
         launch.prestart(_preloaded(recipe))
-    prepared = prepare(recipe)
+    prepared = prepare(recipe, source)
     prepared.warn()
     with target_of_export(prepared) as target:
         done = target.begin()

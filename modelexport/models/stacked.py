@@ -17,6 +17,7 @@ from modelexport.errors import CheckpointError, PlanError
 from modelexport.models.architecture import family_of, read_dimensions
 from modelexport.models.decoded import StoredLinear, StoredStack, decoded
 from modelexport.models.families.base import ExpertStack, Module
+from modelexport.models.in_memory import MemoryTensor
 from modelexport.models.matching import ModelDescription, too_many_blocks
 from modelexport.quantization.methods import read_quantization_config
 from modelexport.sharding.plan import Range
@@ -83,6 +84,10 @@ def experts_apart(checkpoint: Checkpoint) -> Checkpoint:
                 infos[quantised.weight.name] = quantised.weight
                 computed[quantised.weight.name] = quantised
                 placements |= own_places
+            continue
+        if isinstance(whole, MemoryTensor):
+            for own, tensor in _memory_linears(stack, info, whole, transposed=stack.experts.transposed != swapped):
+                infos[own.name], computed[own.name] = own, tensor
             continue
         places = placements.pop(name, None) or (whole_place(info),)
         for linear in _linears(stack, info, places, transposed=stack.experts.transposed != swapped):
@@ -201,6 +206,22 @@ def _linears(stack: _Stack, info: TensorInfo, places: Sequence[Placement], *, tr
                 yield _OfOne(linear, own, TransposedLinear(stored, start, step))
             else:
                 yield _OfOne(linear, _rows(own, start, step, count))
+
+
+def _memory_linears(
+    stack: _Stack, info: TensorInfo, whole: MemoryTensor, *, transposed: bool
+) -> Iterator[tuple[TensorInfo, MemoryTensor]]:
+    """As :func:`_linears`, of a stack that is in memory."""
+    experts = stack.experts
+    out_in = info.shape[1:][::-1] if transposed and experts.parameter != "bias" else info.shape[1:]
+    count = out_in[0] // len(experts.linears)
+    for e in range(info.shape[0]):
+        for number, (_, path) in enumerate(experts.linears):
+            start, step = (number, len(experts.linears)) if experts.interleaved else (number * count, 1)
+            shape = (count, *out_in[1:])
+            name = f"{stack.prefix}{path.format(e=e)}.{experts.parameter}"
+            own = TensorInfo(name, info.dtype, shape, info.path, 0, tensor_nbytes(info.dtype, shape))
+            yield own, replace(whole, expert=e, start=start, step=step, transposed=transposed)
 
 
 def _stored_linears(

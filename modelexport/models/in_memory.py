@@ -1,0 +1,194 @@
+"""A model that is in memory already, as a checkpoint: nothing of it is written but what is made of it.
+
+The names are those that ``save_pretrained`` gives: transformers joins the experts of a layer in memory, and renames, and
+its own way back is run for one layer at a time, when one of the layer's tensors is asked for. So a quantised checkpoint
+has the bytes that saving the model and exporting that gives.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from modelexport.checkpoints.safetensors.file import Checkpoint, Reader, TensorInfo, tensor_nbytes
+from modelexport.checkpoints.source import Source
+from modelexport.errors import CheckpointError, UsageError, quoted
+from modelexport.sharding.plan import Range
+from modelexport.system.dtypes import dtype_name
+from modelexport.system.small_files import LARGEST_CONFIG, read_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["MemoryTensor", "is_in_memory", "opened"]
+
+LABEL = "a model in memory"
+_TOKENIZER = ("*token*.json", "*.model", "vocab*", "merges.txt", "chat_template*", "*processor_config.json")
+_LAYER = re.compile(r".*?\.\d+(?=\.)")
+Convert = Callable[[Mapping[str, "Tensor"]], Mapping[str, "Tensor"]]
+
+
+class Layer:
+    """Tensors that are converted together.
+
+    Args:
+        held: name in memory -> tensor.
+        convert: from these to those of a checkpoint, by its names.
+    """
+
+    def __init__(self, held: Mapping[str, Tensor], convert: Convert) -> None:
+        self.held, self.convert = held, convert
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Returns the tensors of a checkpoint; those of one layer of a process are kept until another's are asked for."""
+        global _last
+        if _last is None or _last[0] is not self:
+            _last = (self, self.convert(self.held))
+        return _last[1]
+
+
+_last: tuple[Layer, Mapping[str, Tensor]] | None = None
+
+
+@dataclass(frozen=True)
+class MemoryTensor:
+    """A tensor of a checkpoint that is in this process's memory.
+
+    Attributes:
+        layer: what it is a part of.
+        name: its own.
+        expert: of a stack, which expert's it is; None: the whole.
+        start, step: the first of the expert's output features in the stack, and how many further the next one is.
+        transposed: whether the stack has input features ahead of output features.
+    """
+
+    layer: Layer
+    name: str
+    expert: int | None = None
+    start: int = 0
+    step: int = 1
+    transposed: bool = False
+    sources: tuple[TensorInfo, ...] = field(default=())
+
+    def read(self, reader: Reader, rows: Range, cols: Range, out: Tensor | None = None) -> Tensor:
+        """See :class:`~modelexport.checkpoints.safetensors.reader.ComputedTensor`."""
+        tensor = self.layer.tensors()[self.name]
+        if self.expert is not None:
+            tensor = tensor[self.expert]
+            if self.transposed and tensor.dim() > 1:
+                tensor = tensor.t()
+            tensor = tensor[self.start :: self.step]
+        part = tensor[rows[0] : rows[1]] if tensor.dim() else tensor
+        part = part[:, cols[0] : cols[1]] if tensor.dim() > 1 else part
+        return part.detach().to("cpu", copy=True).contiguous() if out is None else out.copy_(part.detach())
+
+
+def is_in_memory(model: object) -> bool:
+    """Returns whether a model is given itself, and not by the name of a directory or of a repository."""
+    return hasattr(model, "state_dict") or isinstance(model, Mapping)
+
+
+@contextmanager
+def opened(model: Any, config: Any = None, tokenizer: Any = None) -> Iterator[Source]:
+    """A model as a source of exports: its tensors stay where they are, and its small files are written to a temporary
+    directory.
+
+    Args:
+        model: a module of transformers; or tensors by the names that they have in a checkpoint.
+        config: of the latter, or of another kind of module: config.json as a dict, or transformers' object.
+        tokenizer: transformers' object, or a directory that holds one: for calibration, and to lie beside the weights.
+
+    Raises:
+        UsageError: there is no config, or the model is quantised.
+        CheckpointError: there is no tensor, or one of a dtype that no checkpoint has.
+    """
+    own = getattr(model, "config", None) if config is None else config
+    if not hasattr(own, "to_dict") and not isinstance(own, Mapping):
+        raise UsageError("a model in memory needs its config.json: export(model=..., config=...), a dict or an object")
+    with tempfile.TemporaryDirectory(prefix="modelexport-model-") as name:
+        directory = Path(name)
+        _write_config(directory, model, own)
+        _write_tokenizer(directory, tokenizer)
+        content = read_json(directory / "config.json", largest=LARGEST_CONFIG)
+        if content.get("quantization_config"):
+            raise UsageError(f"{LABEL} is quantised: give the directory that it was loaded from")
+        yield Source(directory, LABEL, checkpoint=_checkpoint(directory, model, content))
+
+
+def _write_config(directory: Path, model: Any, own: Any) -> None:
+    """Writes config.json, and generation_config.json, as ``save_pretrained`` does."""
+    if isinstance(own, Mapping):
+        (directory / "config.json").write_text(json.dumps(own, indent=2) + "\n", encoding="utf-8")
+        return
+    own = copy.deepcopy(own)
+    if hasattr(model, "save_pretrained"):
+        own.architectures = [type(model).__name__.removeprefix("FSDP")]
+        own.dtype = str(model.dtype).removeprefix("torch.")
+    own.save_pretrained(directory)
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        generation.save_pretrained(directory)
+
+
+def _write_tokenizer(directory: Path, tokenizer: Any) -> None:
+    if hasattr(tokenizer, "save_pretrained"):
+        tokenizer.save_pretrained(directory)
+    elif tokenizer is not None:
+        found = [path for pattern in _TOKENIZER for path in Path(tokenizer).glob(pattern)]
+        if not found:
+            raise UsageError(f"tokenizer={str(tokenizer)!r}: there is no tokenizer: give its directory, or the object")
+        for path in found:
+            shutil.copyfile(path, directory / path.name)
+
+
+def _checkpoint(directory: Path, model: Any, config: dict[str, Any]) -> Checkpoint:
+    """The tensors of a model as those of a checkpoint that lies nowhere."""
+    import torch
+
+    held = dict(model) if isinstance(model, Mapping) else _untied(model)
+    wrong = next((name for name, value in held.items() if not isinstance(value, torch.Tensor)), None)
+    if wrong is not None:
+        raise UsageError(f"{LABEL}: {quoted(wrong)} is a {type(held[wrong]).__name__}, where a tensor is needed")
+    layers: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in held.items():
+        match = _LAYER.match(name)
+        layers.setdefault(match[0] if match else name, {})[name] = tensor
+    convert = _converted(model)
+    infos: dict[str, TensorInfo] = {}
+    computed: dict[str, MemoryTensor] = {}
+    for own in layers.values():
+        layer = Layer(own, convert)
+        shapes = convert({name: tensor.detach().to("meta") for name, tensor in own.items()})
+        for name, tensor in shapes.items():
+            dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
+            infos[name] = TensorInfo(name, dtype, shape, directory / LABEL, 0, tensor_nbytes(dtype, shape))
+            computed[name] = MemoryTensor(layer, name)
+    if not infos:
+        raise CheckpointError(f"{LABEL} holds no tensor")
+    return Checkpoint(directory, infos, config, {}, computed=computed)
+
+
+def _untied(model: Any) -> dict[str, Tensor]:
+    """A module's tensors without those that it says are others' by another name."""
+    held = model.state_dict()
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    return {name: tensor for name, tensor in held.items() if tied.get(name) not in held}
+
+
+def _converted(model: Any) -> Convert:
+    """transformers' way from a module's tensors to a checkpoint's; of others, which have none, as they are."""
+    if not hasattr(model, "save_pretrained"):
+        return dict
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # before transformers 5 the names are the same
+        return dict
+    return lambda held: revert_weight_conversion(model, dict(held))
