@@ -1,8 +1,8 @@
 """A model that is in memory already, as a checkpoint: nothing of it is written but what is made of it.
 
-The names are those that ``save_pretrained`` gives: transformers joins the experts of a layer in memory, and renames, and
-its own way back is run for one layer at a time, when one of the layer's tensors is asked for. So a quantised checkpoint
-has the bytes that saving the model and exporting that gives.
+The names are those that ``save_pretrained`` gives: transformers joins the experts of a layer in memory, and renames,
+and its own way back is run for one layer at a time, when one of the layer's tensors is asked for. So a quantised
+checkpoint has the bytes that saving the model and exporting that gives.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Layer:
         self.held, self.convert = held, convert
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Returns the tensors of a checkpoint; those of one layer of a process are kept until another's are asked for."""
+        """Returns the tensors of a checkpoint. Those of one layer are kept, until another's are asked for."""
         global _last
         if _last is None or _last[0] is not self:
             _last = (self, self.convert(self.held))

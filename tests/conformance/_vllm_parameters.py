@@ -37,9 +37,9 @@ in place of nvfp4. The models are random, of transformers' default architecture,
 their publishers write. Types that are missing here vLLM does not load unquantised either, as such models.
 
 Stacked experts are written one by one when they are quantised, by the names that vLLM asks for
-(`experts.{e}.gate_proj`, `up_proj`, `down_proj`; minimax_m3's `w1`, `w3`, `w2`). SGLang 0.5.23 looks for the same ones in
-granitemoe, granitemoehybrid, llama4, minimax_m3, qwen3_5_moe, qwen3_next and qwen3_vl_moe: its loaders were read, not
-run. gpt-oss has its experts read as MXFP4 blocks (`--format mxfp4`) by both.
+(`experts.{e}.gate_proj`, `up_proj`, `down_proj`; minimax_m3's `w1`, `w3`, `w2`). SGLang 0.5.23 looks for the same ones
+in granitemoe, granitemoehybrid, llama4, minimax_m3, qwen3_5_moe, qwen3_next and qwen3_vl_moe: its loaders were read,
+not run. gpt-oss has its experts read as MXFP4 blocks (`--format mxfp4`) by both.
 
 | model type | parameters, and of these filled: | | | |
 | --- | --- | --- | --- | --- |

@@ -1,0 +1,98 @@
+"""Exports of a model that is in memory: the bytes of saving it and exporting that; nothing of it is changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import modelexport
+from modelexport.errors import UsageError
+from tests.helpers.marks import few
+from tests.helpers.models import make_llama
+from tests.helpers.tiny_models import tiny_checkpoint
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns of many things
+
+CASES: list[tuple[str, str, dict[str, Any]]] = [
+    ("llama", "int4", {}),
+    ("llama", "none", {}),
+    ("llama", "fp8-static", {}),
+    ("llama", "nvfp4", {"algorithm": "awq+gptq"}),
+    ("llama", "int4", {"algorithm": "rotation+gptq"}),
+    ("llama", "*=int4:32,lm_head=int8,*embed_tokens=int8-wo", {}),
+    ("mixtral", "int4", {"group_size": 32}),
+    ("qwen3_5_moe", "int4", {"group_size": 32, "algorithm": "gptq"}),
+    ("gpt_oss", "int4", {"group_size": 32}),
+    ("granitemoe", "fp8", {}),
+    ("llama4", "none", {}),
+    ("deepseek_v3", "fp8-block", {"format": "fp8-block"}),
+    ("gemma3", "int4", {"group_size": 32}),
+]
+
+
+def loaded(kind: str) -> Any:
+    """transformers' model of a tiny checkpoint, in bfloat16."""
+    import transformers
+
+    source = make_llama() if kind == "llama" else tiny_checkpoint(kind)
+    [architecture] = json.loads((source / "config.json").read_text())["architectures"]
+    return getattr(transformers, architecture).from_pretrained(source, dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Iterator[str]:
+    """Two samples, as token ids."""
+    path = tmp_path / "samples.jsonl"
+    lines = ({"input_ids": [(7 * i + j) % 199 + 3 for j in range(24)]} for i in range(2))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    yield str(path)
+
+
+@pytest.mark.parametrize(("kind", "quant", "settings"), few(CASES, CASES[0], CASES[6]))
+def test_the_bytes_are_those_of_saving_and_exporting(
+    kind: str, quant: str, settings: dict[str, Any], tmp_path: Path, text: str
+) -> None:
+    model = loaded(kind)
+    model.save_pretrained(tmp_path / "saved")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    settings = {"quant": quant, "calib": text, "calib_samples": 2, "calib_length": 16, "quiet": True, **settings}
+    modelexport.export(model=str(tmp_path / "saved"), out=str(tmp_path / "of-files"), **settings)
+    modelexport.export(model=model, out=str(tmp_path / "of-memory"), **settings)
+    for path in (tmp_path / "of-files").iterdir():
+        if path.name not in ("modelexport.json", "README.md"):  # which name the source
+            assert (tmp_path / "of-memory" / path.name).read_bytes() == path.read_bytes(), path.name
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()), "it was changed"
+
+
+def test_tensors_by_name_and_a_config(tmp_path: Path) -> None:
+    source = make_llama()
+    config = json.loads((source / "config.json").read_text())
+    modelexport.export(model=str(source), quant="fp8", out=str(tmp_path / "of-files"), quiet=True)
+    tensors = load_file(source / "model.safetensors")
+    done = modelexport.export(model=tensors, config=config, quant="fp8", out=str(tmp_path / "of-memory"), quiet=True)
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("of-files", "of-memory")]
+    assert weights[0] == weights[1]
+    assert done.source == "a model in memory"
+    assert modelexport.verify(tmp_path / "of-memory", against=source).ok
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, "needs its config.json"),
+        ({"config": {"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}}, "is quantised: give the"),
+        ({"config": {"model_type": "llama"}, "tokenizer": "/"}, "there is no tokenizer"),
+        ({"config": {"model_type": "llama"}, "tp": 2}, "is exported by the process that holds it: leave out tp"),
+        ({"config": {"model_type": "llama"}, "model": {"a": 1}}, "is a int, where a tensor is needed"),
+    ],
+)
+def test_what_is_refused(settings: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=words):
+        modelexport.export(**{"model": {"a": torch.zeros(1)}, "out": str(tmp_path / "out"), "quiet": True, **settings})
+    assert list(tmp_path.iterdir()) == []
