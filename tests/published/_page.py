@@ -22,6 +22,7 @@ numbers random. Models that share a layout are not listed again: what holds for 
 - `plan`: `--dry-run` plans int4 of it.
 - `none`, `int4`, `fp8`, `nvfp4` (`nvfp4-wo`): the export is written, and verified against the source.
 - `gptq`: int4 by `--algorithm gptq`, calibrated on token ids.
+- `eval`: the source's loss on token ids, by transformers' own decoder layers.
 - `reshard`: written for two tensor-parallel ranks, and for one again: the same bytes as written for one at once.
 - `convert`: the int4 export as `--format gptq`.
 - `quantised`: how many linears int4 quantises, and their part of the (tiny) model's weights.

@@ -12,13 +12,14 @@ from typing import Any
 
 from modelexport.errors import ModelExportError
 from modelexport.exporting import convert, export
+from modelexport.inspection.evaluate.text import evaluate_on_text
 from modelexport.inspection.inspect import inspect_checkpoint
 from modelexport.inspection.verify import verify_checkpoint
 from modelexport.resharding import reshard
 from tests.published._models import Layout
 from tests.published._writing import write
 
-STEPS = ("inspect", "plan", "none", "int4", "fp8", "nvfp4", "gptq", "reshard", "convert")
+STEPS = ("inspect", "plan", "none", "int4", "fp8", "nvfp4", "gptq", "eval", "reshard", "convert")
 DONE = "yes"
 NOT_DONE = "-"
 
@@ -89,6 +90,7 @@ def examine(layout: Layout, root: Path, steps: tuple[str, ...] = STEPS) -> Outco
         "fp8": lambda: exported("fp8"),
         "nvfp4": lambda: exported("nvfp4-wo", "nvfp4"),
         "gptq": lambda: exported("int4", "gptq", algorithm="gptq", **calibration),
+        "eval": lambda: evaluate_on_text(source, None, text, windows=2, window=16),
         "reshard": lambda: _there_and_back(source, root),
         "convert": lambda: _converted(source, root, layout),
     }

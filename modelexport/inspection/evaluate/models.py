@@ -7,8 +7,9 @@ read; the other two functions make whole models of that.
 
 from __future__ import annotations
 
+import re
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,11 +19,14 @@ from torch import Tensor, nn
 
 from modelexport.checkpoints.safetensors.file import Checkpoint, Reader, TensorInfo, torch_dtype
 from modelexport.errors import CheckpointError, PlanError, error_text
-from modelexport.models.decoded import viewed
+from modelexport.models.architecture import family_of, language_config
+from modelexport.models.decoded import decoded, viewed
 from modelexport.models.draft_layers import draft_tensors
+from modelexport.models.matching import match
 from modelexport.models.modules import StoredModule, read_architecture, read_modules
 from modelexport.models.opening import open_model
 from modelexport.models.rules import left_out
+from modelexport.models.stacked import experts_apart
 from modelexport.quantization.calibration.cut import WHOLE, ForwardShard
 from modelexport.quantization.calibration.model import in_memory
 from modelexport.quantization.decoding import dequantise
@@ -59,7 +63,7 @@ class PlainTensors:
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint = checkpoint
+        self.checkpoint = checkpoint = _as_matrices(checkpoint)
         self.names: list[str] = []
         self.activations: dict[str, Activation] = {}
         self._reader = Reader(checkpoint)
@@ -149,12 +153,27 @@ class PlainTensors:
         if self._untaken <= set(but):
             return
         try:
-            spare = {*left_out(self.checkpoint), *draft_tensors(self.checkpoint.config, self.names)}
+            spare = {*left_out(self.checkpoint), *draft_tensors(self.checkpoint.config, self.names), *self._beside()}
         except (CheckpointError, PlanError):  # a family that is not known: only a copy of the embedding is
             spare = {"lm_head.weight"} if (self.checkpoint.config or {}).get("tie_word_embeddings") else set()
         for name in self.names:
             if name in self._untaken and name not in spare and name not in but:
                 raise CheckpointError(f"{self.checkpoint.directory}: {name} belongs to no part of the model")
+
+    def _beside(self) -> Iterator[str]:
+        """Yields the tensors beside the language model, of a model of which that is a part.
+
+        Raises:
+            CheckpointError, PlanError: the family is not known.
+        """
+        config = self.checkpoint.config or {}
+        family = family_of(config, self.names)
+        yield from (name for name in self.names if any(re.search(pattern, name) for pattern in family.carried))
+        if language_config(config, self.names).get("model_type") == config.get("model_type"):
+            return
+        inside = family.layer_prefix.rpartition(".{i}")[0].rpartition(".")[0] + "."
+        whole = tuple(f"{module.path}." for module in (*family.before, *family.after) if module.kind == "other")
+        yield from (name for name in self.names if not name.startswith(inside) or name.startswith(whole))
 
     def close(self) -> None:
         """Close the checkpoint's files."""
@@ -165,6 +184,36 @@ class PlainTensors:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _as_matrices(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with linears of each expert in place of stacks, and decoded into the model's dtype where no number
+    format holds what it has: numbers in stacks, or with groups in an order of their own.
+
+    A checkpoint that cannot be taken apart is returned as it is.
+    """
+    quantization = read_quantization_config(checkpoint.config)
+    try:
+        if quantization is None:
+            return experts_apart(checkpoint)
+        matched = match(checkpoint)
+        schemes = {module.scheme.describe(): module.scheme for module in matched.modules if module.scheme is not None}
+        stacks = any(
+            module.place.module.experts is not None and module.place.module.parameter not in module.tensors
+            for module in matched.modules
+        )
+        held = not stacks and all(map(_is_held, schemes.values()))
+        return checkpoint if held else experts_apart(decoded(checkpoint))
+    except (CheckpointError, PlanError):  # what is wrong with it is said where its tensors are read
+        return checkpoint
+
+
+def _is_held(scheme: Scheme) -> bool:
+    """Returns whether a number format says the same as a scheme."""
+    try:
+        return read_only_numbers(scheme) is not None or of_scheme(scheme) is not None
+    except CheckpointError:
+        return False
 
 
 class _Linear:

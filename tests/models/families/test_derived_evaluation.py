@@ -29,6 +29,7 @@ RUN = {
     "ctrl": "has a bias beside a tied head",
     "falcon_h1": "has infinity in config.json",
     "bert-generation": "has a bias that is tied",
+    "gemma3": "is a part of a model that sees, too",
 }
 REFUSED = {
     "zaya": "hand more than hidden states to the next",
@@ -36,7 +37,6 @@ REFUSED = {
     "gemma4_text": "more of the tokens than hidden states",
     "xlm": "its decoder layers do not run one at a time",
     "bert": "what comes behind its layers does not run by itself",
-    "gemma3": "config.json has no vocab_size",
 }
 
 
