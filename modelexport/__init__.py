@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         ValuesError,
     )
     from modelexport.exporting import convert, export
+    from modelexport.exporting.stream import quantise
     from modelexport.inspection.diff import diff_checkpoints as diff
     from modelexport.inspection.evaluate.text import evaluate_on_text as evaluate
     from modelexport.inspection.inspect import inspect_checkpoint as inspect
@@ -61,6 +62,7 @@ __all__ = [
     "export",
     "inspect",
     "push",
+    "quantise",
     "report",
     "reshard",
     "verify",
@@ -76,6 +78,7 @@ _HOMES = {  # where a name is defined, and under which name there, if not in err
     "export": ("exporting", "export"),
     "inspect": ("inspection.inspect", "inspect_checkpoint"),
     "push": ("jobs.hub", "push"),
+    "quantise": ("exporting.stream", "quantise"),
     "report": ("inspection.report", "report"),
     "reshard": ("resharding", "reshard"),
     "verify": ("inspection.verify", "verify_checkpoint"),

@@ -18,6 +18,7 @@ from modelexport.exporting.prepare import check_early, prepare
 from modelexport.exporting.publish import evaluated, pushed
 from modelexport.exporting.result import ExportResult, preview_of, result_of
 from modelexport.exporting.run import launcher_config, run_as_launched, run_own_ranks
+from modelexport.models.in_memory import is_in_memory, opened
 from modelexport.quantization.assignment import KEEP
 from modelexport.recipe import ExportRecipe
 
@@ -57,9 +58,7 @@ def export(recipe: ExportRecipe | None = None, **settings: Any) -> ExportResult:
     """
     if recipe is not None and settings:
         raise UsageError("export(): give a recipe or settings, not both")
-    if hasattr(settings.get("model"), "keys") or hasattr(settings.get("model"), "state_dict"):
-        from modelexport.models.in_memory import opened
-
+    if is_in_memory(settings.get("model")):
         with opened(*(settings.pop(name, None) for name in ("model", "config", "tokenizer"))) as source:
             return _exported(ExportRecipe.from_mapping(settings, where="export()"), source)
     return _exported(recipe or ExportRecipe.from_mapping(settings, where="export()"))

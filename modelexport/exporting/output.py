@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +29,34 @@ from modelexport.distributed.launch import phase, report
 from modelexport.exporting.plan import ExportStep, TensorTask
 from modelexport.inspection.verify.items import WrittenPiece
 from modelexport.layers import LayerConfig, TensorShard
+
+
+class LayerWriter(Protocol):
+    """Takes the layers that a rank emits.
+
+    Attributes:
+        records: step id -> what is kept of it, with the ``note`` that :meth:`step` was given.
+    """
+
+    records: dict[str, dict[str, Any]]
+
+    def wants_shared(self, task: TensorTask) -> bool:
+        """Returns whether the outputs of a task should lie in shared memory, because another rank will write them."""
+
+    def step(self, step: ExportStep, layer: LayerConfig, note: dict[str, Any] | None = None) -> None:
+        """Takes one step's layer."""
+
+    def gathered(self, payload: Any, first: int = 0) -> AbstractContextManager[list[Any]]:
+        """``payload`` of every rank, on rank ``first``."""
+
+    def flush(self) -> None:
+        """Waits until what was taken is safe."""
+
+    def share_records(self) -> dict[str, dict[str, Any]]:
+        """Every rank gets the first rank's record of all steps."""
+
+    def close(self) -> None:
+        """Ends it."""
 
 
 class ShardWriter:

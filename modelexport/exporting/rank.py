@@ -25,7 +25,7 @@ from modelexport.distributed.launch import phase, report
 from modelexport.distributed.transport import memory
 from modelexport.errors import CheckpointError
 from modelexport.exporting.audit import audit
-from modelexport.exporting.output import ShardWriter
+from modelexport.exporting.output import LayerWriter, ShardWriter
 from modelexport.exporting.plan import ExportPlan, ExportStep, TensorTask, full_name
 from modelexport.exporting.scales import ScaleAgreement, check_finite
 from modelexport.layers import LayerConfig, ModuleConfig, TensorShard
@@ -131,16 +131,23 @@ def run_rank(job: RankJob, rank_class: type[RankExport]) -> None:
         rank_class: the way in which a layer is quantised: data-free, or a subclass of
             :mod:`modelexport.exporting.calibrated`.
     """
-    with Staging.join(job.out) as staging, rank_class(job, staging) as export:
-        export.run()
-        export.finish()
+    with Staging.join(job.out) as staging:
+        writer = ShardWriter(job.layout, staging, job.recipe.transport, job.workspace, dict(job.done))
+        with rank_class(job, writer, staging.beside) as export:
+            export.run()
+            export.finish(staging.directory)
 
 
 class RankExport:
-    """One rank's part of an export, without data: weights are rounded by what they are themselves."""
+    """One rank's part of an export, without data: weights are rounded by what they are themselves.
 
-    def __init__(self, job: RankJob, staging: Staging) -> None:
-        self.job, self.staging = job, staging
+    Args:
+        writer: takes the layers; it is closed with this.
+        beside: the directory that keeps what a run needs that resumes this one; None: it is not resumed.
+    """
+
+    def __init__(self, job: RankJob, writer: LayerWriter, beside: Path | None = None) -> None:
+        self.job, self.writer, self.beside = job, writer, beside
         self.rank, self.world = collectives.get_rank(), collectives.get_world_size()
         self.device = devices.of_rank(job.recipe.device, int(os.environ.get("LOCAL_RANK", self.rank)))
         self.method = of_method(job.plan.method)
@@ -155,7 +162,6 @@ class RankExport:
         kernels.set_threads(torch.get_num_threads())
         kernels.expect(job.plan.source_bytes)
         gather.set_timeout(job.recipe.timeout)
-        self.writer = ShardWriter(job.layout, staging, job.recipe.transport, job.workspace, dict(job.done))
 
     def open_reader(self) -> Reader:
         """Opens the reader of the source."""
@@ -383,8 +389,8 @@ class RankExport:
             for queue, slot in quantised.slots:
                 queue.put(slot)
 
-    def finish(self) -> None:
-        """Reopen the files, compare them with what was produced and with the source, and report."""
+    def finish(self, payload: Path) -> None:
+        """Reopen the files in ``payload``, compare them with what was produced and with the source, and report."""
         job = self.job
         if job.spread:  # other machines see what has reached the disk, and not before
             phase("flushing weight files to disk")
@@ -397,7 +403,7 @@ class RankExport:
                 job.plan,
                 job.layout,
                 job.source,
-                self.staging.directory,
+                payload,
                 records,
                 self.rank,
                 self.world,

@@ -28,7 +28,7 @@ from modelexport.system.startup import without_collector
 if TYPE_CHECKING:
     from modelexport.exporting.rank import RankExport, RankJob
 
-__all__ = ["launcher_config", "run_as_launched", "run_own_ranks"]
+__all__ = ["job_of", "launcher_config", "rank_class_of", "run_as_launched", "run_own_ranks"]
 
 PRELOAD = ("torch", "torch.distributed", "safetensors", "modelexport.exporting.rank", "modelexport.models.preloading")
 
@@ -53,8 +53,8 @@ def run_own_ranks(recipe: ExportRecipe, source: Source | None = None) -> tuple[P
     prepared.warn()
     with target_of_export(prepared) as target:
         done = target.begin()
-        job = _job(prepared, done)
-        kind = _rank_class(prepared)
+        job = job_of(prepared, done)
+        kind = rank_class_of(prepared)
         from modelexport.exporting.rank import run_rank
 
         with _show_progress(prepared, done) as (on_event, results):
@@ -113,7 +113,7 @@ def run_as_launched(recipe: ExportRecipe, config: MultiprocessConfig) -> tuple[P
             record = run_under_launcher(
                 config,
                 target,
-                work=lambda done: run_rank(_job(prepared, done, spread=is_spread(config)), _rank_class(prepared)),
+                work=lambda done: run_rank(job_of(prepared, done, spread=is_spread(config)), rank_class_of(prepared)),
                 collect=lambda record, result: record,
                 progress=lambda done: _show_progress(prepared, done, shown=config.rank == 0),
             )
@@ -132,7 +132,8 @@ def _preloaded(recipe: ExportRecipe) -> tuple[str, ...]:
     return (*modules, *(f"{formats.__name__}:load_kernels:{name}:{recipe.observer}" for name in named))
 
 
-def _job(prepared: PreparedExport, done: dict[str, Any], *, spread: bool = False) -> RankJob:
+def job_of(prepared: PreparedExport, done: dict[str, Any], *, spread: bool = False) -> RankJob:
+    """The export as every rank is given it; ``done``: the journal of an earlier run of the same."""
     with without_collector():
         from modelexport.exporting.rank import RankJob
 
@@ -147,7 +148,7 @@ def _job(prepared: PreparedExport, done: dict[str, Any], *, spread: bool = False
     )
 
 
-def _rank_class(prepared: PreparedExport) -> type[RankExport]:
+def rank_class_of(prepared: PreparedExport) -> type[RankExport]:
     """The layer strategy of the ranks: data-free, with static scales, or calibrated."""
     with without_collector():
         if prepared.plan.calibrated:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import json
 import re
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from modelexport.checkpoints.source import Source
 from modelexport.errors import CheckpointError, UsageError, quoted
 from modelexport.sharding.plan import Range
 from modelexport.system.dtypes import dtype_name
-from modelexport.system.small_files import LARGEST_CONFIG, read_json
+from modelexport.system.small_files import LARGEST_CONFIG, LARGEST_JSON, read_json, read_small, write_small
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -126,7 +125,7 @@ def opened(model: Any, config: Any = None, tokenizer: Any = None) -> Iterator[So
 def _write_config(directory: Path, model: Any, own: Any) -> None:
     """Writes config.json, and generation_config.json, as ``save_pretrained`` does."""
     if isinstance(own, Mapping):
-        (directory / "config.json").write_text(json.dumps(own, indent=2) + "\n", encoding="utf-8")
+        write_small(directory / "config.json", (json.dumps(own, indent=2) + "\n").encode())
         return
     own = copy.deepcopy(own)
     if hasattr(model, "save_pretrained"):
@@ -146,7 +145,7 @@ def _write_tokenizer(directory: Path, tokenizer: Any) -> None:
         if not found:
             raise UsageError(f"tokenizer={str(tokenizer)!r}: there is no tokenizer: give its directory, or the object")
         for path in found:
-            shutil.copyfile(path, directory / path.name)
+            write_small(directory / path.name, read_small(path, largest=LARGEST_JSON))
 
 
 def _checkpoint(directory: Path, model: Any, config: dict[str, Any]) -> Checkpoint:

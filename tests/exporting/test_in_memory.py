@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +45,12 @@ def loaded(kind: str) -> Any:
 
 
 @pytest.fixture
-def text(tmp_path: Path) -> Iterator[str]:
+def text(tmp_path: Path) -> str:
     """Two samples, as token ids."""
     path = tmp_path / "samples.jsonl"
     lines = ({"input_ids": [(7 * i + j) % 199 + 3 for j in range(24)]} for i in range(2))
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    yield str(path)
+    return str(path)
 
 
 @pytest.mark.parametrize(("kind", "quant", "settings"), few(CASES, CASES[0], CASES[6]))

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from modelexport.checkpoints.safetensors.file import Reader
-from modelexport.checkpoints.staging import Staging
 from modelexport.distributed import ranks
 from modelexport.distributed.launch import current_phase, phase, report
 from modelexport.errors import CheckpointError
@@ -23,6 +22,7 @@ from modelexport.exporting.calibrated.forward import forward_cut
 from modelexport.exporting.calibrated.layer import CalibratedLayer, QuantisedLayer
 from modelexport.exporting.calibrated.rotation import RotatedReader
 from modelexport.exporting.calibrated.samples import forward_reader, shared_tokens
+from modelexport.exporting.output import LayerWriter
 from modelexport.exporting.plan import ExportStep
 from modelexport.exporting.rank import Quantised, RankExport, RankJob, Shards, in_shared_memory
 from modelexport.layers import LayerConfig
@@ -40,15 +40,14 @@ class CalibratedExport(RankExport):
 
     rotated: RotatedReader | None = None
 
-    def __init__(self, job: RankJob, staging: Staging) -> None:
-        super().__init__(job, staging)
+    def __init__(self, job: RankJob, writer: LayerWriter, beside: Path | None = None) -> None:
+        super().__init__(job, writer, beside)
         self.open = ExitStack()
         stages = [self._algorithm(name) for name in job.recipe.algorithms]
         self.foldings = [stage for stage in stages if isinstance(stage, Folding)]
         rounding = [stage for stage in stages if isinstance(stage, Rounding)]
         self.rounding = rounding[0] if rounding else RoundToNearest()
         self.decoder = [step for step in job.plan.steps if step.index is not None]
-        self.beside = staging.beside
 
     def _algorithm(self, name: str) -> Algorithm:
         recipe = self.job.recipe
@@ -84,7 +83,7 @@ class CalibratedExport(RankExport):
             device=self.device,
             progress=self._batch,
             memory=job.recipe.calib_memory,
-            directory=self.beside.parent,
+            directory=None if self.beside is None else self.beside.parent,
             derived=job.plan.family.is_derived,
         )
         left = [step.index for step in self.decoder if step.id not in job.done]
@@ -115,6 +114,7 @@ class CalibratedExport(RankExport):
 
     def _kept(self, index: int) -> Path:
         """The file that keeps the inputs of a layer, for a run that resumes this one."""
+        assert self.beside is not None
         return self.beside / f"{index}.safetensors"
 
     # ------------------------------------------------------------ layers
@@ -167,7 +167,7 @@ class CalibratedExport(RankExport):
 
     def _keep(self, index: int) -> None:
         """Keep what goes into a layer until the one before it, which is being written meanwhile, is done."""
-        if index >= len(self.decoder):
+        if index >= len(self.decoder) or self.beside is None:
             return
         self.beside.mkdir(exist_ok=True)
         self.runner.save(self._kept(index), index)
