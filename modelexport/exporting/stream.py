@@ -71,8 +71,8 @@ def quantise(model: Any = None, *, config: Any = None, tokenizer: Any = None, **
             raise UsageError("quantise() gives whole tensors, in one process: leave out tp and target_*")
         if checkpoint_formats.get(recipe.format) is not checkpoint_formats.get("hf"):
             raise UsageError(
-                f"quantise() gives tensors by the names of Hugging Face's checkpoints, and --format {recipe.format} has "
-                "others: call modelexport.export(), or choose another format"
+                f"quantise() gives tensors by the names of Hugging Face's checkpoints, and --format {recipe.format} "
+                "has others: call modelexport.export(), or choose another format"
             )
         check_early(recipe, source)
         prepared = prepare(recipe, source)
