@@ -75,7 +75,7 @@ def _exported(recipe: ExportRecipe, source: Source | None = None) -> ExportResul
         prepared.warn()
         return preview_of(prepared)
     config = launcher_config(recipe)
-    prepared, record = run_own_ranks(recipe, source) if config is None else run_as_launched(recipe, config)
+    prepared, record = run_own_ranks(recipe, source) if config is None else run_as_launched(recipe, config, source)
     seconds = time.perf_counter() - began
     assert recipe.out is not None
     result = result_of(prepared, record, seconds)

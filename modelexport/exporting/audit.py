@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from modelexport.exporting.plan import ExportPlan, full_name
 from modelexport.inspection.verify.audit import run_audit
 from modelexport.inspection.verify.items import AuditItem, WrittenPiece
 from modelexport.models.decoded import StoredLinear
+from modelexport.models.in_memory import gather_layers, is_gathered
 from modelexport.models.opening import open_model
 from modelexport.models.stacked import as_written
 
@@ -51,9 +52,12 @@ def audit(
             pieces.setdefault(piece.name, []).append(piece)
     items = share(plan_items(plan, written, changed), rank, world)
     threads = torch.get_num_threads()
-    checks = run_audit(
-        items, written, source, pieces, threads=threads, progress=lambda name: phase(f"reading back {name}")
-    )
+    checks = []
+    for names, together in _parts(plan, source, items):
+        gather_layers(source, names)
+        checks += run_audit(
+            together, written, source, pieces, threads=threads, progress=lambda name: phase(f"reading back {name}")
+        )
     damaged = [text for check in checks for text in check.damaged]
     if damaged:
         raise CheckpointError(
@@ -71,6 +75,19 @@ def audit(
         }
         for check in checks
     ]
+
+
+def _parts(
+    plan: ExportPlan, source: Checkpoint, items: Sequence[AuditItem]
+) -> Iterator[tuple[list[str], list[AuditItem]]]:
+    """The items that are checked together, with what of the source has to be gathered for them: all at once, or layer
+    by layer where the source is in the memory of several ranks."""
+    if not is_gathered(source):
+        yield [], list(items)
+        return
+    for step in plan.steps:
+        own = {full_name(step.layer, task.path) for task in step.tasks}
+        yield [task.info.name for task in step.tasks], [item for item in items if item.name in own]
 
 
 def plan_items(plan: ExportPlan, written: Checkpoint, changed: Collection[str] = ()) -> Iterator[AuditItem]:

@@ -30,6 +30,7 @@ from modelexport.exporting.plan import ExportPlan, ExportStep, TensorTask, full_
 from modelexport.exporting.scales import ScaleAgreement, check_finite
 from modelexport.layers import LayerConfig, ModuleConfig, TensorShard
 from modelexport.models.decoded import StoredLinear
+from modelexport.models.in_memory import gather_layers, is_gathered
 from modelexport.quantization import decoding, devices, formats, kernels
 from modelexport.quantization.calibration.ranges import Ranges
 from modelexport.quantization.methods import ReadOnlyNumbers, WeightSlice, of_method
@@ -156,6 +157,7 @@ class RankExport:
         self.plain = formats.get("none")
         self.scales = ScaleAgreement(self.rank, self.world, self.plain)
         self.reader = self.open_reader()
+        self.is_gathered = is_gathered(job.source)
         self.steps = [step for step in job.plan.steps if step.id not in job.done]
         self.sources = buffers(2)
         self.results = buffers(2)
@@ -184,8 +186,9 @@ class RankExport:
             behind: Future[None] | None = None
             for number, step in enumerate(self.steps):
                 phase(f"reading {step.id}")
+                self.gather(step)
                 shards = (ahead or reading.submit(self.read, step)).result()
-                if number + 1 < len(self.steps):
+                if number + 1 < len(self.steps) and not self.is_gathered:
                     ahead = reading.submit(self.read, self.steps[number + 1])
                 phase(f"quantising {step.id}")
                 quantised = self.quantise(step, shards)
@@ -205,6 +208,11 @@ class RankExport:
         """Called on all ranks before the first step."""
 
     # ------------------------------------------------------------------ read
+
+    def gather(self, step: ExportStep) -> None:
+        """Gathers the step's tensors, of a model that is in the memory of several ranks. Collective."""
+        if self.is_gathered:
+            gather_layers(self.job.source, [task.info.name for task in step.tasks])
 
     def read(self, step: ExportStep) -> Shards:
         """Read the shards of ``step`` that this rank owns, and nothing else."""

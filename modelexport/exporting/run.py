@@ -91,8 +91,14 @@ def launcher_config(recipe: ExportRecipe) -> MultiprocessConfig | None:
     return found
 
 
-def run_as_launched(recipe: ExportRecipe, config: MultiprocessConfig) -> tuple[PreparedExport, dict[str, Any]]:
-    """Exports as one of the ranks that another launcher started; returns the record too."""
+def run_as_launched(
+    recipe: ExportRecipe, config: MultiprocessConfig, source: Source | None = None
+) -> tuple[PreparedExport, dict[str, Any]]:
+    """Exports as one of the ranks that another launcher started; returns the record too.
+
+    Args:
+        source: the model, where it is in the ranks' memory.
+    """
     from modelexport.distributed import ranks
 
     def export_as_rank() -> tuple[PreparedExport, dict[str, Any]]:
@@ -100,10 +106,12 @@ def run_as_launched(recipe: ExportRecipe, config: MultiprocessConfig) -> tuple[P
 
         if not recipe.of_kind("assign"):
             parse_assignment(recipe)  # a wrong name is said before a model is downloaded
-        with ranks.zero_first(config.local_rank == 0):  # one download for each machine
-            source = resolve_source(recipe.model, recipe.revision)
+        found = source
+        if found is None:
+            with ranks.zero_first(config.local_rank == 0):  # one download for each machine
+                found = resolve_source(recipe.model, recipe.revision)
         launch.phase("planning the export")
-        prepared = prepare(recipe, source)
+        prepared = prepare(recipe, found)
         if config.rank == 0:
             prepared.warn()
             if recipe.push_to_hub is not None:

@@ -3,6 +3,9 @@
 The names are those that ``save_pretrained`` gives: transformers joins the experts of a layer in memory, and renames,
 and its own way back is run for one layer at a time, when one of the layer's tensors is asked for. So a quantised
 checkpoint has the bytes that saving the model and exporting that gives.
+
+Of DTensors (FSDP2, tensor parallelism, meshes of several dims) every rank has a part. Ranks gather them layer by layer,
+all together: see :func:`gather_layers`.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import copy
 import json
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +30,7 @@ from modelexport.system.small_files import LARGEST_CONFIG, LARGEST_JSON, read_js
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["MemoryTensor", "is_in_memory", "opened"]
+__all__ = ["MemoryTensor", "gather_layers", "is_gathered", "is_in_memory", "opened"]
 
 LABEL = "a model in memory"
 _TOKENIZER = ("*token*.json", "*.model", "vocab*", "merges.txt", "chat_template*", "*processor_config.json")
@@ -41,20 +44,56 @@ class Layer:
     Args:
         held: name in memory -> tensor.
         convert: from these to those of a checkpoint, by its names.
+
+    Attributes:
+        is_sharded: whether ranks have parts of some of them.
     """
 
     def __init__(self, held: Mapping[str, Tensor], convert: Convert) -> None:
         self.held, self.convert = held, convert
+        self.is_sharded = any(map(_is_sharded, held.values()))
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Returns the tensors of a checkpoint. Those of one layer are kept, until another's are asked for."""
-        global _last
-        if _last is None or _last[0] is not self:
-            _last = (self, self.convert(self.held))
-        return _last[1]
+        if self not in _converted_layers:
+            assert not self.is_sharded, "its ranks have not gathered it"
+            _converted_layers.clear()
+            _converted_layers[self] = self.convert(self.held)
+        return _converted_layers[self]
+
+    def gather(self) -> None:
+        """Gathers the whole tensors on every rank. Collective."""
+        whole = {name: value.full_tensor() if _is_sharded(value) else value for name, value in self.held.items()}
+        _converted_layers[self] = self.convert(whole)
 
 
-_last: tuple[Layer, Mapping[str, Tensor]] | None = None
+_converted_layers: dict[Layer, Mapping[str, Tensor]] = {}
+"""The layers whose tensors were asked for last."""
+
+
+def _is_sharded(value: Any) -> bool:
+    return hasattr(value, "full_tensor")  # a DTensor, without importing its module
+
+
+def gather_layers(checkpoint: Checkpoint, names: Iterable[str]) -> None:
+    """Gathers what these tensors are made of, of a checkpoint that is in the memory of several ranks, and lets go of
+    what was gathered before. All ranks call it with the same names; of another checkpoint it does nothing.
+
+    Args:
+        names: of a layer's tensors, or of others that are read together.
+    """
+    tensors = (checkpoint.computed.get(name) for name in names)
+    layers = {each.layer: None for each in tensors if isinstance(each, MemoryTensor) and each.layer.is_sharded}
+    if layers.keys() <= _converted_layers.keys():
+        return
+    _converted_layers.clear()
+    for layer in layers:
+        layer.gather()
+
+
+def is_gathered(checkpoint: Checkpoint) -> bool:
+    """Returns whether ranks have to gather the tensors of a checkpoint before they can be read."""
+    return any(isinstance(each, MemoryTensor) and each.layer.is_sharded for each in checkpoint.computed.values())
 
 
 @dataclass(frozen=True)
@@ -165,7 +204,7 @@ def _checkpoint(directory: Path, model: Any, config: dict[str, Any]) -> Checkpoi
     computed: dict[str, MemoryTensor] = {}
     for own in layers.values():
         layer = Layer(own, convert)
-        shapes = convert({name: tensor.detach().to("meta") for name, tensor in own.items()})
+        shapes = convert({name: torch.empty(x.shape, dtype=x.dtype, device="meta") for name, x in own.items()})
         for name, tensor in shapes.items():
             dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
             infos[name] = TensorInfo(name, dtype, shape, directory / LABEL, 0, tensor_nbytes(dtype, shape))

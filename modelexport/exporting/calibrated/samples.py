@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from modelexport.checkpoints.safetensors.file import Checkpoint, Reader
 from modelexport.distributed import collectives, ranks
 from modelexport.models.architecture import language_config
+from modelexport.models.in_memory import gather_layers, is_gathered
 from modelexport.quantization.calibration.cut import ForwardShard
 from modelexport.quantization.calibration.ranges import token_batches_from
 from modelexport.recipe import ExportRecipe
@@ -48,7 +49,11 @@ def forward_reader(source: Checkpoint, reader: Reader) -> Callable[[str, Forward
     """Reads what a rank's forward pass holds of a tensor: the spans of its share, joined."""
     import torch
 
+    sharded = is_gathered(source)
+
     def read(name: str, share: ForwardShard) -> Tensor:
+        if sharded:  # all ranks read something of each tensor, in the same order
+            gather_layers(source, [name])
         info = source.infos[name]
         if share.dim is None:
             return reader.read(info)
