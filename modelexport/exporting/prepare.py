@@ -23,6 +23,7 @@ from modelexport.models.decoded import StoredLinear, decoded
 from modelexport.models.draft_layers import without_drafts
 from modelexport.models.engines import Linear
 from modelexport.models.engines import warnings as engine_warnings
+from modelexport.models.in_memory import is_gathered
 from modelexport.models.opening import open_model
 from modelexport.models.stacked import experts_apart
 from modelexport.models.structure import by_structure, check_whole
@@ -31,7 +32,7 @@ from modelexport.models.ties import untie
 from modelexport.quantization import algorithms, devices
 from modelexport.quantization.assignment import KEEP, Assignment
 from modelexport.quantization.calibration.cut import ROWS
-from modelexport.quantization.calibration.text import TokenDocuments
+from modelexport.quantization.calibration.text import TokenDocuments, has_tokenizer
 from modelexport.quantization.methods import QUANTIZATION_KEYS, of_method
 from modelexport.quantization.methods.base import ModelQuantization, QuantizationFiles
 from modelexport.recipe import ExportRecipe
@@ -92,6 +93,7 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> PreparedExpor
             opened = by_structure(opened)
         ranks = {"tp": recipe.tp, "target-tp": recipe.target_tp, "target-pp": recipe.target_pp}
         check_whole(opened.config, {**ranks, "target-ep": recipe.target_ep})
+        _check_gathered(recipe, opened)
         checkpoint, dropped = without_drafts(opened, _why_no_drafts(recipe))
         if recipe.quant != KEEP or recipe.of_kind("assign"):
             checkpoint = _with_experts_apart(recipe, decoded(checkpoint))
@@ -134,6 +136,21 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> PreparedExpor
         if recipe.quant == KEEP:
             check_source(prepared.target, checkpoint)
         return replace(prepared, warnings=(*dropped, *_warnings(prepared)))
+
+
+def _check_gathered(recipe: ExportRecipe, checkpoint: Checkpoint) -> None:
+    """Refuse what reads tensors of several layers at a time, of a model that ranks gather layer by layer.
+
+    Raises:
+        UsageError: the recipe has something of the kind.
+    """
+    wanted = [f"--algorithm {recipe.algorithm}"] if recipe.of_kind("rotate", "assign") else []
+    wanted += ["--adapter"] if recipe.adapter else []
+    if wanted and is_gathered(checkpoint):
+        raise UsageError(
+            f"{wanted[0]} reads several layers at a time, and the model is in the memory of several ranks, which "
+            "gather one: leave it out, or save the model and export that"
+        )
 
 
 def _device_notes(recipe: ExportRecipe, calibrated: bool) -> Iterator[str]:
@@ -361,7 +378,24 @@ def check_early(recipe: ExportRecipe, source: Source | None = None) -> None:
         check_target(recipe.out, overwrite=recipe.overwrite)
     reads_text = recipe.reads_samples or "-static" in recipe.quant
     if reads_text and recipe.quant != KEEP and source is not None:
+        _check_text(recipe, source)
+
+
+def _check_text(recipe: ExportRecipe, source: Source) -> None:
+    """Checks the text to calibrate with, and the tokenizer.
+
+    Raises:
+        UsageError: one of them is missing.
+    """
+    try:
         TokenDocuments(recipe.calib, source.directory, 1).check()
+    except UsageError as error:
+        if source.checkpoint is None or has_tokenizer(source.directory):
+            raise
+        raise UsageError(
+            f"{source.label} has no tokenizer, which is needed to read the calibration text: give tokenizer=..., an "
+            'object or its directory, or calib=FILE.jsonl with a list of "input_ids" on each line'
+        ) from error
 
 
 def _check_calibration(recipe: ExportRecipe, source: Source, checkpoint: Checkpoint) -> None:
@@ -378,7 +412,7 @@ def _check_calibration(recipe: ExportRecipe, source: Source, checkpoint: Checkpo
             f"{checkpoint.directory}: {refusal}: calibration runs language models only; choose --algorithm "
             f"{' or '.join(plain)}, a --quant without static scales, and no --kv-cache"
         )
-    TokenDocuments(recipe.calib, source.directory, 1).check()
+    _check_text(recipe, source)
 
 
 def _check_apart(recipe: ExportRecipe, source: Source) -> None:

@@ -63,7 +63,8 @@ class Layer:
 
     def gather(self) -> None:
         """Gathers the whole tensors on every rank. Collective."""
-        whole = {name: value.full_tensor() if _is_sharded(value) else value for name, value in self.held.items()}
+        held: Mapping[str, Any] = self.held
+        whole = {name: value.full_tensor() if _is_sharded(value) else value for name, value in held.items()}
         _converted_layers[self] = self.convert(whole)
 
 

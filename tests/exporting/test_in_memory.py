@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import modelexport
+from modelexport.distributed.config import free_port
 from modelexport.errors import UsageError
 from tests.helpers.marks import few
 from tests.helpers.models import make_llama
@@ -88,6 +92,7 @@ def test_tensors_by_name_and_a_config(tmp_path: Path) -> None:
         ({"config": {"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}}, "is quantised: give the"),
         ({"config": {"model_type": "llama"}, "tokenizer": "/"}, "there is no tokenizer"),
         ({"config": {"model_type": "llama"}, "tp": 2}, "is exported by the process that holds it: leave out tp"),
+        ({"config": {"model_type": "llama"}, "quant": "fp8-static"}, "has no tokenizer, .* give tokenizer="),
         ({"config": {"model_type": "llama"}, "model": {"a": 1}}, "is a int, where a tensor is needed"),
     ],
 )
@@ -95,3 +100,62 @@ def test_what_is_refused(settings: dict[str, Any], words: str, tmp_path: Path) -
     with pytest.raises(UsageError, match=words):
         modelexport.export(**{"model": {"a": torch.zeros(1)}, "out": str(tmp_path / "out"), "quiet": True, **settings})
     assert list(tmp_path.iterdir()) == []
+
+
+def by_ranks(world: int, source: Path, out: Path, how: str, settings: dict[str, Any]) -> str:
+    """Exports a model of which each of several processes holds a part; what the first one prints."""
+    environment = {**os.environ, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_WAIT_POLICY": "PASSIVE"}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.exporting._sharded_model", str(source), str(out), how]
+    ranks = [
+        subprocess.Popen(
+            [*command, json.dumps(settings)],
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            cwd=Path(__file__).parents[2],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        said = [rank.communicate(timeout=150) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for rank, (_, errors) in zip(ranks, said, strict=True):
+        assert rank.returncode == 0, errors[-3000:]
+    return said[0][0]
+
+
+SHARDED = [
+    ("llama", "fsdp", 2, {"quant": "int4", "algorithm": "gptq"}),
+    ("llama", "fsdp", 2, {"quant": "fp8-static"}),
+    ("llama", "mesh", 4, {"quant": "nvfp4", "algorithm": "awq"}),
+    ("mixtral", "fsdp", 2, {"quant": "int4", "group_size": 32}),
+    ("qwen3_5_moe", "fsdp", 2, {"quant": "fp8"}),
+]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("kind", "how", "world", "settings"), few(SHARDED, SHARDED[0]))
+def test_ranks_that_hold_parts_write_the_same(
+    kind: str, how: str, world: int, settings: dict[str, Any], tmp_path: Path, text: str
+) -> None:
+    source = make_llama() if kind == "llama" else tiny_checkpoint(kind)
+    settings = {**settings, "calib": text, "calib_samples": 2, "calib_length": 16}
+    modelexport.export(model=str(source), out=str(tmp_path / "of-files"), quiet=True, **settings)
+    by_ranks(world, source, tmp_path / "of-ranks", how, settings)
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("of-files", "of-ranks")]
+    assert weights[0] == weights[1]
+    records = [json.loads((tmp_path / name / "modelexport.json").read_text()) for name in ("of-files", "of-ranks")]
+    assert records[0]["sqnr_db"] == records[1]["sqnr_db"]
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(300)
+def test_what_reads_several_layers_is_refused(tmp_path: Path, text: str) -> None:
+    settings = {"quant": "int4", "algorithm": "rotation+gptq", "calib": text}
+    said = by_ranks(2, make_llama(), tmp_path / "out", "fsdp", settings)
+    assert said.startswith("REFUSED --algorithm rotation+gptq reads several layers at a time")
+    assert not (tmp_path / "out").exists()

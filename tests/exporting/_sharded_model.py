@@ -1,0 +1,60 @@
+"""One rank that holds a part of a model, as DTensors, and exports it; run by test_in_memory.py.
+
+usage: python -m tests.exporting._sharded_model SOURCE OUT HOW SETTINGS, with torchrun's variables
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import modelexport
+
+PLAN = {
+    **dict.fromkeys(("self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj"), ColwiseParallel()),
+    **dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), RowwiseParallel()),
+}
+
+
+def sharded(model: Any, how: str) -> Any:
+    """The model with parts of its tensors on each rank: by FSDP2, or on a mesh of two dims."""
+    world = distributed.get_world_size()
+    layers = getattr(model.model, "language_model", model.model).layers
+    if how == "fsdp":
+        mesh = init_device_mesh("cpu", (world,))
+        for module in (*layers, model):
+            fully_shard(module, mesh=mesh)
+        return model
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("data", "tensor"))
+    for layer in layers:
+        parallelize_module(layer, mesh["tensor"], PLAN)
+        fully_shard(layer, mesh=mesh["data"])
+    return model
+
+
+def main() -> None:
+    source, out, how, settings = sys.argv[1:]
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo")
+    [architecture] = json.loads(Path(source, "config.json").read_text())["architectures"]
+    model = sharded(getattr(transformers, architecture).from_pretrained(source, dtype=torch.bfloat16), how)
+    assert sum(isinstance(tensor, DTensor) for tensor in model.state_dict().values()) > 10
+    try:
+        modelexport.export(model=model, tp=distributed.get_world_size(), out=out, quiet=True, **json.loads(settings))
+    except modelexport.UsageError as error:
+        print(f"REFUSED {error}")
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
