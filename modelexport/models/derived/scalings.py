@@ -243,8 +243,8 @@ def _all_at_once(small: _Small, runner: LayerRunner, proofs: Mapping[Kind, Proof
 
 
 def _advanced(small: _Small, runner: LayerRunner, proofs: Mapping[Kind, Proofs]) -> Tensor:
-    """What all layers, one after the other, make of the first one's input, with that folded; the runner has the input
-    again then."""
+    """Returns the output of all layers, one after the other, with that folded; the runner then has the first one's
+    input again."""
     first = runner.hidden[0].clone()
     for number, kind in enumerate(small.kinds):
         with runner.filled(number) as filled:

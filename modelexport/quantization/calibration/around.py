@@ -33,11 +33,11 @@ _Read = Callable[[str, ForwardShard, tuple[int, ...]], Tensor]
 
 @dataclass(frozen=True)
 class FirstInput:
-    """What a batch's way through the layers begins with.
+    """The beginning of a batch's way through the layers.
 
     Attributes:
         hidden: the first layer's input.
-        given: what else depends on the batch, by the numbers of :class:`Given`.
+        given: tensors beside it that depend on the batch, by the numbers of :class:`Given`.
     """
 
     hidden: Tensor
@@ -46,7 +46,7 @@ class FirstInput:
 
 @dataclass
 class _Seen:
-    """What the layers were called with by one run of what surrounds them.
+    """The calls of all layers by one run of what surrounds them.
 
     Attributes:
         hidden: the first one's input.
@@ -243,7 +243,7 @@ class ModelShell:
         return value.to(self.device, self.dtype if value.is_floating_point() else value.dtype)
 
     def _through(self, batch: Tensor, result: Tensor | None) -> _Seen:
-        """What the layers are called with for a batch, and what the model makes of ``result`` as their output."""
+        """Runs a batch, with ``result`` as the output of every layer; None: their inputs."""
         if self.returns is not None:
             return self._as_layers_do(batch, result, self.returns)
         first: Exception | None = None

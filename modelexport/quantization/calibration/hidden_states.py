@@ -207,7 +207,7 @@ class CarriedTensors:
             _write(self._file.fileno(), _bytes_of(value), place)
 
     def _place(self, key: Hashable, value: Tensor) -> int | None:
-        """Where a tensor is to be written; None where it was kept in memory."""
+        """Its place in the file, to be written to; None where it was kept in memory."""
         size = value.nbytes
         if key in self._places:
             place, shape, dtype = self._places[key]

@@ -200,7 +200,7 @@ class LayerRunner:
         return self
 
     def _first_inputs(self) -> Iterator[FirstInput]:
-        """What batches begin with; none where the run is taken up behind that, and layers are given nothing else."""
+        """The beginning of each batch; none where the run is taken up behind that, and layers are given nothing else."""
         if self._restored and not self._around.given:
             return iter(())
         return self._around.first_inputs(self.batches, lambda: None if self._restored else self._begin())
@@ -443,7 +443,7 @@ class LayerRunner:
         return after
 
     def _own(self, number: int, mappings: dict[int, Any], place: Given | HandedOver) -> Any:
-        """What a layer is given by a batch in the place of something; ``mappings`` get those that it may write to."""
+        """A batch's own value of an argument; ``mappings`` get those that the layer may write to."""
         if isinstance(place, Given):
             return self._carried[number, place.number]
         if place.number not in mappings:
