@@ -200,7 +200,7 @@ class LayerRunner:
         return self
 
     def _first_inputs(self) -> Iterator[FirstInput]:
-        """The beginning of each batch; none where the run is taken up behind that, and layers are given nothing else."""
+        """The beginning of each batch; none where a run is taken up and layers are given nothing but hidden states."""
         if self._restored and not self._around.given:
             return iter(())
         return self._around.first_inputs(self.batches, lambda: None if self._restored else self._begin())
@@ -215,7 +215,7 @@ class LayerRunner:
 
     @property
     def hands_over(self) -> bool:
-        """Whether layers hand later ones more than hidden states, in a mapping: keys and values that they share."""
+        """True where layers hand later ones more than hidden states, in a mapping: keys and values that they share."""
         return self._around.hands_over
 
     def save(self, path: str | os.PathLike[str], index: int) -> None:
