@@ -168,7 +168,7 @@ def measure(
         with runner.filled(index) as layer:
             before = list(runner.hidden)
             streams = {key: _through(runner, layer, states) for key, states in streams.items()}
-            after = _through(runner, layer, before)
+            after = _through(runner, layer, before, trial=False)
             trial = _Trial(runner, layer, method)
             energy = _squares(after)
             if not math.isfinite(energy):
@@ -208,7 +208,13 @@ def affordable(runner: LayerRunner, groups: Groups, shapes: Shapes, candidates: 
     head = sum(trials) * config.vocab_size * config.hidden_size
     layers = sum(count * sum(sizes[index:]) for index, count in enumerate(trials))
     memory = sum(trials) * tokens * config.hidden_size * runner.dtype.itemsize
-    return runner.head_name is not None and 2 * tokens * (layers + head) <= _KL_OPERATIONS and memory <= _KL_BYTES
+    # Of keys and values that later layers share there is one set, the model's: no other stream goes with them.
+    return (
+        not runner.hands_over
+        and runner.head_name is not None
+        and 2 * tokens * (layers + head) <= _KL_OPERATIONS
+        and memory <= _KL_BYTES
+    )
 
 
 class _Trial:
@@ -319,10 +325,12 @@ def _through(
     layer: FilledLayer,
     states: Sequence[Tensor],
     activations: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
+    *,
+    trial: bool = True,
 ) -> list[Tensor]:
-    """Runs hidden states through a layer; the runner then has its outputs."""
+    """Returns what a layer makes of hidden states; the runner has them before and after."""
     _give(runner, states)
-    runner.advance(layer, activations)
+    runner.advance(layer, activations, trial=trial)
     found = list(runner.hidden)
     _give(runner, states)
     return found

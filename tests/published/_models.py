@@ -613,6 +613,24 @@ GEMMA3N = {
     **linear("model.audio_tower.subsample_conv_projection.input_proj_linear", H, H),
 }
 GEMMA4_LAYER = {**attention(qk=HEAD), **gated(), **FOUR, **bare("layer_scalar", 1)}
+GEMMA4_SMALL = {
+    **decoder(
+        {
+            **GEMMA4_LAYER,
+            **linear("per_layer_input_gate", 32, H),
+            **linear("per_layer_projection", H, 32),
+            **norms("post_per_layer_input_norm"),
+        },
+        prefix="model.language_model.",
+        head="",
+    ),
+    **under(
+        "model.language_model.",
+        linear("embed_tokens_per_layer", V, 64),
+        linear("per_layer_model_projection", 64, H),
+        norms("per_layer_projection_norm", size=32),
+    ),
+}
 
 # ----------------------------------------------------------------- state space
 

@@ -200,6 +200,8 @@ def _proved(config: str) -> tuple[_Small, tuple[tuple[Kind, Proofs], ...]]:
     """Of the language model with that config.json: what was proved on a small one of each kind of layer."""
     small = _small_model(json.loads(config))
     with _silent(), _runner(small) as runner:
+        if runner.hands_over:  # a layer alone needs what those before it have handed over
+            _advanced(small, runner, {})
         found = {kind: _Layer(small, runner, number).proofs() for kind, number in _firsts(small.kinds).items()}
         if not _all_at_once(small, runner, found):
             # A linear's outputs may go to other layers by ways that one alone does not show; a norm's hardly.
@@ -235,19 +237,23 @@ def _all_at_once(small: _Small, runner: LayerRunner, proofs: Mapping[Kind, Proof
     """Returns whether all layers, one after the other, give the same with everything folded."""
     import torch
 
-    first, ends = runner.hidden[0].clone(), []
-    for folded in (False, True):
-        runner.hidden[0] = first
-        for number, kind in enumerate(small.kinds):
-            with runner.filled(number) as filled:
-                if folded:
-                    layer = _Layer(small, runner, number, filled)
-                    for scaling in proofs[kind].scalings:
-                        layer.fold(scaling)
-                runner.advance(filled)
-        ends.append(runner.hidden[0])
-    runner.hidden[0] = first
-    return bool(torch.isfinite(ends[0]).all()) and _close(ends[0], ends[1], _spread(ends[0], first))
+    first = runner.hidden[0]
+    ends = [_advanced(small, runner, folded) for folded in (proofs, {})]
+    return bool(torch.isfinite(ends[1]).all()) and _close(ends[1], ends[0], _spread(ends[1], first))
+
+
+def _advanced(small: _Small, runner: LayerRunner, proofs: Mapping[Kind, Proofs]) -> Tensor:
+    """Returns the output of all layers, one after the other, with that folded; the runner then has the first one's
+    input again."""
+    first = runner.hidden[0].clone()
+    for number, kind in enumerate(small.kinds):
+        with runner.filled(number) as filled:
+            layer = _Layer(small, runner, number, filled)
+            for scaling in proofs[kind].scalings if kind in proofs else ():
+                layer.fold(scaling)
+            runner.advance(filled)
+    end, runner.hidden[0] = runner.hidden[0], first
+    return end
 
 
 class _Layer:

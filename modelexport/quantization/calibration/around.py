@@ -1,30 +1,64 @@
 """The shell of a model's decoder layers: the embedding that makes the first one's input, and the final norm.
 
-transformers' own model runs, with something else in place of its layers. That also tells what it calls each layer with
-(positions, masks), which depends on nothing but a batch's shape. Of the embedding only the rows of the tokens at hand
-are ever in memory.
+transformers' own model runs, with something else in place of its layers. That also tells what it calls each layer with:
+see :mod:`~modelexport.quantization.calibration.arguments`. Of tables that tokens are looked up in only the rows of the
+tokens at hand are ever in memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from modelexport.errors import ModelExportError, PlanError
+from modelexport.quantization.calibration.arguments import Given, HandedOver, LayerCalls, marked, replaced, values
 from modelexport.quantization.calibration.cut import WHOLE, ForwardShard
 from modelexport.quantization.calibration.model import DYNAMIC, OF_MODELS, body, misshapen, unknown
 
-__all__ = ["Calls", "ModelShell"]
+__all__ = ["FirstInput", "ModelShell"]
 
-Calls = dict[tuple[int, ...], dict[int, tuple[tuple[Any, ...], dict[str, Any]]]]
-"""Shape of a batch's hidden states -> further arguments of each layer, by its number; layers that text does not pass
-through (they attend to images) are missing."""
+_LARGE_TABLE = 1 << 24
+"""Numbers of a table beside the embedding from which on only the rows that are looked up are read."""
+
+
+_Read = Callable[[str, ForwardShard, tuple[int, ...]], Tensor]
+
+
+@dataclass(frozen=True)
+class FirstInput:
+    """The beginning of a batch's way through the layers.
+
+    Attributes:
+        hidden: the first layer's input.
+        given: tensors beside it that depend on the batch, by the numbers of :class:`Given`.
+    """
+
+    hidden: Tensor
+    given: Mapping[int, Tensor]
+
+
+@dataclass
+class _Seen:
+    """The calls of all layers by one run of what surrounds them.
+
+    Attributes:
+        hidden: the first one's input.
+        calls: the other arguments of each.
+        changed: layer -> the output of the one before it, and what it was given in its stead.
+        out: what the model made of the last one's output.
+    """
+
+    hidden: Tensor
+    calls: LayerCalls
+    changed: dict[int, tuple[Tensor, Tensor]]
+    out: Tensor
 
 
 class ModelShell:
@@ -35,6 +69,12 @@ class ModelShell:
         inside: names of the modules that are not filled: the layers, the output embedding.
 
     Attributes:
+        shapes: of each batch's hidden states, once :meth:`learn` was called.
+        calls: batch -> further arguments of each layer, with :class:`Given` and :class:`HandedOver` where batches have
+            their own.
+        added: batch -> layer -> what is added to the output of the one before it, as a :class:`Given`.
+        given: how many tensors each batch has of its own, at most.
+        hands_over: whether layers are given a mapping to hand something to later ones in.
         returns: how many things layers return, of which their hidden states are the first; 0: these alone, in no tuple.
             None until one has run, or what surrounds them has been seen to expect several.
     """
@@ -56,91 +96,154 @@ class ModelShell:
         self.embedding = model.get_input_embeddings()
         place = next(name for name, module in model.named_modules() if module is self.embedding)
         self.embedding_key = f"{place}.weight"
-        self.calls: Calls = {}
+        self.tables = {
+            f"{name}.weight": module
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Embedding)
+            and module is not self.embedding
+            and f"{name}.weight" in self.empty
+            and module.weight.numel() >= _LARGE_TABLE
+        }
+        self.shapes: list[tuple[int, ...]] = []
+        self.calls: list[LayerCalls] = []
+        self.added: list[dict[int, Given]] = []
+        self.given, self.hands_over = 0, False
         self.returns: int | None = None
 
-    def first_inputs(self, batches: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Each batch's input of the first layer; ``calls`` is known afterwards.
+    def first_inputs(
+        self, batches: Sequence[Tensor], learnt: Callable[[], None] = lambda: None
+    ) -> Iterator[FirstInput]:
+        """Yields what each batch begins with.
+
+        Args:
+            learnt: called when :meth:`learn` is done, if it was not before.
 
         Raises:
-            PlanError: the checkpoint lacks a tensor, or layers are given more than depends on a batch's shape.
+            PlanError: the checkpoint lacks a tensor, or layers hand each other more than this can keep.
             CheckpointError: one has another shape than config.json says.
         """
-        tokens = torch.unique(torch.cat([batch.flatten() for batch in batches]))
-        with self._filled(tokens):
-            for batch in batches:
-                known = bool(self.calls)
-                seen, _ = self._through(batch, None)
-                if not known:
-                    self._check_calls(batch, tuple(seen.shape))
-                yield seen
+        with self._filled(_tokens_of(batches)):
+            if not self.shapes:
+                self._learn(batches)
+                learnt()
+            for number, batch in enumerate(batches):
+                seen = self._through(batch, None)
+                template = (self.calls[number], self.added[number])
+                yield FirstInput(seen.hidden, dict(values(template, self._told(batch, seen, template))))
 
-    def _check_calls(self, batch: Tensor, shape: tuple[int, ...]) -> None:
-        """Refuse a model that tells its layers something of each batch: what is kept of the first is wrong for others.
+    def learn(self, batches: Sequence[Tensor]) -> None:
+        """Find the attributes, without reading anything where batches have nothing of their own. Errors as
+        :meth:`first_inputs`."""
+        tokens = _tokens_of(batches)
+        with self._filled(tokens, read=_pattern):
+            self._learn(batches)
+        if self.given:
+            with self._filled(tokens):
+                self._learn(batches)
+
+    def _learn(self, batches: Sequence[Tensor]) -> None:
+        known: dict[tuple[int, ...], tuple[tuple[int, ...], Any]] = {}
+        tokens = _tokens_of(batches)
+        self.shapes, self.calls, self.added, self.given = [], [], [], 0
+        for batch in batches:
+            shape = tuple(batch.shape)
+            if shape not in known:
+                seen = self._through(batch, None)
+                others = tokens[(torch.searchsorted(tokens, batch) + 1) % len(tokens)]
+                told = (seen.calls, self._added(batch, seen))
+                other = self._through(others, None)
+                template, count = marked(told, (other.calls, self._added(others, other)))
+                self.given = max(self.given, count)
+                replaced(template, (HandedOver,), self._note_mapping)
+                known[shape] = (tuple(seen.hidden.shape), template)
+            hidden, (calls, added) = known[shape]
+            self.shapes.append(hidden)
+            self.calls.append(calls)
+            self.added.append(added)
+
+    def _note_mapping(self, mapping: HandedOver) -> HandedOver:
+        self.hands_over = True
+        return mapping
+
+    def _told(self, batch: Tensor, seen: _Seen, template: tuple[Any, Any]) -> tuple[Any, Any]:
+        return seen.calls, self._added(batch, seen) if template[1] else {}
+
+    def _added(self, batch: Tensor, seen: _Seen) -> dict[int, Tensor]:
+        """Layer -> what is added to the output of the one before it, exactly: what it is given where that was zero.
 
         Raises:
-            PlanError: it does.
+            ValueError: outputs are changed in another way than by an addition.
         """
-        calls = self.calls.pop(shape)
-        self._through(batch.flip(-1), None)
-        if not _equal(self.calls[shape], calls):
-            kind = self.model.config.model_type
-            raise PlanError(f"layers of a {kind} model are given more of the tokens than hidden states: {DYNAMIC}")
-
-    def learn_calls(self, batches: Sequence[Tensor]) -> None:
-        """``calls``, without reading anything."""
-        with self._filled(None):
-            for batch in batches:
-                if (*batch.shape, self.model.config.hidden_size) not in self.calls:
-                    self._through(torch.zeros_like(batch), None)
+        if not seen.changed:
+            return {}
+        zeros = self._through(batch, torch.zeros_like(seen.hidden))
+        for index, (before, after) in seen.changed.items():
+            if index not in zeros.changed or not torch.equal(before + zeros.changed[index][1], after):
+                raise ValueError("what a layer gives is changed before the next one gets it")
+        return {index: zeros.changed[index][1] for index in seen.changed}
 
     def outputs(self, batches: Sequence[Tensor], hidden: Sequence[Tensor]) -> Iterator[Tensor]:
         """Returns the output embedding's inputs, from the last layer's outputs. Errors as :meth:`first_inputs`."""
         with self._filled(_NONE):
             for number, batch in enumerate(batches):
-                _, out = self._through(torch.zeros_like(batch), hidden[number])
-                yield out
+                yield self._through(torch.zeros_like(batch), hidden[number]).out
 
     @contextmanager
-    def _filled(self, tokens: Tensor | None) -> Iterator[None]:
-        """With the embedding's rows of these tokens (one of zeros for none); None: with zeros everywhere."""
+    def _filled(self, tokens: Tensor, read: _Read | None = None) -> Iterator[None]:
+        """With the embedding's rows of these tokens (one of zeros for none).
+
+        Args:
+            read: of a tensor's name, share, and shape, in place of the checkpoint's values.
+        """
+        read = read or (lambda key, share, _: self.read(key, share))
         missing = [key for key in self.empty if key not in self.names]
         if missing:
             raise unknown(self.model, missing[0])
-        state = {key: self._tensor(key, empty, tokens) for key, empty in self.empty.items()}
-        padding, self.embedding.padding_idx = self.embedding.padding_idx, None  # may be none of the rows
-        # load_state_dict would compare the shapes.
-        weight, self.embedding.weight = self.embedding.weight, _parameter(state.pop(self.embedding_key))
-        looked_up = self.embedding.forward
-        rows = _NONE if tokens is None else tokens.to(self.device)
+        own = self._rows(read, self.embedding_key, tokens)
+        apart = {self.embedding_key, *self.tables}
+        state = {key: self._tensor(read, key) for key, empty in self.empty.items() if key not in apart}
+        rows = tokens.to(self.device)
         # Tokens keep their numbers: a model may have other tables that it looks them up in.
-        self.embedding.forward = lambda ids: looked_up(torch.searchsorted(rows, ids).clamp(0, max(0, len(rows) - 1)))
-        self.model.load_state_dict(state, strict=False, assign=True)
-        try:
-            yield
-        finally:
-            del self.embedding.forward
-            self.embedding.padding_idx, self.embedding.weight = padding, weight
-            self.model.load_state_dict(self.empty, strict=False, assign=True)
+        with ExitStack() as stack:
+            stack.enter_context(_with_rows(self.embedding, own, lambda ids: (rows, own)))
+            for key, table in self.tables.items():
+                looked_up = partial(self._looked_up, read if tokens.numel() else None, key)
+                stack.enter_context(_with_rows(table, self._rows(read, key, _NONE), looked_up))
+            self.model.load_state_dict(state, strict=False, assign=True)
+            try:
+                yield
+            finally:
+                del state
+                self.model.load_state_dict(
+                    {key: empty for key, empty in self.empty.items() if key not in apart}, strict=False, assign=True
+                )
 
-    def _tensor(self, key: str, empty: Tensor, tokens: Tensor | None) -> Tensor:
-        if key == self.embedding_key:
-            rows = 1 if tokens is None or not tokens.numel() else tokens.numel()
-            wanted, share = (
-                (rows, *empty.shape[1:]),
-                ForwardShard(0, _runs(tokens.tolist()) if tokens is not None else ()),
-            )
-        else:
-            wanted, share = tuple(empty.shape), WHOLE
-        if tokens is None or (share.dim == 0 and not tokens.numel()):
+    def _looked_up(self, read: _Read | None, key: str, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """A table's rows that are asked for, with their numbers; one of zeros where nothing is to be read."""
+        if read is None:
+            return _NONE.to(self.device), self._rows(_pattern, key, _NONE)
+        numbers = torch.unique(ids).cpu()
+        return numbers.to(self.device), self._rows(read, key, numbers)
+
+    def _rows(self, read: _Read, key: str, numbers: Tensor) -> Tensor:
+        """Rows of a table; one of zeros for none."""
+        empty = self.empty[key]
+        wanted = (max(1, numbers.numel()), *empty.shape[1:])
+        if not numbers.numel():
             return torch.zeros(wanted, dtype=self.dtype, device=self.device)
-        value = self.read(key, share)
+        return self._value(read, key, ForwardShard(0, _runs(numbers.tolist())), wanted)
+
+    def _tensor(self, read: _Read, key: str) -> Tensor:
+        return self._value(read, key, WHOLE, tuple(self.empty[key].shape))
+
+    def _value(self, read: _Read, key: str, share: ForwardShard, wanted: tuple[int, ...]) -> Tensor:
+        value = read(key, share, wanted)
         if tuple(value.shape) != wanted:
             raise misshapen(key, value.shape, wanted)
         return value.to(self.device, self.dtype if value.is_floating_point() else value.dtype)
 
-    def _through(self, batch: Tensor, result: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The first layer's input for a batch, and what the model makes of ``result`` as the last layer's output."""
+    def _through(self, batch: Tensor, result: Tensor | None) -> _Seen:
+        """Runs a batch, with ``result`` as the output of every layer; None: their inputs."""
         if self.returns is not None:
             return self._as_layers_do(batch, result, self.returns)
         first: Exception | None = None
@@ -157,20 +260,23 @@ class ModelShell:
         assert first is not None
         raise first
 
-    def _as_layers_do(self, batch: Tensor, result: Tensor | None, returns: int) -> tuple[Tensor, Tensor]:
-        calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+    def _as_layers_do(self, batch: Tensor, result: Tensor | None, returns: int) -> _Seen:
+        calls: LayerCalls = {}
+        changed: dict[int, tuple[Tensor, Tensor]] = {}
         seen: list[Tensor] = []
         given: list[Tensor] = []
-        wanted = (*batch.shape, self.model.config.hidden_size)
+        usual = (*batch.shape, self.model.config.hidden_size)
 
         def note(index: int, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if hidden_states.shape != wanted:
-                raise ValueError(f"a layer is given {list(hidden_states.shape)}, where {list(wanted)} is usual")
-            if given and hidden_states is not given[-1] and not torch.equal(hidden_states, given[-1]):
-                raise ValueError("what a layer gives is changed before the next one gets it")
+            # Some number of times the tokens: models may keep several states of each, in any place among the dims.
+            if hidden_states.numel() % torch.Size(usual).numel() or (seen and hidden_states.shape != seen[0].shape):
+                wanted = list(seen[0].shape) if seen else list(usual)
+                raise ValueError(f"a layer is given {list(hidden_states.shape)}, where {wanted} is usual")
             if any(each is _MORE for each in (*args, *kwargs.values())):
                 kind = self.model.config.model_type
                 raise PlanError(f"layers of a {kind} model hand more than hidden states to the next: {DYNAMIC}")
+            if given and hidden_states is not given[-1] and not torch.equal(hidden_states, given[-1]):
+                changed[index] = given[-1], hidden_states
             seen.append(hidden_states)
             calls[index] = (args, kwargs)
             out = hidden_states if result is None else result
@@ -186,8 +292,13 @@ class ModelShell:
         finally:
             for layer in self.layers:
                 del layer.forward
-        self.calls.setdefault(tuple(seen[0].shape), calls)
-        return seen[0], out
+        return _Seen(seen[0], calls, changed, out)
+
+
+def _pattern(key: str, share: ForwardShard, shape: tuple[int, ...]) -> Tensor:
+    """Numbers in place of a checkpoint's: rows for different tokens are different."""
+    numbers = torch.arange(torch.Size(shape).numel(), dtype=torch.float32)
+    return numbers.mul_(0.7).sin_().view(shape)
 
 
 _MORE = object()
@@ -197,15 +308,35 @@ _RETURNS = (0, 3, 2)
 _NONE = torch.empty(0, dtype=torch.int64)
 
 
-def _equal(one: Any, other: Any) -> bool:
-    """Returns whether all tensors among arguments are the same."""
-    if isinstance(one, Tensor):
-        return isinstance(other, Tensor) and torch.equal(one, other)
-    if isinstance(one, dict):
-        return isinstance(other, dict) and one.keys() == other.keys() and all(_equal(one[k], other[k]) for k in one)
-    if isinstance(one, (tuple, list)):
-        return isinstance(other, (tuple, list)) and len(one) == len(other) and all(map(_equal, one, other))
-    return True
+@contextmanager
+def _with_rows(table: Any, first: Tensor, rows_of: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Within it, a table has some rows of its weight alone.
+
+    Args:
+        first: those that it has before anything was looked up.
+        rows_of: of tokens, the sorted numbers of rows among which they are, and these rows.
+    """
+    padding, table.padding_idx = table.padding_idx, None  # may be none of the rows
+    weight, looked_up = table.weight, table.forward
+    table.weight = _parameter(first)
+
+    def forward(ids: Tensor) -> Any:
+        numbers, rows = rows_of(ids)
+        # load_state_dict would compare the shapes.
+        table.weight = _parameter(rows)
+        return looked_up(torch.searchsorted(numbers, ids).clamp(0, max(0, len(numbers) - 1)))
+
+    table.forward = forward
+    try:
+        yield
+    finally:
+        del table.forward
+        table.padding_idx, table.weight = padding, weight
+
+
+def _tokens_of(batches: Sequence[Tensor]) -> Tensor:
+    """The different tokens, sorted."""
+    return torch.unique(torch.cat([batch.flatten() for batch in batches]))
 
 
 def _parameter(value: Tensor) -> torch.nn.Parameter:

@@ -1,4 +1,4 @@
-"""Batches of hidden states between two layers: in memory, or above a budget in a file without a name.
+"""Batches of hidden states between two layers, and what goes with them: in memory, above a budget in a nameless file.
 
 A file of them, for a run that is to be resumed, is a safetensors file: one tensor for each batch, in order, named by
 its number, and the SHA-256 of all their bytes as the last one.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from modelexport.system.dtypes import dtype_name
 from modelexport.system.safetensors_header import encode_header, parse_header
 from modelexport.system.small_files import open_regular
 
-__all__ = ["HiddenStates"]
+__all__ = ["CarriedTensors", "HiddenStates"]
 
 _FORMAT = "modelexport hidden states 1"
 _CHECKSUM = "sha256"
@@ -64,6 +65,8 @@ class HiddenStates(Sequence[Tensor]):
         self._file = tempfile.TemporaryFile(dir=directory) if on_disk else None  # noqa: SIM115 - open as long as this
         if self._file is not None:
             os.posix_fallocate(self._file.fileno(), 0, on_disk)  # no room shows now, not after hours
+        self.in_memory = sum(sizes) - on_disk
+        """Bytes that are kept in memory."""
 
     def __len__(self) -> int:
         return len(self._shapes)
@@ -158,6 +161,79 @@ class HiddenStates(Sequence[Tensor]):
         ]
         tensors.append((_CHECKSUM, "U8", (32,), 32))
         return encode_header(tensors, {"format": _FORMAT, "index": f"{index:08d}"})
+
+
+class CarriedTensors:
+    """Tensors of any shapes and dtypes by their keys. Several threads may read and write at once.
+
+    Args:
+        device: that they are given on.
+        memory: bytes of them to keep in memory, the first ones; None for all. The rest goes through the file.
+        directory: of the file, as :class:`HiddenStates` has it.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        memory: int | None = None,
+        directory: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self._device, self._memory, self._directory = device, memory, directory
+        self._kept: dict[Hashable, Tensor] = {}
+        self._places: dict[Hashable, tuple[int, torch.Size, torch.dtype]] = {}
+        self._used = self._end = 0
+        self._file: Any = None
+        self._lock = threading.Lock()
+
+    def __getitem__(self, key: Hashable) -> Tensor:
+        """The tensor; new memory where it came from the file."""
+        if key not in self._places:
+            return self._kept[key]
+        place, shape, dtype = self._places[key]
+        out = torch.empty(shape, dtype=dtype)
+        _read(self._file.fileno(), _bytes_of(out), place)
+        return out.to(self._device)
+
+    def __setitem__(self, key: Hashable, value: Tensor) -> None:
+        """Keeps or replaces one.
+
+        Raises:
+            OSError: there is no room for it in the file.
+        """
+        with self._lock:
+            place = self._place(key, value)
+        if place is not None:
+            _write(self._file.fileno(), _bytes_of(value), place)
+
+    def _place(self, key: Hashable, value: Tensor) -> int | None:
+        """Its place in the file, to be written to; None where it was kept in memory."""
+        size = value.nbytes
+        if key in self._places:
+            place, shape, dtype = self._places[key]
+            if (shape, dtype) == (value.shape, value.dtype):
+                return place
+            del self._places[key]
+        self._used -= self._kept[key].nbytes if key in self._kept else 0
+        if self._memory is None or self._used + size <= self._memory:
+            self._used += size
+            # A view would keep all that it is a part of.
+            self._kept[key] = value.contiguous()
+            return None
+        self._kept.pop(key, None)
+        if self._file is None:
+            self._file = tempfile.TemporaryFile(dir=self._directory)  # noqa: SIM115 - open as long as this
+        place, self._end = self._end, self._end + size
+        if size:
+            os.posix_fallocate(self._file.fileno(), place, size)
+        self._places[key] = (place, value.shape, value.dtype)
+        return place
+
+    def close(self) -> None:
+        """Let go of memory and file."""
+        self._kept.clear()
+        if self._file is not None:
+            self._file.close()
 
 
 def _index_in(header: bytes) -> int | None:

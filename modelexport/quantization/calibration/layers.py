@@ -24,6 +24,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -33,10 +35,11 @@ from modelexport.distributed import collectives
 from modelexport.distributed.environment import cores
 from modelexport.errors import PlanError
 from modelexport.quantization import devices
-from modelexport.quantization.calibration.around import ModelShell
+from modelexport.quantization.calibration.arguments import Given, HandedOver, replaced
+from modelexport.quantization.calibration.around import FirstInput, ModelShell
 from modelexport.quantization.calibration.cut import ForwardCut, ForwardShard
 from modelexport.quantization.calibration.filled import FilledLayer, Read, fill
-from modelexport.quantization.calibration.hidden_states import HiddenStates
+from modelexport.quantization.calibration.hidden_states import CarriedTensors, HiddenStates
 from modelexport.quantization.calibration.model import (
     DYNAMIC,
     TensorSource,
@@ -77,6 +80,13 @@ class Observed:
     values: InputStatistics | None = None
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """The place of a tensor that is among the carried ones."""
+
+    key: tuple[Any, ...]
+
+
 class LayerRunner:
     """The samples on their way through a model: :meth:`filled` a layer, :meth:`advance` through it, and so on.
 
@@ -105,7 +115,8 @@ class LayerRunner:
 
     Attributes:
         layers: transformers' decoder layers, without storage except within :meth:`filled`.
-        hidden: each batch's input of the next layer, ``[samples, length, hidden]`` in ``dtype``; the same on all ranks.
+        hidden: each batch's input of the next layer, ``[samples, length, hidden]`` in ``dtype``, or as the model has
+            it (``[states, samples, length, hidden]`` of Gemma 3n); the same on all ranks.
         head_name: the output embedding's module; None where there is none.
         on_disk: transformers' name of a tensor -> the checkpoint's, where that is another.
         layers_on_disk: the name of the list of decoder layers in the checkpoint.
@@ -150,14 +161,24 @@ class LayerRunner:
         world = 1 if alone else collectives.get_world_size()
         on_cpu = self.device.type == devices.CPU
         self.threads = threads or (max(1, cores() // world) if on_cpu else 1)  # a GPU is busy with one batch
-        shapes = [(*batch.shape, self.model.config.hidden_size) for batch in self.batches]
-        self.hidden = HiddenStates(shapes, dtype, self.device, memory=memory, directory=directory)
+        self._memory, self._directory = memory, directory
         inside = [name for name in (self.prefix, self.head_name) if name is not None]
         self.on_disk, self.layers_on_disk = on_disk(self.model, self.prefix, names)
         self._around = ModelShell(
             self.model, self.layers, inside, {*names, *self.on_disk}, self._read_renamed, dtype, self.device
         )
         self._restored = False
+        self.hidden: HiddenStates = HiddenStates([], dtype, self.device)
+        self._carried = CarriedTensors(self.device)
+        self._handed: list[dict[int, dict[Any, Any]]] = []  # batch -> mapping -> what is in it
+
+    def _begin(self) -> None:
+        """Make room for what goes from layer to layer, whose shapes are known now."""
+        memory, shapes = self._memory, self._around.shapes
+        self.hidden = HiddenStates(shapes, self.dtype, self.device, memory=memory, directory=self._directory)
+        left = None if memory is None else max(0, memory - self.hidden.in_memory)
+        self._carried = CarriedTensors(self.device, memory=left, directory=self._directory)
+        self._handed = [{} for _ in shapes]
 
     def _read_renamed(self, name: str, share: ForwardShard) -> Tensor:
         return self.read(self.on_disk.get(name, name), share)
@@ -172,15 +193,21 @@ class LayerRunner:
         try:
             self._together = ForwardRanks(self.cut, alone=self._by_itself)
             with running(self.model, derived=self.derived):
-                if self._restored:
-                    self._around.learn_calls(self.batches)
-                else:
-                    for number, hidden in enumerate(self._around.first_inputs(self.batches)):
-                        self.hidden[number] = hidden
+                for number, first in enumerate(self._first_inputs()):
+                    if not self._restored:
+                        self.hidden[number] = first.hidden
+                    for place, value in first.given.items():
+                        self._carried[number, place] = value
         except BaseException:
             self.__exit__()
             raise
         return self
+
+    def _first_inputs(self) -> Iterator[FirstInput]:
+        """The beginning of each batch; none where a run is taken up and layers are given nothing but hidden states."""
+        if self._restored and not self._around.given:
+            return iter(())
+        return self._around.first_inputs(self.batches, lambda: None if self._restored else self._begin())
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
@@ -189,13 +216,22 @@ class LayerRunner:
         if self._together is not None:
             self._together.close()
         self.hidden.close()
+        self._carried.close()
+
+    @property
+    def hands_over(self) -> bool:
+        """True where layers hand later ones more than hidden states, in a mapping: keys and values that they share."""
+        return self._around.hands_over
 
     def save(self, path: str | os.PathLike[str], index: int) -> None:
         """Write the hidden states, which are the inputs of layer ``index``: see :class:`HiddenStates`.
 
-        They are the same on all ranks: one of them may write for all who see the file.
+        They are the same on all ranks: one of them may write for all who see the file. Nothing is written once layers
+        have handed over something else, which each rank may have its own part of: a run that resumes this one begins
+        with the first layer again.
         """
-        self.hidden.save(path, index)
+        if not any(self._handed):
+            self.hidden.save(path, index)
 
     def restore(self, path: str | os.PathLike[str]) -> int | None:
         """Before the runner is entered: begin with what :meth:`save` wrote; the layer that comes next.
@@ -204,7 +240,13 @@ class LayerRunner:
 
         Raises:
             CheckpointError: it is damaged, or of other samples.
+            PlanError: as on entering.
         """
+        if not os.path.exists(path):
+            return None
+        with running(self.model, derived=self.derived):
+            self._around.learn(self.batches)
+        self._begin()
         index = self.hidden.restore(path)
         self._restored = index is not None
         return index
@@ -247,7 +289,7 @@ class LayerRunner:
 
     def skips(self, index: int) -> bool:
         """Returns whether text does not pass through layer ``index``: it attends to images, of which there are none."""
-        return not any(index in calls for calls in self._around.calls.values())
+        return not any(index in calls for calls in self._around.calls)
 
     def check_ranges(self, index: int) -> None:
         """Refuse a layer whose inputs, keys or values need a static scale, and that no sample passes through.
@@ -319,17 +361,20 @@ class LayerRunner:
         out = self._run(layer, number, seen)
         return out, seen.inputs
 
-    def advance(self, layer: FilledLayer, activations: Mapping[str, Activation] | None = None) -> None:
+    def advance(
+        self, layer: FilledLayer, activations: Mapping[str, Activation] | None = None, *, trial: bool = False
+    ) -> None:
         """Run all samples through a layer; its outputs become ``hidden``.
 
         Args:
             layer: a filled one, with whatever its tensors hold now.
             activations: linear -> a function of its whole input ``[tokens, in_features]``, whose result (new memory) it
                 is given instead.
+            trial: what the layer hands over to later ones beside its outputs (see :attr:`hands_over`) is forgotten.
         """
 
         def one(number: int) -> None:
-            self.hidden[number] = self._run(layer, number, None, activations)
+            self.hidden[number] = self._run(layer, number, None, activations, keep=not trial)
 
         numbers = range(len(self.batches))
         at_once = self.threads > 1 and self._alone
@@ -353,7 +398,7 @@ class LayerRunner:
 
         def one(number: int) -> LayerInputs:
             seen = LayerInputs()
-            out = self._run(layer, number, seen)
+            out = self._run(layer, number, seen, keep=keep)
             if keep:
                 self.hidden[number] = out
             return seen
@@ -373,11 +418,17 @@ class LayerRunner:
         number: int,
         seen: LayerInputs | None,
         activations: Mapping[str, Activation] | None = None,
+        *,
+        keep: bool = False,
     ) -> Tensor:
         hidden = self.hidden[number]
-        if self.skips(layer.index):
+        index, around = layer.index, self._around
+        if self.skips(index):
             return hidden
-        args, kwargs = self._around.calls[tuple(hidden.shape)][layer.index]
+        if (added := around.added[number].get(index)) is not None:
+            hidden = hidden + self._carried[number, added.number]
+        mappings: dict[int, Any] = {}
+        args, kwargs = replaced(around.calls[number][index], (Given, HandedOver), partial(self._own, number, mappings))
         assert self._together is not None
         watch = ShardedProducts(
             layer.products,
@@ -387,10 +438,39 @@ class LayerRunner:
             kv_heads=self.kv_heads,
             rotary=self.rotary,
         )
-        with running(self.model, derived=self.derived), torch.inference_mode(), watch:
-            out = self.layers[layer.index](hidden, *args, **kwargs)
-        self._around.returns = len(out) if isinstance(out, (tuple, list)) else 0
-        return out[0] if self._around.returns else out
+        with running(self.model, derived=self.derived):
+            with torch.inference_mode(), watch:
+                out = self.layers[index](hidden, *args, **kwargs)
+            around.returns = len(out) if isinstance(out, (tuple, list)) else 0
+            after: Tensor = out[0] if around.returns else out
+            if after.shape != hidden.shape:
+                raise ValueError(f"a layer gives {list(after.shape)} where it is given {list(hidden.shape)}")
+        if keep:
+            self._keep(number, mappings)
+        return after
+
+    def _own(self, number: int, mappings: dict[int, Any], place: Given | HandedOver) -> Any:
+        """A batch's own value of an argument; ``mappings`` get those that the layer may write to."""
+        if isinstance(place, Given):
+            return self._carried[number, place.number]
+        if place.number not in mappings:
+            mappings[place.number] = place.kind()
+            for key, value in self._handed[number].get(place.number, {}).items():
+                mappings[place.number][key] = replaced(value, (_Kept,), lambda kept: self._carried[kept.key])
+        return mappings[place.number]
+
+    def _keep(self, number: int, mappings: Mapping[int, Any]) -> None:
+        """Keep what a layer has handed over to later ones."""
+        for mapping, held in mappings.items():
+            for key, value in held.items():
+                parts: Iterator[int] = count()
+
+                def kept(tensor: Tensor, mapping: int = mapping, key: Any = key, parts: Iterator[int] = parts) -> _Kept:
+                    name = _Kept((number, mapping, key, next(parts)))
+                    self._carried[name.key] = tensor
+                    return name
+
+                self._handed[number].setdefault(mapping, {})[key] = replaced(value, (Tensor,), kept)
 
     def _check_all_seen(self, layer: FilledLayer, observed: Observed) -> None:
         total = sum(batch.numel() for batch in self.batches)

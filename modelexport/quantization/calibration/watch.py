@@ -182,7 +182,8 @@ class ShardedProducts(TorchFunctionMode):
 
     def _cached(self, x: Tensor) -> Tensor:
         """``[samples, heads, length, head_dim]`` -> ``[tokens, features]`` of all ranks."""
-        times = x.shape[1] // (self.kv_heads or x.shape[1])  # transformers may have repeated them
+        # transformers may have repeated them; some layers have fewer than others.
+        times = max(1, x.shape[1] // (self.kv_heads or x.shape[1]))
         return self.together.whole_heads(x[:, ::times].transpose(1, 2).flatten(0, 1))
 
 
