@@ -241,14 +241,14 @@ def test_a_byte_that_changes_on_disk_is_found_before_publishing(
 ) -> None:
     finish = export_rank.RankExport.finish
 
-    def flip_then_finish(self: export_rank.RankExport) -> None:
-        path = tmp_path / ".out.modelexport" / "ckpt" / "model.safetensors"
+    def flip_then_finish(self: export_rank.RankExport, payload: Path) -> None:
+        path = payload / "model.safetensors"
         with open(path, "r+b") as file:
             file.seek(path.stat().st_size - 5000)
             byte = file.read(1)
             file.seek(-1, os.SEEK_CUR)
             file.write(bytes([byte[0] ^ 1]))
-        finish(self)
+        finish(self, payload)
 
     monkeypatch.setattr(export_rank.RankExport, "finish", flip_then_finish)
     with pytest.raises(RankFailedError, match="differ"):

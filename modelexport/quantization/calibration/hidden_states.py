@@ -167,7 +167,7 @@ class CarriedTensors:
     """Tensors of any shapes and dtypes by their keys. Several threads may read and write at once.
 
     Args:
-        device: that they are given on.
+        device: that they are given on. They are kept as :class:`HiddenStates` has it.
         memory: bytes of them to keep in memory, the first ones; None for all. The rest goes through the file.
         directory: of the file, as :class:`HiddenStates` has it.
     """
@@ -189,7 +189,7 @@ class CarriedTensors:
     def __getitem__(self, key: Hashable) -> Tensor:
         """The tensor; new memory where it came from the file."""
         if key not in self._places:
-            return self._kept[key]
+            return self._kept[key].to(self._device)
         place, shape, dtype = self._places[key]
         out = torch.empty(shape, dtype=dtype)
         _read(self._file.fileno(), _bytes_of(out), place)
@@ -218,7 +218,7 @@ class CarriedTensors:
         if self._memory is None or self._used + size <= self._memory:
             self._used += size
             # A view would keep all that it is a part of.
-            self._kept[key] = value.contiguous()
+            self._kept[key] = value.cpu().contiguous()
             return None
         self._kept.pop(key, None)
         if self._file is None:
