@@ -20,14 +20,13 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from modelexport.errors import CheckpointError, PlanError, ValuesError, quoted, shown
+from modelexport.errors import CheckpointError, ValuesError, shown
 from modelexport.quantization.methods._arguments import numbers as arguments
 from modelexport.quantization.methods._arguments import with_modules_below
+from modelexport.quantization.methods._read_only import has_no_native_form, writes_nothing
 from modelexport.quantization.methods.base import (
     AS_WEIGHT,
-    ModelQuantization,
     QuantizationConfig,
-    QuantizationFiles,
     ReadOnlyNumbers,
     Scheme,
     StoredTensorSpec,
@@ -40,7 +39,6 @@ from modelexport.quantization.methods.base import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from modelexport.quantization.methods.base import NumberFormatProtocol
 
 METHOD = "bitsandbytes"
 FORMAT = None
@@ -49,7 +47,8 @@ KV_SCALES: Mapping[str, str] = {}
 KV_SHAPE: tuple[int, ...] = ()
 SIDE_FILES: tuple[str, ...] = ()
 
-_READ_ONLY = "checkpoints of quant_method 'bitsandbytes' are only read: choose another --format"
+refusal, quantization_files, encode = writes_nothing(METHOD, "choose another --format")
+decode = has_no_native_form
 _KINDS = ("nf4", "fp4")
 _WORDS = {"U8": 1, "I8": 1, "BF16": 2, "F16": 2, "F32": 4}
 _BLOCKS = (64, 32, 128, 256, 512, 1024, 2048, 4096)  # the first is what is written unless asked otherwise
@@ -254,35 +253,3 @@ def _of_int8(tensors: Mapping[str, Tensor]) -> Tensor:
         )
     found: Tensor = tensors["weight"].float() * tensors["SCB"].unsqueeze(1) * _PER_127
     return found
-
-
-def refusal(number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str | None:
-    """Returns why it writes nothing: it is only read."""
-    return _READ_ONLY
-
-
-def quantization_files(announced: ModelQuantization) -> QuantizationFiles:
-    """It is only read.
-
-    Raises:
-        PlanError: always.
-    """
-    raise PlanError(_READ_ONLY)
-
-
-def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice) -> dict[str, Tensor]:
-    """It is only read.
-
-    Raises:
-        PlanError: always.
-    """
-    raise PlanError(_READ_ONLY)
-
-
-def decode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice) -> dict[str, Tensor]:
-    """Its numbers have no native form.
-
-    Raises:
-        CheckpointError: always.
-    """
-    raise CheckpointError(f"{quoted(number_format.name)} is only decoded: --quant none writes the weights")

@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from modelexport.errors import PlanError
 from modelexport.quantization.methods._arguments import FP8_ROW, FP8_TOKEN, with_modules_below
+from modelexport.quantization.methods._read_only import writes_nothing
 from modelexport.quantization.methods.base import (
     AS_WEIGHT,
-    ModelQuantization,
     QuantizationConfig,
-    QuantizationFiles,
     Scheme,
     StoredTensorSpec,
     WeightSlice,
@@ -36,7 +34,7 @@ KV_SCALES: Mapping[str, str] = {}
 KV_SHAPE: tuple[int, ...] = ()
 SIDE_FILES: tuple[str, ...] = ()
 
-_READ_ONLY = "checkpoints of quant_method 'fbgemm_fp8' are only read: write the same numbers with --format hf"
+refusal, quantization_files, encode = writes_nothing(METHOD, "write the same numbers with --format hf")
 
 
 def read(value: Mapping[str, Any]) -> QuantizationConfig:
@@ -57,29 +55,6 @@ def tensor_specs(scheme: Scheme, shape: tuple[int, int]) -> dict[str, StoredTens
         "weight": StoredTensorSpec(("F8_E4M3",), (shape,), AS_WEIGHT),
         "weight_scale": StoredTensorSpec(FLOATS, ((shape[0], 1),), ((0, 1),)),
     }
-
-
-def refusal(number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str | None:
-    """Returns why it writes nothing: it is only read."""
-    return _READ_ONLY
-
-
-def quantization_files(announced: ModelQuantization) -> QuantizationFiles:
-    """It is only read.
-
-    Raises:
-        PlanError: always.
-    """
-    raise PlanError(_READ_ONLY)
-
-
-def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice) -> dict[str, Tensor]:
-    """It is only read.
-
-    Raises:
-        PlanError: always.
-    """
-    raise PlanError(_READ_ONLY)
 
 
 def decode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice) -> dict[str, Tensor]:

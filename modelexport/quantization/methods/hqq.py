@@ -19,11 +19,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from modelexport.errors import CheckpointError, PlanError, ValuesError, quoted, shown
+from modelexport.errors import CheckpointError, ValuesError, shown
+from modelexport.quantization.methods._read_only import has_no_native_form, writes_nothing
 from modelexport.quantization.methods.base import (
-    ModelQuantization,
     QuantizationConfig,
-    QuantizationFiles,
     ReadOnlyNumbers,
     Scheme,
     StoredTensorSpec,
@@ -38,7 +37,6 @@ from modelexport.system.dtypes import FLOATS
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from modelexport.quantization.methods.base import NumberFormatProtocol
 
 METHOD = "hqq"
 FORMAT = None
@@ -48,7 +46,8 @@ KV_SHAPE: tuple[int, ...] = ()
 SIDE_FILES: tuple[str, ...] = ()
 SETTINGS = ("W_q", ("nbits", "group_size", "axis", "quant_scale", "quant_zero"))
 
-_READ_ONLY = "checkpoints of quant_method 'hqq' are only read: choose another --format"
+refusal, quantization_files, encode = writes_nothing(METHOD, "choose another --format")
+decode = has_no_native_form
 _PER_BYTE = {8: 1, 6: 1, 5: 1, 4: 2, 2: 4, 1: 8}
 _PER_WORD = 10
 _FLAGS = ("view_as_float", "quant_scale", "quant_zero", "offload_meta", "encoded_state_dict", "stores_quant_config")
@@ -279,35 +278,3 @@ def _check_settings(layout: _Layout, tensors: Mapping[str, Tensor], shape: tuple
 def _wanted(layout: _Layout, shape: tuple[int, int]) -> Iterator[tuple[str, Any]]:
     yield from (("shape", list(shape)), ("nbits", layout.bits), ("axis", layout.axis), ("group_size", layout.group))
     yield from (("packing", layout.packing), ("quant_scale", 0), ("quant_zero", 0))
-
-
-def refusal(number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str | None:
-    """Returns why it writes nothing: it is only read."""
-    return _READ_ONLY
-
-
-def quantization_files(announced: ModelQuantization) -> QuantizationFiles:
-    """It is only read.
-
-    Raises:
-        PlanError: always.
-    """
-    raise PlanError(_READ_ONLY)
-
-
-def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice) -> dict[str, Tensor]:
-    """It is only read.
-
-    Raises:
-        PlanError: always.
-    """
-    raise PlanError(_READ_ONLY)
-
-
-def decode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice) -> dict[str, Tensor]:
-    """Its numbers have no native form.
-
-    Raises:
-        CheckpointError: always.
-    """
-    raise CheckpointError(f"{quoted(number_format.name)} is only decoded: --quant none writes the weights")
