@@ -299,7 +299,7 @@ class Derivation:
         )
 
     def _does_of_experts(self, target: str) -> str:
-        """Returns what a stack's linears do, a word of :data:`ROLES`, by its name in memory; "" where that is unknown."""
+        """Returns what a stack's linears do, a word of :data:`ROLES`, by its name in memory; "" where it is unknown."""
         module, _, leaf = target.removesuffix(".weight").rpartition(".")
         does = ROLES.get(leaf) or _OF_EXPERTS.get(leaf, "")
         if leaf in _IN_AND_OUT:
@@ -325,7 +325,7 @@ class Derivation:
         """Returns whether it is (of) a router: by its name, or a class; one called gate only if it has an output for
         each."""
         parts = found.path.lower().split(".")
-        if "experts" in parts:
+        if "experts" in parts and "router" not in parts:  # JetMoE's experts of an attention have one below them
             return False
         above = found.target.split(".")
         depth = self.skeleton.stack.count(".") + 3  # a layer's own modules begin there
