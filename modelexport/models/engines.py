@@ -104,6 +104,7 @@ _PLAIN_EMBEDDINGS = (
     *("qwen3_5_text", "qwen3_next", "zamba2"),
 )
 _PLAIN_HEADS = ("bloom", "falcon_h1", "gpt_oss", "jamba", "mamba", "mamba2", "opt", "qwen3_next", "zamba2")
+_EXPERTS_AS_THEY_ARE = "--quant '*experts*=none,*=int4'"
 _FIRST_OF_FUSED = ("attention.q", "attention.k", "mlp.gate", "shared.gate")
 
 REFUSALS: tuple[Refusal, ...] = (
@@ -139,6 +140,36 @@ REFUSALS: tuple[Refusal, ...] = (
         "--quant int4 or fp8",
         experts=True,
         models=("aria",),
+    ),
+    # dbrx.py names the parameters of experts as they were before its RoutedExperts had them. Run: KeyError
+    # 'blocks.0.ffn.experts.w13_weight' in bfloat16, and of the first expert's name where they are quantised.
+    Refusal(
+        VLLM,
+        ("hf", "modelopt", "awq", "gptq", "fp8-block"),
+        (),
+        "its loader of DBRX finds the experts of no checkpoint, in bfloat16 either",
+        "transformers to run it, with experts as they are: --quant '*experts*=none,*=int4'",
+        models=("dbrx",),
+    ),
+    # It runs transformers' modules, whose experts of a layer are one parameter. Run: no module 'layers.0.mlp.experts'.
+    Refusal(
+        VLLM,
+        ("hf", "modelopt", "awq", "gptq", "fp8-block"),
+        (),
+        "it reads the experts of a layer in one tensor, which quantised ones are not",
+        _EXPERTS_AS_THEY_ARE,
+        experts=True,
+        models=("jetmoe",),
+    ),
+    # Run: their parameters are missing from the checkpoint (docs/families.md).
+    Refusal(
+        TRANSFORMERS,
+        _HF,
+        (),
+        "it reads the experts of a layer in one tensor, which quantised ones are not",
+        f"{_EXPERTS_AS_THEY_ARE}, if transformers is to load them",
+        experts=True,
+        models=("dbrx", "jetmoe"),
     ),
     # auto_awq.py: in_features of a rank // in_features groups, which is none. Run: tp 2 fails, groups of 32 load.
     # layers/mamba/mamba_mixer.py gives its linears no quantisation. Run: loading fails on weight_packed.

@@ -162,7 +162,7 @@ _VLLM_FILLS = (
     "exaone_moe", "falcon_h1", "flex_olmo", "gemma", "gemma2", "gemma3_text", "gemma4_unified_text", "glm", "glm4",
     "glm4_moe", "glm4_moe_lite", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "granite",
     "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared", "helium",
-    "hunyuan_v1_dense", "hunyuan_v1_moe", "hyperclovax", "jais2", "jetmoe", "lfm2", "lfm2_moe", "llama",
+    "hunyuan_v1_dense", "hunyuan_v1_moe", "hyperclovax", "jais2", "lfm2", "lfm2_moe", "llama",
     "llama4_text", "mamba2", "minicpm3", "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mixtral",
     "moshi", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi", "phi3",
     "phi4_multimodal", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe",
@@ -185,7 +185,7 @@ _VLLM_FILLED = {
     "aria": ("none", "int4", "fp8"),
     "bloom": ("none", "fp8"),
     "gpt_oss": ("none",),
-    **dict.fromkeys(("falcon_mamba", "jamba", "mamba"), ("none",)),
+    **dict.fromkeys(("falcon_mamba", "jamba", "jetmoe", "mamba"), ("none",)),
 }
 _FAMILIES_TEST = "tests/conformance/test_engines_families.py"
 _MODELOPT_READ = ("fp8", "fp8-static", "fp8-block", "nvfp4", "nvfp4-wo", "mxfp8")

@@ -184,7 +184,7 @@ class ModelDescription:
         specs_of = getattr(methods()[quantization.method], "stack_specs", None)
         if specs_of is None or module.experts is None or module.experts.parameter != "weight":
             return None
-        experts, *sizes = self.dimensions.weight_shape(module)
+        experts, *sizes = module.experts.by_expert(self.dimensions.weight_shape(module))
         rows, columns = reversed(sizes) if module.experts.transposed else sizes
         specs = specs_of(experts, rows, columns)
         return ExpectedModule(None, {f"{module.parameter}{ending}": spec for ending, spec in specs.items()}, {})

@@ -191,13 +191,18 @@ def _linears(stack: _Stack, info: TensorInfo, places: Sequence[Placement], *, tr
     """The weights or biases that a stack holds, expert by expert."""
     experts = stack.experts
     is_bias = experts.parameter == "bias"
-    shape = info.shape[1:][::-1] if transposed and not is_bias else info.shape[1:]
+    number_of_experts, *sizes = experts.by_expert(info.shape)
+    each = tuple(sizes)
+    shape = each[::-1] if transposed and not is_bias else each
     count = shape[0] // len(experts.linears)
     shape = (count, *shape[1:])
     step = len(experts.linears) if experts.interleaved else 1
-    for e in range(info.shape[0]):
-        own = tuple(place.at(e) for place in places if place.box[0][0] <= e < place.box[0][1])
-        stored = replace(info, name=f"{info.name}[{e}]", shape=info.shape[1:], nbytes=info.nbytes // info.shape[0])
+    for e in range(number_of_experts):
+        if experts.joined is None:
+            own = tuple(place.at(e) for place in places if place.box[0][0] <= e < place.box[0][1])
+        else:
+            own = _rows(places, e * each[0], 1, each[0])
+        stored = replace(info, name=f"{info.name}[{e}]", shape=each, nbytes=info.nbytes // number_of_experts)
         for number, (_, path) in enumerate(experts.linears):
             start = number if experts.interleaved else number * count
             name = f"{stack.prefix}{path.format(e=e)}.{experts.parameter}"

@@ -15,7 +15,10 @@ HEADER = ("type", "class", "family", "tp", "quantised", "stays, and why", "rank 
 DECLARED, PLANNED, WHOLE = "declared", "derived", "derived, no plan"
 
 # Number formats, what transformers says when it does not load them -> why, in the table's words.
-_BY_EXPERT = r"missing_keys.*experts\.(gate_up|down)_proj.*unexpected_keys.*experts\.0\."
+_BY_EXPERT = (
+    r"missing_keys.*(experts\.(gate_up|down)_proj|experts\.mlp\.w1|input_linear\.weight).*"
+    r"unexpected_keys.*experts\.(mlp\.)?0\."
+)
 LIMITS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
         ("int8", "int4"),

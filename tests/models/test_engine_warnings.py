@@ -77,3 +77,9 @@ def test_groups_other_than_the_only_one_are_named() -> None:
     lines = warnings("hf", [changed(QUERY, number_format="w4a8", group_size=64)])
     assert any("--group-size 128" in line for line in lines)
     assert not any("--group-size 128" in line for line in warnings("hf", [changed(QUERY, number_format="w4a8")]))
+
+
+@pytest.mark.parametrize("model", ["dbrx", "jetmoe"])
+def test_experts_that_are_read_in_one_tensor_alone(model: str) -> None:
+    assert all("'*experts*=none,*=int4'" in line for line in warnings("hf", [EXPERT], model=model))
+    assert len(warnings("hf", [EXPERT], model=model)) == 2  # vLLM and transformers

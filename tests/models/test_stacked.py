@@ -31,6 +31,7 @@ from tests.helpers.tiny_models import tiny_checkpoint
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
 
+EXPERTS = 4  # of a layer of a tiny model
 Parts = Mapping[str, Tensor]
 TOKENS = torch.randint(3, 240, (2, 21), generator=torch.Generator().manual_seed(1))
 
@@ -54,24 +55,41 @@ def down(stack: Tensor) -> list[Parts]:
     return [{"down_proj": each} for each in stack]
 
 
+def joined(name: str) -> Callable[[Tensor], list[Parts]]:
+    """Of ``[experts * intermediate, hidden]``, as a linear of that name."""
+    return lambda stack: [{name: each.t() if name == "w2" else each} for each in stack.chunk(EXPERTS)]
+
+
+def only(name: str) -> Callable[[Tensor], list[Parts]]:
+    """Of ``[experts, out, in]``, as a linear of that name."""
+    return lambda stack: [{name: each} for each in stack]
+
+
 CUTS: dict[str, dict[str, tuple[str, Callable[[Tensor], list[Parts]]]]] = {
     "granitemoe": {
-        "block_sparse_moe.input_linear.weight": ("block_sparse_moe", halves),
-        "block_sparse_moe.output_linear.weight": ("block_sparse_moe", down),
+        "block_sparse_moe.input_linear.weight": ("block_sparse_moe.experts", halves),
+        "block_sparse_moe.output_linear.weight": ("block_sparse_moe.experts", down),
     },
     "aria_text": {
-        "mlp.experts.fc1.weight": ("mlp", turned(halves)),
-        "mlp.experts.fc2.weight": ("mlp", turned(down)),
+        "mlp.experts.fc1.weight": ("mlp.experts", turned(halves)),
+        "mlp.experts.fc2.weight": ("mlp.experts", turned(down)),
     },
     "llama4": {
-        "feed_forward.experts.gate_up_proj": ("feed_forward", turned(halves)),
-        "feed_forward.experts.down_proj": ("feed_forward", turned(down)),
+        "feed_forward.experts.gate_up_proj": ("feed_forward.experts", turned(halves)),
+        "feed_forward.experts.down_proj": ("feed_forward.experts", turned(down)),
+    },
+    "dbrx": {f"ffn.experts.mlp.{name}": ("ffn.experts.mlp", joined(name)) for name in ("w1", "v1", "w2")},
+    "jetmoe": {
+        "mlp.input_linear.weight": ("mlp.experts", halves),
+        "mlp.output_linear.weight": ("mlp.experts", down),
+        "self_attention.experts.input_linear.weight": ("self_attention.experts", only("q_proj")),
+        "self_attention.experts.output_linear.weight": ("self_attention.experts", only("o_proj")),
     },
     "gpt_oss": {
-        "mlp.experts.gate_up_proj": ("mlp", turned(in_turn)),
-        "mlp.experts.gate_up_proj_bias": ("mlp", in_turn),
-        "mlp.experts.down_proj": ("mlp", turned(down)),
-        "mlp.experts.down_proj_bias": ("mlp", down),
+        "mlp.experts.gate_up_proj": ("mlp.experts", turned(in_turn)),
+        "mlp.experts.gate_up_proj_bias": ("mlp.experts", in_turn),
+        "mlp.experts.down_proj": ("mlp.experts", turned(down)),
+        "mlp.experts.down_proj_bias": ("mlp.experts", down),
     },
 }
 
@@ -88,7 +106,7 @@ def by_hand(model_type: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
         suffix = "bias" if end.endswith("_bias") else "weight"
         for e, parts in enumerate(cut(tensor)):
             for linear, part in parts.items():
-                path = f"{name.removesuffix(end)}{root}.experts.{e}.{linear}.{suffix}"
+                path = f"{name.removesuffix(end)}{root}.{e}.{linear}.{suffix}"
                 found[path] = part.contiguous()
     return found
 
@@ -107,7 +125,7 @@ def weights(directory: Path) -> bytes:
     return (directory / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("model_type", few(list(CUTS), "gpt_oss", "granitemoe", "llama4"))
+@pytest.mark.parametrize("model_type", few(list(CUTS), "dbrx", "gpt_oss", "granitemoe", "jetmoe", "llama4"))
 def test_every_expert_has_its_own_linears(model_type: str) -> None:
     source = tiny_checkpoint(model_type)
     found = tensors_of(experts_apart(open_model(source)))
@@ -126,7 +144,7 @@ def test_a_part_of_a_transposed_expert_is_that_of_the_whole(cols: tuple[int, int
     assert torch.equal(part, whole[3:40, cols[0] : cols[1]])
 
 
-@pytest.mark.parametrize("model_type", few(list(CUTS), "gpt_oss"))
+@pytest.mark.parametrize("model_type", few(list(CUTS), "dbrx", "gpt_oss"))
 def test_a_stacked_and_a_per_expert_source_give_the_same_bytes(model_type: str, tmp_path: Path) -> None:
     sources = {"stacked": tiny_checkpoint(model_type), "apart": apart(model_type, tmp_path / "source")}
     for name, source in sources.items():
@@ -158,7 +176,7 @@ def test_ranks_change_nothing(model_type: str, algorithm: str, tmp_path: Path) -
     assert weights(tmp_path / "1") == weights(tmp_path / "2")
 
 
-@pytest.mark.parametrize("model_type", few(["aria_text", "gpt_oss", "granitemoe"], "gpt_oss"))
+@pytest.mark.parametrize("model_type", few(["aria_text", "dbrx", "gpt_oss", "granitemoe", "jetmoe"], "dbrx", "gpt_oss"))
 def test_layer_by_layer_experts_apart_compute_the_same(model_type: str, tmp_path: Path) -> None:
     """Their products are watched, though transformers multiplies by the whole stack."""
     found = []

@@ -203,7 +203,8 @@ class _Planner:
         if place.draft is None and module.kind == "linear" and not module.why:
             yield place.name
         elif place.draft is None and module.experts is not None and module.experts.parameter == "weight":
-            prefix, experts = place.name.removesuffix(place.path), self.dims.weight_shape(module)[0]
+            prefix = place.name.removesuffix(place.path)
+            experts = module.experts.by_expert(self.dims.weight_shape(module))[0]
             yield from (f"{prefix}{path.format(e=e)}" for _, path in module.experts.linears for e in range(experts))
 
     def _layer(self, number: int, modules: Iterable[MatchedModule], made_cache: bool) -> ExportStep:

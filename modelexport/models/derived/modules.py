@@ -15,6 +15,8 @@ BUFFERS = ("rotary_emb.inv_freq",)
 """Endings of the names of tensors that carry no weights."""
 
 EXPERT = re.compile(r"(.*experts)\.(\d+)\.(.+)")
+_OF_EXPERTS = {"v1": "up"}  # what ROLES says, of names that are a linear's in a stack of experts alone
+_IN_AND_OUT = ("input_linear", "output_linear")  # of JetMoE: experts of an attention have them, and of an MLP
 _FUSED = {**dict.fromkeys(("q", "k", "v"), "qkv_proj"), **dict.fromkeys(("gate", "up"), "gate_up_proj")}
 _IN_ATTENTION = ("q", "k", "v", "o", "qkv")
 _PICKERS = ("gate", "wg")  # a linear of that name may pick experts, or be a part of a gated MLP
@@ -73,7 +75,7 @@ class Derivation:
         self.experts = self._uniform_experts()
         self.axes = Axes(skeleton, self._dimensions())
         stacks = (shape for name, shape in skeleton.shapes.items() if len(shape) == 3 and "expert" in name.lower())
-        self.most_experts = max((self.experts, *(shape[0] for shape in stacks)))
+        self.most_experts = max((self.experts, *(shape[0] for shape in stacks), *skeleton.joined.values()))
 
     def family(self) -> Family:
         """The family."""
@@ -249,14 +251,16 @@ class Derivation:
         if found.layer is None:
             return replace(module, why=_OUTSIDE if self._is_large(shape) else "")
         if len(shape) > 1 and "expert" in f"{kind} {parent.rpartition('.')[2]}".lower():
-            stacked = shape == self.skeleton.shapes.get(target) and shape[0] == self.most_experts
+            whole = shape == self.skeleton.shapes.get(target)
+            joined = self.skeleton.joined.get(target) if whole else None
+            stacked = whole and not joined and shape[0] == self.most_experts
             saved = f"{self.prefix}.{found.layer}.{role}"
             module = replace(
                 module,
                 stacked=stacked,
                 either_way=saved in self.skeleton.either_way,
                 why=_STACK if self._is_large(shape) and "bias" not in name else "",
-                experts=self._stack(role, shape, target) if stacked else None,
+                experts=self._stack(role, shape, target) if stacked or joined else None,
             )
         elif self._is_large(shape):
             module = replace(module, why=f"of a {kind}, which is no linear to what engines quantise")
@@ -264,30 +268,47 @@ class Derivation:
 
     def _stack(self, role: str, shape: tuple[int, ...], target: str) -> ExpertStack | None:
         """The linears of a tensor that holds those of all experts, by what it is called in memory; None: not known."""
-        hidden, leaf = self.axes.dims.hidden, target.removesuffix(".weight").rpartition(".")[2]
-        does = ROLES.get(leaf, "")
-        if len(shape) != 3 or self.experts or does not in ("gate", "up", "down", "gate_up"):
+        stack = ExpertStack(linears=(), joined=self.skeleton.joined.get(target))
+        hidden, does, shape = self.axes.dims.hidden, self._does_of_experts(target), stack.by_expert(shape)
+        if len(shape) != 3 or self.experts or not does:
             return None
         style = self.skeleton.style(target)
-        across = 1 if does == "down" else 2  # the dim of the hidden features, where it is not transposed
+        across = 1 if does in ("down", "o") else 2  # the dim of the hidden features, where it is not transposed
         fitting = [dim for dim in (1, 2) if shape[dim] == hidden]
         transposed = fitting == [3 - across]
-        if len(fitting) != 1 and style is not None:
+        if stack.joined is not None:  # the inner features of all
+            transposed = does == "down"
+        elif len(fitting) != 1 and style is not None:
             transposed = STYLES.get(style) != ("row" if does == "down" else "column")
         parts = role.split(".")
         root = ".".join(parts[: parts.index("experts")] if "experts" in parts else parts[:-2])
         linears = [(f"expert.{part}", f"{root}.experts.{{e}}.{part}_proj".lstrip(".")) for part in does.split("_")]
+        if stack.joined is not None:
+            linears = [(f"expert.{does}", f"{'.'.join(parts[:-1])}.{{e}}.{parts[-1]}")]
         inner = shape[3 - across if not transposed else across]
         if inner % len(linears):
             return None
         inner //= len(linears)
         small = min(inner, hidden) < SMALLEST
-        return ExpertStack(
+        return replace(
+            stack,
             linears=tuple(linears),
             transposed=transposed,
             axis=None if style is None else self.axes.features(inner),
             why=f"one of its dims is smaller than {SMALLEST}" if small else "",
         )
+
+    def _does_of_experts(self, target: str) -> str:
+        """Returns what a stack's linears do, a word of :data:`ROLES`, by its name in memory; "" where it is unknown."""
+        module, _, leaf = target.removesuffix(".weight").rpartition(".")
+        does = ROLES.get(leaf) or _OF_EXPERTS.get(leaf, "")
+        if leaf in _IN_AND_OUT:
+            inner, outer = (self.skeleton.shapes.get(f"{module}.{end}.weight", (0, 0, 0)) for end in _IN_AND_OUT)
+            if inner[1] == 2 * outer[2]:
+                return ("gate_up", "down")[_IN_AND_OUT.index(leaf)]
+            in_attention = inner[1] == outer[2] and self.axes.is_attention(f"{module}.weight")
+            return ("q", "o")[_IN_AND_OUT.index(leaf)] if in_attention else ""
+        return does if does in ("gate", "up", "down", "gate_up") else ""
 
     def _class(self, found: Found) -> str:
         return self.skeleton.modules.get(found.target.rpartition(".")[0], "")
@@ -304,7 +325,7 @@ class Derivation:
         """Returns whether it is (of) a router: by its name, or a class; one called gate only if it has an output for
         each."""
         parts = found.path.lower().split(".")
-        if "experts" in parts:
+        if "experts" in parts and "router" not in parts:  # JetMoE's experts of an attention have one below them
             return False
         above = found.target.split(".")
         depth = self.skeleton.stack.count(".") + 3  # a layer's own modules begin there

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from modelexport.errors import CheckpointError, ModelExportError, PlanError, error_text
@@ -57,6 +57,8 @@ class Skeleton:
         ignored: patterns of tensors of old checkpoints that the model does without.
         renamed: a name that any checkpoint of the model may have -> what transformers makes of it before it takes
             numbers apart.
+        joined: parameters whose dim 0 has the features of all experts of a layer, one expert behind the other -> how
+            many these are.
     """
 
     model_type: str
@@ -82,6 +84,7 @@ class Skeleton:
     ignored: tuple[str, ...]
     part_tied: bool = True
     renamed: Callable[[str], str] = str
+    joined: Mapping[str, int] = field(default_factory=dict)
 
     def style(self, target: str) -> str | None:
         """Transformers' cut of a parameter: the style of the parameter itself, or of its module."""
@@ -193,7 +196,9 @@ def read_skeleton(config: Mapping[str, Any], *, part: bool = False) -> Skeleton:
     stack, layers = _decoder_layers(model, numbers, kind)
     tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
     held = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
-    many = sum(value.shape[0] if value.ndim == 3 else 1 for value in held.values())  # a stack is taken apart
+    joined = _joined(model)
+    counts = (value.shape[0] if value.ndim == 3 else joined.get(name, 1) for name, value in held.items())
+    many = sum(counts)  # a stack is taken apart
     if many > MOST_TENSORS:
         raise CheckpointError(f"config.json makes {many:,} tensors; at most {MOST_TENSORS:,} are believed")
     saved = _on_disk(model, held)
@@ -232,7 +237,19 @@ def read_skeleton(config: Mapping[str, Any], *, part: bool = False) -> Skeleton:
         ignored=tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),
         part_tied=bool(getattr(numbers, "tie_word_embeddings", True)),
         renamed=_renaming(model),
+        joined=joined,
     )
+
+
+def _joined(model: Any) -> dict[str, int]:
+    """See ``Skeleton.joined``: by what a module of experts says of itself, as DBRX's does."""
+    found = {}
+    for name, module in model.named_modules():
+        experts, inner = _whole_of(module, "moe_num_experts"), _whole_of(module, "ffn_hidden_size")
+        for own, parameter in module.named_parameters(recurse=False):
+            if experts and inner and parameter.ndim == 2 and parameter.shape[0] == experts * inner:
+                found[f"{name}.{own}"] = experts
+    return found
 
 
 def _token_embedding(model: Any) -> Any:

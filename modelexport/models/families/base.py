@@ -20,7 +20,7 @@ MOST_DIGITS = 9
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertStack:
-    """Linears of all experts of a layer in one tensor, whose dim 0 counts the experts.
+    """Linears of all experts of a layer in one tensor, whose dim 0 counts the experts, or is theirs joined.
 
     Attributes:
         linears: (role, path) of each, the path relative to the layer's prefix and with ``{e}`` for the expert's number,
@@ -28,6 +28,8 @@ class ExpertStack:
         parameter: of theirs: ``weight`` or ``bias``.
         transposed: whether the tensor is ``[experts, in, out]``, and not ``[experts, out, in]``.
         interleaved: whether the output features are of each linear in turn, and not of one behind those of the other.
+        joined: of a tensor without a dim of its own for the experts (``[experts * out, in]``, and ``[experts * in,
+            out]`` where it is transposed): how many lie there one behind the other.
         axis: the model axis that is cut: of the output features of each, or of the input features where the role ends
             in ``.down``; None: nothing is.
         why: why they are never quantised; "" where they may be.
@@ -37,8 +39,13 @@ class ExpertStack:
     parameter: str = "weight"
     transposed: bool = False
     interleaved: bool = False
+    joined: int | None = None
     axis: str | None = None
     why: str = ""
+
+    def by_expert(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the tensor with a dim 0 that counts the experts."""
+        return shape if self.joined is None else (self.joined, shape[0] // self.joined, *shape[1:])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,8 +276,9 @@ class Family:
                 layer += _expert_linears(module, module.experts, biased)
         dimensions = self.dimensions
         if dimensions is not None:
-            counted = (module.shape[0] for module in self.layer if module.experts is not None and module.shape)
-            dimensions = replace(dimensions, experts=max(size for size in counted if isinstance(size, int)))
+            counted = ((module.experts, module.shape[0]) for module in self.layer if module.experts and module.shape)
+            counts = [stack.joined or size for stack, size in counted]
+            dimensions = replace(dimensions, experts=max(count for count in counts if isinstance(count, int)))
         return replace(self, layer=tuple(layer), dimensions=dimensions)
 
     def below(self, prefix: str, inside: str, dimensions: Dimensions, names: Collection[str]) -> Family:
@@ -360,7 +368,7 @@ def _expert_linears(module: Module, stack: ExpertStack, biased: Collection[str])
     """The linears that every expert has in place of a part of a stack."""
     for role, path in stack.linears:
         partition: Partition = "row" if role.endswith(".down") else "column"
-        out_in = [size for size in (module.shape or ()) if isinstance(size, int)][1:]
+        out_in = list(stack.by_expert(tuple(size for size in (module.shape or ()) if isinstance(size, int))))[1:]
         if stack.transposed:
             out_in.reverse()
         yield Module(

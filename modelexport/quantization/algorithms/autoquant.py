@@ -11,7 +11,6 @@ stretch of sizes staying, and it is exact but for that.
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
 
 from modelexport.errors import PlanError, UsageError
 from modelexport.quantization.algorithms.base import Algorithm, Kind
+from modelexport.quantization.calibration.cut import general
 from modelexport.settings import setting
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ __all__ = ["ALGORITHM", "STATES", "AutoQuant", "AutoQuantSettings", "choose", "p
 STATES = 1 << 14
 """Totals kept after each group."""
 
-_EXPERT = re.compile(r"(experts\.)\d+\.")
 
 Group = TypeVar("Group", bound=Hashable)
 
@@ -207,7 +206,7 @@ def _experts_together(found: Mapping[str, Mapping[str, str]]) -> dict[str, Mappi
     """The same with ``*`` for the numbers of experts that have the same format in every layer."""
     siblings: dict[str, list[str]] = {}
     for path in found:
-        siblings.setdefault(_EXPERT.sub(r"\1*.", path), []).append(path)
+        siblings.setdefault(general(path), []).append(path)
     out: dict[str, Mapping[str, str]] = {}
     for together, paths in siblings.items():
         alike = all(found[path] == found[paths[0]] for path in paths)

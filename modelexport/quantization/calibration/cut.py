@@ -22,7 +22,7 @@ ROWS = 128
 """Rows of a weight that are rounded together, counted from its first: ranks' rows begin on a multiple of it, so that
 matrix products have the same shape on any number of ranks."""
 
-_EXPERT = re.compile(r"\.experts\.\d+\.")
+_EXPERT = re.compile(r"(\bexperts\.(?:mlp\.)?)\d+(?=\.)")
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class ForwardCut:
 
 
 def general(path: str) -> str:
-    """A path within a layer with ``*`` for an expert's number."""
-    return _EXPERT.sub(".experts.*.", path)
+    """A path within a layer, or a name, with ``*`` for an expert's number."""
+    return _EXPERT.sub(r"\1*", path)
 
 
 def even_ranges(size: int, parts: int) -> list[Range]:

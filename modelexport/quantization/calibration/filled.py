@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from modelexport.quantization.calibration.cut import WHOLE, ForwardCut, ForwardShard, general
-from modelexport.quantization.calibration.model import TensorSource, is_stacked, misshapen
+from modelexport.quantization.calibration.model import TensorSource, misshapen
 from modelexport.quantization.calibration.watch import LinearRows
 
 __all__ = ["FilledLayer", "MadeOf", "Read", "fill"]
@@ -40,7 +40,8 @@ class FilledLayer:
         plain = {f"{name}.weight" for name, each in module.named_modules() if isinstance(each, nn.Linear)}
         routers = set()
         for key, parameter in module.named_parameters():
-            stacked = is_stacked(key) and self._made_of[key][0].expert is not None
+            first = self._made_of[key][0]
+            stacked = first.expert is not None and first.name.endswith(".weight")
             if not stacked and (parameter.dim() != 2 or not key.endswith(".weight")):
                 continue
             for source in self._made_of[key]:
@@ -48,9 +49,9 @@ class FilledLayer:
                 name = source.name.removesuffix(".weight")
                 path = general(name.removeprefix(self._prefix))
                 rows, share = source.span(weight.shape[0]), self._cut.share(path)
-                part = LinearRows(name, path, rows, share, source.transposed)
+                part = LinearRows(name, path, rows, share, source.is_multiplied)
                 self.products.setdefault(weight.data_ptr(), []).append(part)
-                if not is_stacked(key) and key not in plain:
+                if not stacked and key not in plain:
                     routers.add(part.name)
         self.routers = frozenset(routers)
         self.linears = tuple(part.name for parts in self.products.values() for part in parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,7 +26,6 @@ __all__ = [
     "choosing_all",
     "decoder_layers",
     "in_memory",
-    "is_stacked",
     "misshapen",
     "narrow",
     "on_disk",
@@ -49,6 +49,19 @@ _PARTS = {
     "down_proj": (("down_proj", "w2"),),
 }
 """transformers' stacked parameter -> the linears that an expert has on disk in its stead, by any of their names."""
+_NAMED_STACKS = tuple(
+    (re.compile(key), linears, transposed)
+    for key, linears, transposed in (
+        (r"(.+)\.input_linear\.weight", (r"\1.experts.{e}.gate_proj.weight", r"\1.experts.{e}.up_proj.weight"), False),
+        (r"(.+)\.output_linear\.weight", (r"\1.experts.{e}.down_proj.weight",), False),
+        (r"(.+\.experts)\.input_linear\.weight", (r"\1.{e}.q_proj.weight",), False),
+        (r"(.+\.experts)\.output_linear\.weight", (r"\1.{e}.o_proj.weight",), False),
+        (r"(.+\.experts\.mlp)\.(w1|v1)", (r"\1.{e}.\2.weight",), False),
+        (r"(.+\.experts\.mlp)\.w2", (r"\1.{e}.w2.weight",), True),
+    )
+)
+"""The same of single models, JetMoE and DBRX: the names on disk with ``{e}`` for the expert's number, and whether the
+parameter has input features ahead of output features."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +74,7 @@ class TensorSource:
         part, parts: which of how many equal ones it is along the output features of the expert.
         interleaved: whether these have features in turn, and not one behind the other.
         transposed: whether the model's tensor is ``[experts, in, out]``.
+        joined: of a model's tensor of two dims: how many experts lie in it one behind the other; 0: it has three.
     """
 
     name: str
@@ -69,6 +83,12 @@ class TensorSource:
     parts: int = 1
     interleaved: bool = False
     transposed: bool = False
+    joined: int = 0
+
+    @property
+    def is_multiplied(self) -> bool:
+        """True if layers multiply by an expert's ``[in, out]`` of it, and do not call ``F.linear``."""
+        return self.transposed or self.joined > 0
 
     def span(self, size: int) -> slice:
         """Its output features among the ``size`` of the expert."""
@@ -79,7 +99,12 @@ class TensorSource:
 
     def matrix(self, of: Tensor) -> Tensor:
         """The expert's ``[out, in]``, or bias, of the model's tensor."""
-        own = of if self.expert is None else of[self.expert]
+        own = of
+        if self.expert is not None and self.joined:
+            rows = of.shape[0] // self.joined
+            own = of[self.expert * rows : (self.expert + 1) * rows]
+        elif self.expert is not None:
+            own = of[self.expert]
         return own.t() if self.transposed else own
 
     def view(self, of: Tensor) -> Tensor:
@@ -312,6 +337,7 @@ def sources(layer: nn.Module, prefix: str, names: Collection[str]) -> dict[str, 
     empty = layer.state_dict()
     own = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
     found: dict[str, tuple[TensorSource, ...]] = {key: (TensorSource(prefix + key),) for key in empty if key in own}
+    found |= {key: named for key in empty if key not in found and (named := _named_stack(key, empty[key], prefix, own))}
     experts: dict[str, dict[tuple[int, str, str], str]] = {}
     for name in own:
         if match := _EXPERT.fullmatch(name):
@@ -348,6 +374,32 @@ def sources(layer: nn.Module, prefix: str, names: Collection[str]) -> dict[str, 
     return found
 
 
+def _named_stack(key: str, tensor: Tensor, prefix: str, names: Collection[str]) -> tuple[TensorSource, ...]:
+    """Returns what one of :data:`_NAMED_STACKS` is made of; () where it is none, or whole in the checkpoint."""
+    for pattern, linears, transposed in _NAMED_STACKS:
+        match = pattern.fullmatch(key)
+        paths = [] if match is None else [match.expand(linear) for linear in linears]
+        if match is None or not all(path.format(e=0) in names for path in paths):
+            continue
+        joined = tensor.dim() == 2
+        count = next(e for e in itertools.count() if paths[0].format(e=e) not in names) if joined else tensor.shape[0]
+        found = tuple(
+            TensorSource(
+                prefix + path.format(e=expert),
+                expert,
+                number,
+                len(paths),
+                transposed=transposed,
+                joined=count if joined else 0,
+            )
+            for expert in range(count)
+            for number, path in enumerate(paths)
+        )
+        if all(each.name.removeprefix(prefix) in names for each in found) and tensor.shape[0] % count == 0:
+            return found
+    return ()
+
+
 def _is_transposed(experts: nn.Module) -> bool:
     """Returns whether stacks of experts are ``[experts, in, out]``: what goes into the one comes out of the other."""
     said = getattr(experts, "is_transposed", None)
@@ -381,12 +433,6 @@ def choosing_all(layer: nn.Module) -> Iterator[None]:
     finally:
         for each, number in zip(routers, before, strict=True):
             each.top_k = number
-
-
-def is_stacked(key: str) -> bool:
-    """Returns whether a layer's parameter holds the weights of all its experts."""
-    match = _STACKED.fullmatch(key)
-    return match is not None and match[3] is None
 
 
 def unknown(model: nn.Module, name: str) -> PlanError:

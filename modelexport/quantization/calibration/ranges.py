@@ -8,7 +8,6 @@ memory at a time.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,15 +17,13 @@ from torch import Tensor
 
 from modelexport.errors import ValuesError
 from modelexport.quantization.calibration import static_ranges
-from modelexport.quantization.calibration.cut import ForwardCut, ForwardShard
+from modelexport.quantization.calibration.cut import ForwardCut, ForwardShard, general
 from modelexport.quantization.calibration.layers import DYNAMIC, LayerRunner, Observed
 from modelexport.quantization.calibration.statistics import InputStatistics
 from modelexport.quantization.calibration.text import LENGTH, SAMPLES, token_batches_from
 from modelexport.quantization.formats.base import NumberFormat
 
 __all__ = ["LENGTH", "SAMPLES", "Ranges", "observe", "token_batches_from"]
-
-_ONE_OF_EXPERTS = re.compile(r"(.+\.experts\.)\d+(\..+)")
 
 
 @dataclass(frozen=True)
@@ -158,10 +155,10 @@ def _of_all_experts(
 ) -> dict[str, InputStatistics]:
     """``inputs`` of the linears, with those of all of a layer's experts together for each of these."""
     found = {name: inputs[name] for name in linears if name in inputs}
-    experts: dict[tuple[str, str], list[str]] = {}
+    experts: dict[str, list[str]] = {}
     for name in linears:
-        if match := _ONE_OF_EXPERTS.fullmatch(name):
-            experts.setdefault((match[1], match[2]), []).append(name)
+        if (together := general(name)) != name:
+            experts.setdefault(together, []).append(name)
     for siblings in experts.values():
         seen = [inputs[name] for name in siblings if name in inputs]
         unseen += [name for name in siblings if name not in inputs]

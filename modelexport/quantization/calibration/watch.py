@@ -35,14 +35,14 @@ class LinearRows:
         path: within its layer, with ``*`` for an expert's number.
         rows: output features of the weight.
         share: what the rank holds of it.
-        transposed: whether it is a part of a stack that is ``[experts, in, out]``.
+        is_multiplied: whether it is a part of a stack whose layer multiplies by ``[in, out]``, without ``F.linear``.
     """
 
     name: str
     path: str
     rows: slice
     share: ForwardShard
-    transposed: bool = False
+    is_multiplied: bool = False
 
 
 @dataclass
@@ -135,7 +135,7 @@ class ShardedProducts(TorchFunctionMode):
     def _product(self, input: Tensor, other: Tensor) -> Tensor | None:
         """``input @ other``, where the second is an expert's ``[in, out]`` or a stack of them; None where it is not."""
         parts = self.products.get(other.data_ptr()) if isinstance(other, Tensor) else None
-        if parts is None or not parts[0].transposed:
+        if parts is None or not parts[0].is_multiplied:
             return None
         if other.dim() == 2:
             return self._linear(input, other.t())
