@@ -16,7 +16,7 @@ from tests.helpers.models import make_llama
 
 PYTHON = os.environ.get("MODELEXPORT_PEFT_PYTHON")
 SCRIPT = Path(__file__).with_name("peft_oracle.py")
-CASES = {case: 1 for case in ("lora", "rslora", "dora", "saved", "patterns", "embedding", "bias")} | {"several": 2}
+CASES = dict.fromkeys(("lora", "rslora", "dora", "saved", "patterns", "embedding", "bias"), 1) | {"several": 2}
 WEIGHTS = ("=0.7", "=-0.3")
 
 pytestmark = [
