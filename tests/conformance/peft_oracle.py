@@ -62,9 +62,7 @@ def main() -> None:
         if len(names) > 1:
             model.base_model.set_adapter(names)
             for weight, name in zip(WEIGHTS, names, strict=True):
-                model.base_model.set_scale(name, weight) if hasattr(model.base_model, "set_scale") else scale(
-                    model, name, weight
-                )
+                scale(model, name, weight)
             merged = model.merge_and_unload(adapter_names=names)
         else:
             merged = model.merge_and_unload()
@@ -76,8 +74,9 @@ def main() -> None:
 def scale(model: Any, adapter: str, weight: float) -> None:
     """Multiplies what an adapter adds."""
     for module in model.modules():
-        if adapter in getattr(module, "scaling", {}):
-            module.scaling[adapter] *= weight
+        scaling = getattr(module, "scaling", None)  # of an attention a number
+        if isinstance(scaling, dict) and adapter in scaling:
+            scaling[adapter] *= weight
 
 
 if __name__ == "__main__":
