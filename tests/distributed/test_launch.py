@@ -170,6 +170,7 @@ def test_when_all_wait_the_one_that_waits_longest_is_named() -> None:
     assert "every rank waits for others" in error.summary
 
 
+@pytest.mark.extended
 def test_ranks_that_ignore_sigterm_are_killed_and_reaped() -> None:
     error, events = failing(targets.resist, 2, 1)
     assert (error.rank, error.summary) == (1, "ValueError: enough")

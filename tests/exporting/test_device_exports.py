@@ -47,7 +47,7 @@ def weights(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(out.glob("*.safetensors"))}
 
 
-@pytest.mark.parametrize(("kind", "quant", "algorithm", "rest"), few(CASES, CASES[3]))
+@pytest.mark.parametrize(("kind", "quant", "algorithm", "rest"), few(CASES, CASES[4]))
 def test_the_bytes_are_those_of_the_cpu(
     kind: str, quant: str, algorithm: str, rest: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -138,7 +138,7 @@ SHARDED = [
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("kind", "how", "world", "settings"), few(SHARDED, SHARDED[0]))
+@pytest.mark.parametrize(("kind", "how", "world", "settings"), few(SHARDED))
 def test_ranks_that_hold_parts_write_the_same(
     kind: str, how: str, world: int, settings: dict[str, Any], tmp_path: Path, text: str
 ) -> None:

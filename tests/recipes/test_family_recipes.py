@@ -170,6 +170,7 @@ def test_the_commands_of_its_text_exist(family: str) -> None:
     assert shlex.split(command)[1] == f"recipes/{family}.py"
 
 
+@pytest.mark.extended
 def test_as_a_program_with_ranks(tmp_path: Path) -> None:
     """The script's own process, and rank processes of its own; a flag of the user wins over the YAML and the choice."""
     out = tmp_path / "out"

@@ -153,7 +153,7 @@ def slurm(srun: str, *arguments: str, per_node: int = 1) -> subprocess.Completed
     )
 
 
-@pytest.mark.parametrize("per_node", few([1, 2], 1))
+@pytest.mark.parametrize("per_node", few([1, 2]))
 def test_slurm_on_two_nodes(srun: str, alone: bytes, tmp_path: Path, per_node: int) -> None:
     arguments = [str(demo_model_path()), str(tmp_path / "out"), "--quant", "int8", "--no-evaluate"]
     done = slurm(srun, *arguments, per_node=per_node)

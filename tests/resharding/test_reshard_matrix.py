@@ -126,6 +126,7 @@ def test_no_format_is_forgotten() -> None:
     assert {*FORMATS, "gguf", "mxfp4"} == set(formats.formats())
 
 
+@pytest.mark.extended
 @settings(max_examples=max(1, SHARE // 4))
 @given(journeys())
 def test_every_stop_is_the_same_model(journey: tuple[LlamaShape, str, list[Stop]]) -> None:
