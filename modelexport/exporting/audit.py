@@ -15,9 +15,8 @@ from modelexport.errors import CheckpointError
 from modelexport.exporting.plan import ExportPlan, full_name
 from modelexport.inspection.verify.audit import run_audit
 from modelexport.inspection.verify.items import AuditItem, WrittenPiece
-from modelexport.models.decoded import StoredLinear
 from modelexport.models.opening import open_model
-from modelexport.models.stacked import as_written
+from modelexport.models.stacked import as_written, held
 
 
 def audit(
@@ -60,7 +59,7 @@ def audit(
             f"{len(damaged)} piece(s) read back differ from what was written: {'; '.join(damaged[:3])}; "
             f"the storage or the memory is at fault: remove {payload.parent} and run the same command again"
         )
-    rounded = {name for name, tensor in source.computed.items() if isinstance(tensor, StoredLinear)}
+    rounded = {name for name, tensor in source.computed.items() if held(tensor) is not None}
     twice = {item.name for item in items if item.source is not None and item.source.name in rounded}
     return [
         {
