@@ -15,10 +15,9 @@ from modelexport.errors import CheckpointError
 from modelexport.exporting.plan import ExportPlan, full_name
 from modelexport.inspection.verify.audit import run_audit
 from modelexport.inspection.verify.items import AuditItem, WrittenPiece
-from modelexport.models.decoded import StoredLinear
 from modelexport.models.in_memory import gather_layers, is_gathered
 from modelexport.models.opening import open_model
-from modelexport.models.stacked import as_written
+from modelexport.models.stacked import as_written, held
 
 
 def audit(
@@ -64,7 +63,7 @@ def audit(
             f"{len(damaged)} piece(s) read back differ from what was written: {'; '.join(damaged[:3])}; "
             f"the storage or the memory is at fault: remove {payload.parent} and run the same command again"
         )
-    rounded = {name for name, tensor in source.computed.items() if isinstance(tensor, StoredLinear)}
+    rounded = {name for name, tensor in source.computed.items() if held(tensor) is not None}
     twice = {item.name for item in items if item.source is not None and item.source.name in rounded}
     return [
         {

@@ -19,13 +19,13 @@ from modelexport.inspection.record.reading import read_record
 from modelexport.models import checkpoint_formats
 from modelexport.models.adapted import adapted, without_adapters
 from modelexport.models.architecture import language_config, why_no_language_model
-from modelexport.models.decoded import StoredLinear, decoded
+from modelexport.models.decoded import decoded
 from modelexport.models.draft_layers import without_drafts
 from modelexport.models.engines import Linear
 from modelexport.models.engines import warnings as engine_warnings
 from modelexport.models.in_memory import is_gathered
 from modelexport.models.opening import open_model
-from modelexport.models.stacked import experts_apart
+from modelexport.models.stacked import experts_apart, held
 from modelexport.models.structure import by_structure, check_whole
 from modelexport.models.target_plan import TargetPlan, check_source, plan_target
 from modelexport.models.ties import untie
@@ -222,9 +222,9 @@ def _second_rounding(checkpoint: Checkpoint, plan: ExportPlan) -> Iterator[str]:
     casts = {task.info.name for step in plan.steps for task in step.tasks if task.is_cast}
     linears = {name: linear for name, linear in stored.items() if name in quantised}
     counts = Counter(
-        (linear.number_format.name, name in casts)
+        (found.number_format.name, name in casts)
         for name, linear in linears.items()
-        if isinstance(linear, StoredLinear)
+        if (found := held(linear)) is not None
     )
     record = read_record(checkpoint.directory) if counts else None
     errors = {} if record is None else record.sqnr_db

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from modelexport.quantization.formats.base import NumberFormat
 
-__all__ = ["StoredLinear", "StoredStack", "decoded", "model_dtype", "stored_linear", "viewed"]
+__all__ = ["ScaledStack", "StoredLinear", "StoredStack", "decoded", "model_dtype", "stored_linear", "viewed"]
 
 _AT_ONCE = 1 << 20
 """Weights that are decoded at a time: with all that is made of them on the way, they fit the cache of a core."""
@@ -182,6 +182,61 @@ class StoredStack:
         return found
 
 
+@dataclass(frozen=True)
+class ScaledStack:
+    """Weights of all experts of a layer in one tensor of quantised numbers, with one scale for them all.
+
+    Attributes:
+        method: its quantisation method.
+        number_format: what it holds.
+        stored: where the numbers lie, in the weights' own shape.
+        scales: suffix -> where a linear's other tensors lie, of one number each.
+        weight: the stack of weights, which lies nowhere.
+    """
+
+    method: str
+    number_format: NumberFormat | ReadOnlyNumbers
+    stored: TensorInfo
+    scales: Mapping[str, TensorInfo]
+    weight: TensorInfo
+
+    @property
+    def sources(self) -> Collection[TensorInfo]:
+        """The tensors that hold it."""
+        return (self.stored, *self.scales.values())
+
+    def read(self, reader: Reader, rows: Range, cols: Range, out: Tensor | None = None) -> Tensor:
+        """Some experts, and of dim 1 a part, decoded in float32 and rounded to the stack's dtype.
+
+        Raises:
+            CheckpointError: a file cannot be read, or its values mean nothing.
+        """
+        stored = reader.read_stored(self.stored, rows=rows, cols=cols)
+        weight = self.decoded(reader, stored.flatten(0, -2)).view(stored.shape)
+        return weight if out is None else out.copy_(weight)
+
+    def decoded(self, reader: Reader, stored: Tensor) -> Tensor:
+        """Some of the numbers, ``[rows, columns]`` of any part of the stack, in the weights' dtype.
+
+        Raises:
+            CheckpointError: they or the scales mean nothing.
+        """
+        import torch
+
+        from modelexport.quantization import decoding
+
+        shape = (stored.shape[0], stored.shape[1])
+        scales = {suffix: reader.read_stored(info) for suffix, info in self.scales.items()}
+        weight = torch.empty(shape, dtype=torch_dtype(self.weight.dtype))
+        try:
+            decoding.check_stored({"weight": stored, **scales}, shape)
+            return decoding.dequantise(
+                self.method, self.number_format, {"weight": stored, **scales}, WeightSlice.whole(shape), weight
+            )
+        except CheckpointError as error:
+            raise type(error)(f"{self.weight.name}: {error}") from error
+
+
 def decoded(checkpoint: Checkpoint) -> Checkpoint:
     """The plain model that a quantised checkpoint stands for; an unquantised one is returned as it is.
 
@@ -217,6 +272,13 @@ def decoded(checkpoint: Checkpoint) -> Checkpoint:
             computed[stack.weight.name] = stack
             placements |= stack.placements
         if module.scheme is None:
+            continue
+        if module.place.module.experts is not None:
+            scaled = _scaled_stack(module, module.scheme, dtype)
+            for info in scaled.sources:
+                del infos[info.name]
+            infos[scaled.weight.name] = scaled.weight
+            computed[scaled.weight.name] = scaled
             continue
         try:
             linear = stored_linear(
@@ -267,6 +329,20 @@ def _decoded_stack(
         linear = TensorInfo(f"{name}[{e}]", dtype, out_in, Path(), 0, tensor_nbytes(dtype, out_in))
         experts.append(StoredLinear(scheme.method, number_format, tensors, axes, linear, exact))
     return StoredStack(tuple(experts), weight, module.experts.transposed, placements)
+
+
+def _scaled_stack(matched: MatchedModule, scheme: Scheme, dtype: str) -> ScaledStack:
+    """A stack of experts that has one scale.
+
+    Raises:
+        CheckpointError: no number format of ours holds such weights.
+    """
+    parameter = matched.place.module.parameter
+    stored = matched.tensors[parameter]
+    scales = {name.removeprefix(f"{parameter}_"): info for name, info in matched.tensors.items() if name != parameter}
+    number_format, _ = _held(matched.place.name, scheme, scales)
+    weight = TensorInfo(stored.name, dtype, stored.shape, Path(), 0, tensor_nbytes(dtype, stored.shape))
+    return ScaledStack(scheme.method, number_format, stored, scales, weight)
 
 
 def model_dtype(matched: Matched) -> str:

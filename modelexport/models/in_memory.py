@@ -105,6 +105,7 @@ class MemoryTensor:
         layer: what it is a part of.
         name: its own.
         expert: of a stack, which expert's it is; None: the whole.
+        experts: of a stack, how many there are: along its first dim, or along that and their rows.
         start, step: the first of the expert's output features in the stack, and how many further the next one is.
         transposed: whether the stack has input features ahead of output features.
     """
@@ -112,6 +113,7 @@ class MemoryTensor:
     layer: Layer
     name: str
     expert: int | None = None
+    experts: int = 1
     start: int = 0
     step: int = 1
     transposed: bool = False
@@ -121,7 +123,8 @@ class MemoryTensor:
         """See :class:`~modelexport.checkpoints.safetensors.reader.ComputedTensor`."""
         tensor = self.layer.tensors()[self.name]
         if self.expert is not None:
-            tensor = tensor[self.expert]
+            joined = tensor.shape[0] != self.experts
+            tensor = (tensor.unflatten(0, (self.experts, -1)) if joined else tensor)[self.expert]
             if self.transposed and tensor.dim() > 1:
                 tensor = tensor.t()
             tensor = tensor[self.start :: self.step]

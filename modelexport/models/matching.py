@@ -174,15 +174,23 @@ class ModelDescription:
         """
         module, scheme = place.module, None
         if self.quantization is not None:
-            if (stack := self._quantised_stack(module, self.quantization)) is not None:
+            if (stack := self._quantised_stack(place, self.quantization)) is not None:
                 return stack
             scheme = self.quantization.scheme_of_kind(place.name, module.kind)
         return self._known(module, scheme)
 
-    def _quantised_stack(self, module: Module, quantization: QuantizationConfig) -> ExpectedModule | None:
+    def _quantised_stack(self, place: Place, quantization: QuantizationConfig) -> ExpectedModule | None:
         """The tensors of a stack of experts by methods that quantise stacks; None: it is no stack, or they do not."""
-        specs_of = getattr(methods()[quantization.method], "stack_specs", None)
-        if specs_of is None or module.experts is None or module.experts.parameter != "weight":
+        module, method = place.module, methods()[quantization.method]
+        specs_of, scaled_of = getattr(method, "stack_specs", None), getattr(method, "scaled_stack_specs", None)
+        if module.experts is None or module.experts.parameter != "weight":
+            return None
+        if scaled_of is not None and module.experts.transposed:
+            scheme = quantization.scheme_of(place.name)
+            scaled = None if scheme is None else scaled_of(scheme, self.dimensions.weight_shape(module))
+            named = {f"{module.parameter}{ending}": spec for ending, spec in (scaled or {}).items()}
+            return ExpectedModule(scheme, named, {}) if named else None
+        if specs_of is None:
             return None
         experts, *sizes = module.experts.by_expert(self.dimensions.weight_shape(module))
         rows, columns = reversed(sizes) if module.experts.transposed else sizes
@@ -395,8 +403,9 @@ def _root(family: Family, name: str) -> str:
 
 def _is_plain(place: Place, expected: ExpectedModule, infos: Mapping[str, TensorInfo]) -> bool:
     """Returns whether a module has a floating-point weight, and nothing that its scheme would have besides."""
-    weight = infos.get(place.tensor("weight"))
-    others = {*expected.required, *expected.optional} - {"weight", "bias"}
+    parameter = place.module.parameter
+    weight = infos.get(place.tensor(parameter))
+    others = {*expected.required, *expected.optional} - {parameter, "bias"}
     return weight is not None and weight.dtype in FLOATS and not any(place.tensor(each) in infos for each in others)
 
 

@@ -15,7 +15,7 @@ from modelexport.checkpoints.safetensors.file import Checkpoint, Reader, TensorI
 from modelexport.checkpoints.safetensors.placement import Placement, whole_place
 from modelexport.errors import CheckpointError, PlanError
 from modelexport.models.architecture import family_of, read_dimensions
-from modelexport.models.decoded import StoredLinear, StoredStack, decoded
+from modelexport.models.decoded import ScaledStack, StoredLinear, StoredStack, decoded
 from modelexport.models.families.base import ExpertStack, Module
 from modelexport.models.in_memory import MemoryTensor
 from modelexport.models.matching import ModelDescription, too_many_blocks
@@ -25,7 +25,9 @@ from modelexport.sharding.plan import Range
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["TransposedLinear", "apart_as", "as_written", "experts_apart"]
+    from modelexport.checkpoints.safetensors.reader import ComputedTensor
+
+__all__ = ["TransposedLinear", "apart_as", "as_written", "experts_apart", "held"]
 
 
 @dataclass(frozen=True)
@@ -35,16 +37,18 @@ class TransposedLinear:
     Attributes:
         stored: what lies there: ``[in, out of all the expert's linears]``.
         start, step: the first of its output features among those, and how many further the next one is.
+        scaled: the stack, where its numbers are quantised.
     """
 
     stored: TensorInfo
     start: int
     step: int
+    scaled: ScaledStack | None = None
 
     @property
     def sources(self) -> tuple[TensorInfo, ...]:
-        """The tensor that it is read from."""
-        return (self.stored,)
+        """The tensors that it is read from."""
+        return (self.stored, *(() if self.scaled is None else self.scaled.scales.values()))
 
     def read(self, reader: Reader, rows: Range, cols: Range, out: Tensor | None = None) -> Tensor:
         """Rows and columns of it, in its dtype.
@@ -55,7 +59,8 @@ class TransposedLinear:
         first = self.start + self.step * rows[0]
         last = self.start + self.step * (rows[1] - 1) + 1 if rows[1] > rows[0] else first
         found = reader.read_stored(self.stored, rows=cols, cols=(first, last))
-        return found[:, :: self.step].t().contiguous()
+        weight = found[:, :: self.step].t().contiguous()
+        return weight if self.scaled is None else self.scaled.decoded(reader, weight)
 
 
 def experts_apart(checkpoint: Checkpoint) -> Checkpoint:
@@ -89,8 +94,10 @@ def experts_apart(checkpoint: Checkpoint) -> Checkpoint:
             for own, tensor in _memory_linears(stack, info, whole, transposed=stack.experts.transposed != swapped):
                 infos[own.name], computed[own.name] = own, tensor
             continue
-        places = placements.pop(name, None) or (whole_place(info),)
-        for linear in _linears(stack, info, places, transposed=stack.experts.transposed != swapped):
+        scaled = whole if isinstance(whole, ScaledStack) else None
+        lies = info if scaled is None else scaled.stored
+        places = placements.pop(name, None) or (whole_place(lies),)
+        for linear in _linears(stack, lies, places, transposed=stack.experts.transposed != swapped, scaled=scaled):
             infos[linear.info.name] = linear.info
             if linear.computed is None:
                 placements[linear.info.name] = linear.places
@@ -127,11 +134,18 @@ def as_written(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
     infos: dict[str, TensorInfo] = {}
     for name, info in apart.infos.items():
         linear = apart.computed.get(name)
-        own = linear.sources if isinstance(linear, StoredLinear) else (info,)
+        own = (info,) if linear is None or held(linear) is None else linear.sources
         infos |= {each.name: each for each in own}
     if infos.keys().isdisjoint(set(names) - checkpoint.infos.keys()):
         return checkpoint
     return replace(checkpoint, infos=infos, placements=apart.placements)
+
+
+def held(computed: ComputedTensor | None) -> StoredLinear | ScaledStack | None:
+    """Returns the quantised tensors that a weight is decoded from; None where it is made of others."""
+    if isinstance(computed, TransposedLinear):
+        return computed.scaled
+    return computed if isinstance(computed, StoredLinear) else None
 
 
 @dataclass(frozen=True)
@@ -187,9 +201,11 @@ def _is_swapped(module: Module, shape: tuple[int, ...], info: TensorInfo) -> boo
     return module.either_way and info.shape != shape
 
 
-def _linears(stack: _Stack, info: TensorInfo, places: Sequence[Placement], *, transposed: bool) -> Iterator[_OfOne]:
+def _linears(
+    stack: _Stack, info: TensorInfo, places: Sequence[Placement], *, transposed: bool, scaled: ScaledStack | None
+) -> Iterator[_OfOne]:
     """The weights or biases that a stack holds, expert by expert."""
-    experts = stack.experts
+    experts, dtype = stack.experts, info.dtype if scaled is None else scaled.weight.dtype
     is_bias = experts.parameter == "bias"
     number_of_experts, *sizes = experts.by_expert(info.shape)
     each = tuple(sizes)
@@ -206,9 +222,9 @@ def _linears(stack: _Stack, info: TensorInfo, places: Sequence[Placement], *, tr
         for number, (_, path) in enumerate(experts.linears):
             start = number if experts.interleaved else number * count
             name = f"{stack.prefix}{path.format(e=e)}.{experts.parameter}"
-            linear = TensorInfo(name, info.dtype, shape, info.path, 0, tensor_nbytes(info.dtype, shape))
+            linear = TensorInfo(name, dtype, shape, info.path, 0, tensor_nbytes(dtype, shape))
             if transposed and not is_bias:
-                yield _OfOne(linear, own, TransposedLinear(stored, start, step))
+                yield _OfOne(linear, own, TransposedLinear(stored, start, step, scaled))
             else:
                 yield _OfOne(linear, _rows(own, start, step, count))
 
@@ -218,9 +234,11 @@ def _memory_linears(
 ) -> Iterator[tuple[TensorInfo, MemoryTensor]]:
     """As :func:`_linears`, of a stack that is in memory."""
     experts = stack.experts
-    out_in = info.shape[1:][::-1] if transposed and experts.parameter != "bias" else info.shape[1:]
+    number_of_experts, *sizes = experts.by_expert(info.shape)
+    out_in = tuple(sizes[::-1] if transposed and experts.parameter != "bias" else sizes)
     count = out_in[0] // len(experts.linears)
-    for e in range(info.shape[0]):
+    whole = replace(whole, experts=number_of_experts)
+    for e in range(number_of_experts):
         for number, (_, path) in enumerate(experts.linears):
             start, step = (number, len(experts.linears)) if experts.interleaved else (number * count, 1)
             shape = (count, *out_in[1:])

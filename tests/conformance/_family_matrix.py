@@ -192,6 +192,8 @@ def compare(wanted: Any, found: Any, expected: torch.Tensor, got: torch.Tensor, 
     """What differs, or "": weights must not, logits not more than the rounding of inputs allows."""
     parameters = dict(found.named_parameters())
     for name, parameter in wanted.named_parameters():
+        if name not in parameters and (stack := stack_of(name, parameters)) is not None:
+            parameters[name] = stack
         if name not in parameters:
             return f"{name} is missing"
         if not torch.equal(parameters[name].bfloat16(), parameter.bfloat16()):
@@ -202,6 +204,17 @@ def compare(wanted: Any, found: Any, expected: torch.Tensor, got: torch.Tensor, 
     worst = float(difference.amax(-1).median())  # of tokens: one or two may go to another expert
     allowed = LOGITS[quant] * scale
     return "" if worst <= allowed else f"logits differ by {worst:.3g}, more than {allowed:.3g}"
+
+
+def stack_of(name: str, parameters: dict[str, Any]) -> torch.Tensor | None:
+    """A stack of experts of Llama 4, of which transformers makes linears where a checkpoint is quantised."""
+    root, _, leaf = name.rpartition(".")
+    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(leaf, ())
+    experts = []
+    while parts and f"{root}.{len(experts)}.{parts[0]}.weight" in parameters:
+        own = [parameters[f"{root}.{len(experts)}.{part}.weight"].t() for part in parts]
+        experts.append(torch.cat(own, dim=1))
+    return torch.stack(experts) if experts else None
 
 
 def load(model_type: str, directory: Path, **settings: Any) -> Any:

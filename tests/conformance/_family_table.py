@@ -22,9 +22,9 @@ _BY_EXPERT = (
 LIMITS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
         ("int8", "int4"),
-        r"feed_forward\.experts\.\d+\.",
-        "transformers takes the stacked experts of Llama 4 apart as soon as a checkpoint is quantised, and expects "
-        "them apart in its files, too",
+        _BY_EXPERT,
+        "transformers has these experts of a layer in one tensor, in its files too, and does not read them one by one, "
+        "as they are quantised",
     ),
     (
         ("int8", "int4"),
@@ -42,12 +42,6 @@ LIMITS: tuple[tuple[tuple[str, ...], str, str], ...] = (
         r"can only have one to many",
         "transformers takes fused linears apart as it loads them, and cannot once a checkpoint has a "
         "quantization_config, even where they are not quantised",
-    ),
-    (
-        ("int8", "int4"),
-        _BY_EXPERT,
-        "transformers has these experts of a layer in one tensor, in its files too, and does not read them one by one, "
-        "as they are quantised",
     ),
 )
 

@@ -33,6 +33,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen3_5_moe", "int4", {"group_size": 32, "algorithm": "gptq"}),
     ("gpt_oss", "int4", {"group_size": 32}),
     ("granitemoe", "fp8", {}),
+    ("dbrx", "int4", {"group_size": 32}),
     ("llama4", "none", {}),
     ("deepseek_v3", "fp8-block", {"format": "fp8-block"}),
     ("gemma3", "int4", {"group_size": 32}),

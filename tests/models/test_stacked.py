@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from modelexport.checkpoints.safetensors.file import Checkpoint, Reader
-from modelexport.errors import CheckpointError, PlanError
-from modelexport.exporting import export
+from modelexport.errors import CheckpointError, PlanError, RankFailedError
+from modelexport.exporting import convert, export
 from modelexport.inspection.diff import diff_checkpoints
 from modelexport.inspection.evaluate.models import PlainTensors
 from modelexport.inspection.evaluate.streaming import through_layers
@@ -349,3 +349,78 @@ def test_the_published_format_is_written_expert_by_expert(tmp_path: Path) -> Non
 def test_the_published_format_holds_experts_alone(quant: str, says: str, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=says):
         export(model=str(tiny_checkpoint("gpt_oss")), quant=quant, format="mxfp4", out=str(tmp_path / "out"))
+
+
+# ------------------------------------------------------------------------- FP8 with one scale
+
+
+STACKED_FP8 = {
+    "quant_algo": "FP8",
+    "quant_method": "modelopt",
+    "ignore": ["*self_attn*", "*shared_expert*", "*router*", "*lm_head*", "*vision*", "*projector*"],
+}
+
+
+def fp8(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """ModelOpt's tensors of Llama 4's experts: stacks of numbers, and one scale for each."""
+    found = dict(tensors)
+    for name, tensor in tensors.items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            scale = tensor.float().abs().amax() / 448
+            found[name] = (tensor.float() / scale).to(torch.float8_e4m3fn)
+            found[f"{name}_weight_scale"], found[f"{name}_input_scale"] = scale, torch.tensor(0.5)
+    return found
+
+
+def by_expert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same expert by expert, as ModelOpt has linears."""
+    stacks = fp8(tensors)
+    found = by_hand("llama4", {name: tensor for name, tensor in stacks.items() if not name.endswith("put_scale")})
+    for name in [name for name in found if name.endswith("_weight_scale")]:
+        scale, root = found.pop(name), name.rpartition(".")[0]
+        parts = ("down_proj",) if "down_proj" in name else ("gate_proj", "up_proj")
+        for linear in (f"{root}.{e}.{part}" for e in range(EXPERTS) for part in parts):
+            found[f"{linear}.weight_scale"], found[f"{linear}.input_scale"] = scale.clone(), torch.tensor(0.5)
+    return {name: tensor for name, tensor in found.items() if not name.endswith("proj_input_scale")}
+
+
+def scaled(tensors: Callable[[dict[str, Tensor]], dict[str, Tensor]], target: Path) -> Path:
+    return copy_checkpoint(
+        tiny_checkpoint("llama4_text"), target, tensors=tensors, config={"quantization_config": STACKED_FP8}
+    )
+
+
+def test_stacks_in_fp8_are_decoded(tmp_path: Path) -> None:
+    """And taken apart to the same as ModelOpt's linears of each expert."""
+    source = tiny_checkpoint("llama4_text")
+    stacked, one_by_one = scaled(fp8, tmp_path / "stacked"), scaled(by_expert, tmp_path / "apart")
+    for name, directory in (("a", stacked), ("b", one_by_one)):
+        export(model=str(directory), quant="int4:32", out=str(tmp_path / name), evaluate=False, quiet=True)
+    assert weights(tmp_path / "a") == weights(tmp_path / "b")
+    assert verify_checkpoint(tmp_path / "a", stacked).ok
+    stored = fp8(load_file(source / "model.safetensors"))
+    name = "model.layers.1.feed_forward.experts.gate_up_proj"
+    with Reader(checkpoint := decoded(open_model(stacked))) as reader:
+        part = reader.read(checkpoint.infos[name], rows=(1, 3), cols=(33, 70))
+    wanted = (stored[name].float() * stored[f"{name}_weight_scale"]).bfloat16()
+    assert torch.equal(part, wanted[1:3, 33:70])
+
+
+def test_stacks_that_are_not_quantised_in_such_a_checkpoint(tmp_path: Path) -> None:
+    export(model=str(scaled(dict, tmp_path / "plain")), quant="int4:32", out=str(tmp_path / "a"), quiet=True)
+    export(model=str(tiny_checkpoint("llama4_text")), quant="int4:32", out=str(tmp_path / "b"), quiet=True)
+    assert weights(tmp_path / "a") == weights(tmp_path / "b")
+
+
+def test_a_scale_that_is_not_a_number_is_named(tmp_path: Path) -> None:
+    def damaged(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        name = "model.layers.0.feed_forward.experts.down_proj_weight_scale"
+        return {**fp8(tensors), name: torch.tensor(float("nan"))}
+
+    with pytest.raises(RankFailedError, match=r"experts\.down_proj: weight_scale holds NaN"):
+        export(model=str(scaled(damaged, tmp_path / "source")), quant="int8", out=str(tmp_path / "out"), quiet=True)
+
+
+def test_stacks_in_fp8_are_not_converted(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"experts of a layer are quantised in one tensor.*--quant fp8-static"):
+        convert(str(scaled(fp8, tmp_path / "source")), out=str(tmp_path / "out"), format="hf", quiet=True)

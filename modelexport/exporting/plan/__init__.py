@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ExportPlan", "ExportStep", "OutputTensor", "TensorTask", "build_plan", "full_name", "why_untied"]
 
+_SAME_BY_EXPERT = "mxfp4-wo writes the same numbers"
 _VOCABULARY = ("head", "embedding")
 SLAB_BYTES = 64 << 20  # an embedding larger than this is exported in slabs of rows, to bound memory
 
@@ -283,10 +284,11 @@ class _Planner:
 
     def _module_tasks(self, matched: MatchedModule) -> list[TensorTask]:
         place, module, linear = matched.place, matched.place.module, None
-        if matched.scheme is None and module.parameter not in matched.tensors:
+        if module.experts is not None and (matched.scheme is not None or module.parameter not in matched.tensors):
+            instead = "fp8-static, calibrated, quantises them" if matched.scheme is not None else _SAME_BY_EXPERT
             self.format_problems.setdefault(
-                "all experts of a layer are quantised in one tensor, which convert cannot write otherwise: --quant "
-                "mxfp4-wo writes the same numbers expert by expert",
+                f"all experts of a layer are quantised in one tensor, which convert cannot write otherwise: --quant "
+                f"{instead} expert by expert",
                 {},
             )[f"*.{module.general_path}"] = None
             return []

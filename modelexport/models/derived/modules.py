@@ -29,6 +29,7 @@ _USED_DIRECTLY = {  # the end of a linear's name -> why it stays
 SMALLEST = 32  # features: with fewer, what a group saves goes into its scale
 _OUTSIDE = "outside of the language model's decoder layers"
 _STACK = "all experts of a layer in one tensor: what quantises linears does not reach into it"
+_SHARED = "shared experts in one tensor, of another number than those of a layer that are picked"
 _CHANGED = "transformers takes its numbers apart as it loads them, which numbers in groups do not outlive"
 _WIDE = "transformers computes with it in float32"
 
@@ -255,11 +256,12 @@ class Derivation:
             joined = self.skeleton.joined.get(target) if whole else None
             stacked = whole and not joined and shape[0] == self.most_experts
             saved = f"{self.prefix}.{found.layer}.{role}"
+            why = _SHARED if "shared" in role and whole and len(shape) == 3 and not stacked else _STACK
             module = replace(
                 module,
                 stacked=stacked,
                 either_way=saved in self.skeleton.either_way,
-                why=_STACK if self._is_large(shape) and "bias" not in name else "",
+                why=why if self._is_large(shape) and "bias" not in name else "",
                 experts=self._stack(role, shape, target) if stacked or joined else None,
             )
         elif self._is_large(shape):

@@ -217,6 +217,18 @@ def tensor_specs(scheme: Scheme, shape: tuple[int, int]) -> dict[str, StoredTens
     return tensors
 
 
+def scaled_stack_specs(scheme: Scheme, shape: tuple[int, ...]) -> dict[str, StoredTensorSpec] | None:
+    """The tensors that hold the weights of all experts of a layer, ``[experts, in, out]``, with one scale for them all:
+    ending of the parameter's name -> what it is. None where modelopt has no such stacks.
+
+    So are the experts of Llama 4, by whose names vLLM's loader asks for them (``mllama4.py``).
+    """
+    if scheme.format != "FP8":
+        return None
+    one = StoredTensorSpec(("F32",), ((), (1,)))
+    return {"": StoredTensorSpec(("F8_E4M3",), (shape,)), "_weight_scale": one, "_input_scale": one}
+
+
 def _scale_promise(weights: Mapping[str, Any], shape: tuple[int, int]) -> StoredTensorSpec:
     rows, cols = shape
     strategy, size = weights["strategy"], weights.get("group_size") or 1
