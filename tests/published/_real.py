@@ -348,7 +348,7 @@ def planned(name: str, repository: str, directory: Path) -> ExportResult:
 
 
 def weights(plan: ExportResult) -> int:
-    """How many weights a plan has; two bytes each where no tensor of a module is named so, as of DBRX's experts."""
+    """How many weights a plan has; two bytes each where no tensor of a module is named so, as of stacks that stay."""
     return sum(row.weights or row.nbytes // 2 for row in plan.rows)
 
 
