@@ -36,10 +36,12 @@ def round_rows(linear: CalibratedLinear, plan: ColumnPlan, tensors: dict[str, Te
     assert linear.rows[0] % ROWS == 0, f"{linear.name}: rows from {linear.rows[0]} on"
     weight, grid = linear.weight, linear.number_format.grid(tensors)
     values = torch.empty_like(weight)
+    # What is done column by column costs a GPU as much for a few rows as for all.
+    together = ROWS if weight.device.type == "cpu" else max(ROWS, len(weight))
 
     def work(part: slice) -> None:
-        for start in range(part.start, part.stop, ROWS):
-            rows = slice(start, min(part.stop, start + ROWS))
+        for start in range(part.start, part.stop, together):
+            rows = slice(start, min(part.stop, start + together))
             values[rows] = _rounded(weight[rows], grid.part(rows), plan)
 
     kernels.split_rows(weight, work, ROWS)
@@ -47,7 +49,7 @@ def round_rows(linear: CalibratedLinear, plan: ColumnPlan, tensors: dict[str, Te
 
 
 def _rounded(weight: Tensor, grid: Grid, plan: ColumnPlan) -> Tensor:
-    """Some rows, rounded. Matrix products are of the same shape wherever the weight was cut."""
+    """Some rows, rounded. Products are of :data:`ROWS` of them: of the same shape wherever the weight was cut."""
     factor, order = plan.factor, plan.order
     columns = weight.t()[order]
     step, zero = grid.step.t().contiguous(), None if grid.zero is None else grid.zero.t().contiguous()
@@ -57,7 +59,9 @@ def _rounded(weight: Tensor, grid: Grid, plan: ColumnPlan) -> Tensor:
     for stop in range(len(order), 0, -plan.block):
         part = slice(max(0, stop - plan.block), stop)
         divisor = pivots[part]
-        carried = (factor[stop:, part].t() @ errors[stop:]) / divisor.unsqueeze(1)
+        behind = factor[stop:, part].t()
+        products = [behind @ some.contiguous() for some in errors[stop:].split(ROWS, dim=1)]
+        carried = (products[0] if len(products) == 1 else torch.cat(products, dim=1)) / divisor.unsqueeze(1)
         within, scales = factor[part, part] / divisor, scale_of[part]
         given = (columns[part], carried, within, scales, step, zero)
         round_back(*given, grid.storage, grid.low, grid.high, rounded[part])
