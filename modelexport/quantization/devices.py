@@ -50,15 +50,16 @@ def chosen(name: str, *, calibrated: bool) -> str:
     import torch
 
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    usable = found is not None and found.type != "mps"  # which has no float64, in which errors are summed
     if name == AUTO:
-        return CPU if found is None or found.type == "mps" else found.type  # no float64 on these
+        return found.type if found is not None and usable else CPU
     kind, _, index = name.partition(":")
-    count = torch.accelerator.device_count() if found is not None and found.type == kind else 0
+    count = torch.accelerator.device_count() if found is not None and usable and found.type == kind else 0
     if not count or int(index or 0) >= count:
         seen = "none" if found is None else f"{torch.accelerator.device_count()} of {found.type}"
         raise UsageError(
-            f"--device {name}: torch {torch.__version__} sees no such device ({seen}): leave it out, or type --device "
-            f"{CPU}"
+            f"--device {name}: torch {torch.__version__} sees no such device with float64 ({seen}): leave it out, or "
+            f"type --device {CPU}"
         )
     return name
 
