@@ -18,7 +18,7 @@ from modelexport.exporting.prepare import PreparedExport, check_early, prepare, 
 from modelexport.exporting.run import job_of, rank_class_of
 from modelexport.layers import LayerConfig
 from modelexport.models import checkpoint_formats
-from modelexport.models.in_memory import is_in_memory, opened
+from modelexport.models.in_memory import forget_layers, is_in_memory, opened
 from modelexport.quantization.methods import QUANTIZATION_KEYS
 from modelexport.recipe import ExportRecipe
 
@@ -107,6 +107,7 @@ class QuantisedTensors:
                     for queue, slot in quantised.slots:
                         queue.put(slot)
                 yield from found
+        forget_layers()
 
 
 def _whole(layer: LayerConfig, waiting: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -30,7 +30,7 @@ from modelexport.system.small_files import LARGEST_CONFIG, LARGEST_JSON, read_js
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["MemoryTensor", "gather_layers", "is_gathered", "is_in_memory", "opened"]
+__all__ = ["MemoryTensor", "forget_layers", "gather_layers", "is_gathered", "is_in_memory", "opened"]
 
 LABEL = "a model in memory"
 _TOKENIZER = ("*token*.json", "*.model", "vocab*", "merges.txt", "chat_template*", "*processor_config.json")
@@ -90,6 +90,11 @@ def gather_layers(checkpoint: Checkpoint, names: Iterable[str]) -> None:
     _converted_layers.clear()
     for layer in layers:
         layer.gather()
+
+
+def forget_layers() -> None:
+    """Lets go of the tensors that were converted last."""
+    _converted_layers.clear()
 
 
 def is_gathered(checkpoint: Checkpoint) -> bool:
@@ -162,7 +167,10 @@ def opened(model: Any, config: Any = None, tokenizer: Any = None) -> Iterator[So
         content = read_json(directory / "config.json", largest=LARGEST_CONFIG)
         if content.get("quantization_config"):
             raise UsageError(f"{LABEL} is quantised: give the directory that it was loaded from")
-        yield Source(directory, LABEL, checkpoint=_checkpoint(directory, model, content))
+        try:
+            yield Source(directory, LABEL, checkpoint=_checkpoint(directory, model, content))
+        finally:
+            forget_layers()
 
 
 def _write_config(directory: Path, model: Any, own: Any) -> None:

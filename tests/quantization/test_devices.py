@@ -74,4 +74,5 @@ def test_the_device_that_a_setting_means() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.splitlines()
     assert [line.partition(": torch")[0] for line in lines] == ["--device fakegpu:1", "--device cuda"]
-    assert all("sees no such device with float64 (1 of fakegpu): leave it out, or type --device cpu" in line for line in lines)
+    words = "sees no such device with float64 (1 of fakegpu): leave it out, or type --device cpu"
+    assert all(words in line for line in lines)
