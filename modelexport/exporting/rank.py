@@ -145,11 +145,12 @@ class RankExport:
     Args:
         writer: takes the layers; it is closed with this.
         beside: the directory that keeps what a run needs that resumes this one; None: it is not resumed.
+        alone: whether other ranks, if there are any, have no part in it.
     """
 
-    def __init__(self, job: RankJob, writer: LayerWriter, beside: Path | None = None) -> None:
+    def __init__(self, job: RankJob, writer: LayerWriter, beside: Path | None = None, *, alone: bool = False) -> None:
         self.job, self.writer, self.beside = job, writer, beside
-        self.rank, self.world = collectives.get_rank(), collectives.get_world_size()
+        self.rank, self.world = (0, 1) if alone else (collectives.get_rank(), collectives.get_world_size())
         self.device = devices.of_rank(job.recipe.device, int(os.environ.get("LOCAL_RANK", self.rank)))
         self.method = of_method(job.plan.method)
         self.ranges = Ranges({}, {}, {})

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from modelexport.distributed import collectives
 from modelexport.errors import UsageError
 from modelexport.exporting.prepare import PreparedExport, check_early, prepare, quantization_files
 from modelexport.exporting.run import job_of, rank_class_of
@@ -41,7 +42,8 @@ def quantise(model: Any = None, *, config: Any = None, tokenizer: Any = None, **
 
     Returns:
         An iterable of (name, tensor), each once, on the CPU, in memory of its own; at no time is more of the model
-        in memory than a few layers. It has the ``config`` (config.json) of the quantised checkpoint, too.
+        in memory than a few layers. It has the ``config`` (config.json) of the quantised checkpoint, too. Of DTensors
+        every rank iterates, and gets all of the tensors.
 
     Raises:
         UsageError, CheckpointError, PlanError: as :func:`~modelexport.export`; some of them while it is iterated.
@@ -95,11 +97,17 @@ class QuantisedTensors:
         self._prepared, self._files = prepared, files
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        if self._prepared.is_calibrated and collectives.get_world_size() > 1:
+            raise UsageError(
+                f"this process is one of {collectives.get_world_size()} ranks, and quantise() calibrates in one "
+                "process: choose what needs no calibration, or call modelexport.export()"
+            )
         job = job_of(self._prepared, {})
-        with rank_class_of(self._prepared)(job, _NoFiles()) as rank:
+        with rank_class_of(self._prepared)(job, _NoFiles(), alone=True) as rank:
             rank.begin()
             waiting: dict[str, Tensor] = {}
             for step in rank.steps:
+                rank.gather(step)
                 quantised = rank.quantise(step, rank.read(step))
                 try:
                     found = list(_whole(quantised.layer, waiting))

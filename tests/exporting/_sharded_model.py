@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -50,7 +51,12 @@ def main() -> None:
     model = sharded(getattr(transformers, architecture).from_pretrained(source, dtype=torch.bfloat16), how)
     assert sum(isinstance(tensor, DTensor) for tensor in model.state_dict().values()) > 10
     try:
-        modelexport.export(model=model, tp=distributed.get_world_size(), out=out, quiet=True, **json.loads(settings))
+        if settings.startswith("quantise "):
+            tensors = dict(modelexport.quantise(model=model, **json.loads(settings.removeprefix("quantise "))))
+            save_file(tensors, f"{out}-{distributed.get_rank()}.safetensors")
+        else:
+            tp = distributed.get_world_size()
+            modelexport.export(model=model, tp=tp, out=out, quiet=True, **json.loads(settings))
     except modelexport.UsageError as error:
         print(f"REFUSED {error}")
     distributed.destroy_process_group()

@@ -103,14 +103,14 @@ def test_what_is_refused(settings: dict[str, Any], words: str, tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-def by_ranks(world: int, source: Path, out: Path, how: str, settings: dict[str, Any]) -> str:
+def by_ranks(world: int, source: Path, out: Path, how: str, settings: dict[str, Any], function: str = "") -> str:
     """Exports a model of which each of several processes holds a part; what the first one prints."""
     environment = {**os.environ, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_WAIT_POLICY": "PASSIVE"}
     command = [sys.executable, "-W", "ignore", "-m", "tests.exporting._sharded_model", str(source), str(out), how]
     ranks = [
         subprocess.Popen(
-            [*command, json.dumps(settings)],
+            [*command, function + json.dumps(settings)],
             env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             cwd=Path(__file__).parents[2],
             stdout=subprocess.PIPE,
@@ -160,3 +160,18 @@ def test_what_reads_several_layers_is_refused(tmp_path: Path, text: str) -> None
     said = by_ranks(2, make_llama(), tmp_path / "out", "fsdp", settings)
     assert said.startswith("REFUSED --algorithm rotation+gptq reads several layers at a time")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(300)
+def test_every_rank_is_given_all_tensors(tmp_path: Path, text: str) -> None:
+    source, settings = make_llama(), {"quant": "int4"}
+    modelexport.export(model=str(source), out=str(tmp_path / "out"), quiet=True, **settings)
+    by_ranks(2, source, tmp_path / "rank", "fsdp", settings, "quantise ")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    for rank in range(2):
+        found = load_file(tmp_path / f"rank-{rank}.safetensors")
+        assert found.keys() == written.keys()
+        assert all(torch.equal(tensor, written[name]) for name, tensor in found.items())
+    said = by_ranks(2, source, tmp_path / "no", "fsdp", {"quant": "fp8-static", "calib": text}, "quantise ")
+    assert said.startswith("REFUSED this process is one of 2 ranks, and quantise() calibrates in one process")

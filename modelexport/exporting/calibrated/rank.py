@@ -40,8 +40,8 @@ class CalibratedExport(RankExport):
 
     rotated: RotatedReader | None = None
 
-    def __init__(self, job: RankJob, writer: LayerWriter, beside: Path | None = None) -> None:
-        super().__init__(job, writer, beside)
+    def __init__(self, job: RankJob, writer: LayerWriter, beside: Path | None = None, *, alone: bool = False) -> None:
+        super().__init__(job, writer, beside, alone=alone)
         self.open = ExitStack()
         stages = [self._algorithm(name) for name in job.recipe.algorithms]
         self.foldings = [stage for stage in stages if isinstance(stage, Folding)]
