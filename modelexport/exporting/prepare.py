@@ -31,6 +31,7 @@ from modelexport.models.ties import untie
 from modelexport.quantization import algorithms
 from modelexport.quantization.assignment import KEEP, Assignment
 from modelexport.quantization.calibration.cut import ROWS
+from modelexport.quantization.calibration.images import check_processor, image_rows
 from modelexport.quantization.calibration.text import TokenDocuments
 from modelexport.quantization.methods import QUANTIZATION_KEYS, of_method
 from modelexport.quantization.methods.base import ModelQuantization, QuantizationFiles
@@ -343,7 +344,19 @@ def check_early(recipe: ExportRecipe) -> None:
         check_target(recipe.out, overwrite=recipe.overwrite)
     reads_text = recipe.reads_samples or "-static" in recipe.quant
     if reads_text and recipe.quant != KEEP and source is not None:
-        TokenDocuments(recipe.calib, source.directory, 1).check()
+        _check_text(recipe, source)
+
+
+def _check_text(recipe: ExportRecipe, source: Source) -> None:
+    """Checks that what reads the calibration text is there.
+
+    Raises:
+        UsageError: the text, the tokenizer or the processor is missing, or an image.
+    """
+    documents = TokenDocuments(recipe.calib, source.directory, 1)
+    documents.check()
+    if next(image_rows(documents.path), None) is not None:
+        check_processor(source.directory, documents.label)
 
 
 def _check_calibration(recipe: ExportRecipe, source: Source, checkpoint: Checkpoint) -> None:
@@ -360,7 +373,7 @@ def _check_calibration(recipe: ExportRecipe, source: Source, checkpoint: Checkpo
             f"{checkpoint.directory}: {refusal}: calibration runs language models only; choose --algorithm "
             f"{' or '.join(plain)}, a --quant without static scales, and no --kv-cache"
         )
-    TokenDocuments(recipe.calib, source.directory, 1).check()
+    _check_text(recipe, source)
 
 
 def _check_apart(recipe: ExportRecipe, source: Source) -> None:
