@@ -1,4 +1,4 @@
-"""Tiny random models that see, with processors that are made here: nothing of theirs is published anywhere."""
+"""Tiny random models that see, with processors that are made here: none is published anywhere."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 
 from tests.helpers.tiny_models import model_class, random_weights, tiny_config
 
-__all__ = ["WRAPPERS", "save_chat", "save_wrapper"]
+__all__ = ["PROCESSED", "WRAPPERS", "image_inputs", "save_chat", "save_wrapper"]
 
 WRAPPERS = ("llava", "gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl")
+PROCESSED = ("llava", "gemma3")
+"""Those whose processors need no torchvision."""
 _MARKS = ("<image>", "<boi>", "<eoi>", "[BREAK]", "[END]", "<video>", "<start>", "<end>")
 _FIRST = 240  # number of the first of them, in a vocabulary of 250
 _TEMPLATE = (
@@ -60,18 +62,18 @@ def _config(model_type: str) -> Any:
         }
         vision.out_hidden_size = config.text_config.hidden_size
     if model_type == "qwen3_vl":
-        vision.deepstack_visual_indexes = [0, 1]
+        vision.deepstack_visual_indexes = [1]  # one, added behind the first of two layers
         vision.num_position_embeddings = 64
     if model_type == "qwen2_5_vl":
         vision.window_size, vision.fullatt_block_indexes = 56, [1]
     return config
 
 
-def _processor(model_type: str, config: Any) -> Any:
+def _processor(model_type: str) -> Any:
     import transformers
 
     tokenizer, mark = _tokenizer(), "<boi>" if model_type == "gemma3" else "<image>"
-    template = _TEMPLATE.replace("MARK", f"<start> {mark} <end>" if model_type.startswith("qwen") else mark)
+    template = _TEMPLATE.replace("MARK", mark)
     size = {"height": 28, "width": 28}
     own: dict[str, Any] = {"tokenizer": tokenizer, "chat_template": template}
     if model_type == "llava":
@@ -79,31 +81,37 @@ def _processor(model_type: str, config: Any) -> Any:
         return transformers.LlavaProcessor(
             images, patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1, **own
         )
-    if model_type == "gemma3":
-        images = transformers.Gemma3ImageProcessorPil(size=size)
-        return transformers.Gemma3Processor(images, image_seq_length=4, **own)
+    images = transformers.Gemma3ImageProcessorPil(size=size)
+    return transformers.Gemma3Processor(images, image_seq_length=4, **own)
+
+
+def image_inputs(model_type: str, seed: int = 0) -> dict[str, Any]:
+    """Arguments of the forward pass of a sample with an image of four tokens, as the type's processor gives them."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(5, 200, (1, 24), generator=generator)
+    ids[:, 6:10] = _FIRST
+    shown = (ids == _FIRST).long()
+    found = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if model_type.startswith("qwen"):
+        ids[:, 5], ids[:, 10] = _FIRST + 6, _FIRST + 7
+        pixels = torch.randn(16, 3 * 2 * 14 * 14, generator=generator)
+        return {
+            **found,
+            "pixel_values": pixels,
+            "image_grid_thw": torch.tensor([[1, 4, 4]]),
+            "mm_token_type_ids": shown,
+        }
+    side = 56 if model_type == "mistral3" else 28
+    found["pixel_values"] = torch.randn(1, 3, side, side, generator=generator)
     if model_type == "mistral3":
-        images = transformers.PixtralImageProcessorPil(
-            size={"longest_edge": 56}, patch_size={"height": 14, "width": 14}
-        )
-        return transformers.PixtralProcessor(
-            images,
-            patch_size=14,
-            spatial_merge_size=2,
-            image_token="<image>",
-            image_break_token="[BREAK]",
-            image_end_token="[END]",
-            **own,
-        )
-    images = transformers.Qwen2VLImageProcessorPil(
-        size={"shortest_edge": 28 * 28, "longest_edge": 112 * 112}, patch_size=14, merge_size=2, temporal_patch_size=2
-    )
-    kind = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}[model_type]
-    return getattr(transformers, kind)(images, video_processor=None, **own)
+        found["image_sizes"] = torch.tensor([[56, 56]])
+    return {**found, "token_type_ids": shown} if model_type == "gemma3" else found
 
 
 def save_wrapper(model_type: str, directory: Path) -> Path:
-    """Save a model and its processor; returns ``directory``."""
+    """Save a model, and its processor where it is one of ``PROCESSED``; returns ``directory``."""
     import torch
     from transformers.utils import logging
 
@@ -114,7 +122,8 @@ def save_wrapper(model_type: str, directory: Path) -> Path:
         model = model_class(model_type)(config)
     random_weights(model, torch.Generator().manual_seed(0))
     model.save_pretrained(directory)
-    _processor(model_type, config).save_pretrained(directory)
+    if model_type in PROCESSED:
+        _processor(model_type).save_pretrained(directory)
     return directory
 
 
