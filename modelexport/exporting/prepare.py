@@ -32,6 +32,7 @@ from modelexport.models.ties import untie
 from modelexport.quantization import algorithms, devices
 from modelexport.quantization.assignment import KEEP, Assignment
 from modelexport.quantization.calibration.cut import ROWS
+from modelexport.quantization.calibration.images import check_processor, image_rows
 from modelexport.quantization.calibration.text import TokenDocuments, has_tokenizer
 from modelexport.quantization.methods import QUANTIZATION_KEYS, of_method
 from modelexport.quantization.methods.base import ModelQuantization, QuantizationFiles
@@ -382,13 +383,14 @@ def check_early(recipe: ExportRecipe, source: Source | None = None) -> None:
 
 
 def _check_text(recipe: ExportRecipe, source: Source) -> None:
-    """Checks the text to calibrate with, and the tokenizer.
+    """Checks that what reads the calibration text is there.
 
     Raises:
-        UsageError: one of them is missing.
+        UsageError: the text, the tokenizer or the processor is missing, or an image.
     """
+    documents = TokenDocuments(recipe.calib, source.directory, 1)
     try:
-        TokenDocuments(recipe.calib, source.directory, 1).check()
+        documents.check()
     except UsageError as error:
         if source.checkpoint is None or has_tokenizer(source.directory):
             raise
@@ -396,6 +398,8 @@ def _check_text(recipe: ExportRecipe, source: Source) -> None:
             f"{source.label} has no tokenizer, which is needed to read the calibration text: give tokenizer=..., an "
             'object or its directory, or calib=FILE.jsonl with a list of "input_ids" on each line'
         ) from error
+    if next(image_rows(documents.path), None) is not None:
+        check_processor(source.directory, documents.label)
 
 
 def _check_calibration(recipe: ExportRecipe, source: Source, checkpoint: Checkpoint) -> None:

@@ -23,6 +23,7 @@ from modelexport.inspection.record.reading import ExportRecord, read_record
 from modelexport.jobs.side_files import cards, files_digest, inputs_of, source_config
 from modelexport.jobs.target_directory import TargetDirectory, TargetDirectorySpec
 from modelexport.quantization.assignment import KEEP
+from modelexport.quantization.calibration.images import image_files
 from modelexport.quantization.calibration.text import DATASET, file_of
 from modelexport.quantization.methods import methods
 from modelexport.recipe import ExportRecipe, is_calibration
@@ -200,7 +201,7 @@ def _fingerprint(prepared: PreparedExport) -> dict[str, Any]:
         "model": str(prepared.source.directory),
         "source_files": files_digest(prepared.checkpoint.config, prepared.checkpoint.files),
         **{key: value for key, value in recipe.deciding().items() if prepared.is_calibrated or not is_calibration(key)},
-        "calibration_file": None if file is None else files_digest(None, [file]),
+        "calibration_file": None if file is None else files_digest(None, [file, *image_files(file)]),
         "adapters": [adapter.facts() for adapter in prepared.adapters],
         "modelexport": __version__,
     }

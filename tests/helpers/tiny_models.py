@@ -98,7 +98,7 @@ def tiny_model(model_type: str) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(model_type)(tiny_config(model_type))
-    _fill(model, torch.Generator().manual_seed(seed))
+    random_weights(model, torch.Generator().manual_seed(seed))
     return model.eval()
 
 
@@ -157,7 +157,7 @@ def _kinds_of_layers(default: Any, names: set[str]) -> dict[str, Any]:
     return {"num_hidden_layers": len(kinds)} | {name: [kind[i] for kind in kinds] for i, name in enumerate(lists)}
 
 
-def _fill(model: Any, generator: torch.Generator) -> None:
+def random_weights(model: Any, generator: torch.Generator) -> None:
     """Random weights in bfloat16; what is not saved (rotary frequencies) stays as precise as a loaded model has it."""
     import torch
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from modelexport.checkpoints.safetensors.file import Checkpoint, Reader, torch_dtype
 from modelexport.errors import PlanError, UsageError
-from modelexport.exporting.calibrated.samples import forward_reader, tokens_of
+from modelexport.exporting.calibrated.samples import forward_reader, samples_of
 from modelexport.exporting.plan import full_name
 from modelexport.models.architecture import Dimensions, Family, family_of, language_config, read_dimensions
 from modelexport.quantization import devices, sensitivity
@@ -58,8 +58,6 @@ def assigned(
         reasons = [refusal(number_format, shape) for shape in sorted(set(shapes.values()))]
         if number_format.quantised and all(reasons):
             raise UsageError(f"{settings.candidates_flag}: {name}: {reasons[0]}")
-    tokens = tokens_of(checkpoint, recipe, tokenizer)
-    tokens = tokens[: max(1, sensitivity.TOKENS // tokens.shape[1])]
     dtype = torch_dtype(checkpoint.infos[f"{next(iter(shapes))}.weight"].dtype)
 
     def on_event(done: int, all_: int) -> None:
@@ -68,11 +66,13 @@ def assigned(
 
     reader = Reader(checkpoint)
     try:
+        samples = samples_of(checkpoint, recipe, tokenizer, reader).first(sensitivity.TOKENS)
         with LayerRunner(
             language_config(config, checkpoint.infos),
             checkpoint.infos.keys(),
             forward_reader(checkpoint, reader),
-            tokens,
+            samples.windows,
+            embedded=samples.embedded,
             device=devices.of_rank(devices.chosen(recipe.device, calibrated=True), 0),
             alone=True,
             derived=family.is_derived,

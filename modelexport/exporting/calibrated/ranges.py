@@ -8,7 +8,7 @@ from modelexport.checkpoints.safetensors.file import Reader
 from modelexport.distributed import collectives
 from modelexport.distributed.launch import phase
 from modelexport.exporting.calibrated.forward import forward_cut
-from modelexport.exporting.calibrated.samples import forward_reader, shared_tokens
+from modelexport.exporting.calibrated.samples import Samples, forward_reader, shared_samples
 from modelexport.exporting.rank import RankExport, RankJob
 from modelexport.models.architecture import language_config
 from modelexport.quantization.calibration.ranges import Ranges, observe
@@ -23,23 +23,24 @@ class StaticScaleExport(RankExport):
     def begin(self) -> None:
         """See the base; the magnitudes of activations."""
         phase("calibrating: the magnitudes of activations")
-        self.ranges = calibrate(self.job, self.reader, self.device)
+        job = self.job
+        samples = shared_samples(job.source, job.recipe, job.tokenizer, self.reader)
+        self.samples = samples.facts
+        self.ranges = calibrate(job, self.reader, samples, self.device)
 
     def calibration(self) -> dict[str, Any]:
         """See the base."""
-        ranges = self.ranges
-        return {"samples": ranges.samples, "length": ranges.length, "unseen_experts": list(ranges.unseen)}
+        return {**self.samples, "unseen_experts": list(self.ranges.unseen)}
 
 
-def calibrate(job: RankJob, reader: Reader, device: torch.device) -> Ranges:
+def calibrate(job: RankJob, reader: Reader, samples: Samples, device: torch.device) -> Ranges:
     """Run the source over the samples, one decoder layer in memory at a time, on all ranks together.
 
     Raises:
-        CheckpointError: an activation overflows, or there is too little text.
+        CheckpointError: an activation overflows.
         PlanError: transformers has no such model.
     """
     source, plan, recipe = job.source, job.plan, job.recipe
-    tokens = shared_tokens(source, recipe, job.tokenizer)
     rank, world = collectives.get_rank(), collectives.get_world_size()
 
     def progress(done: int, layers: int) -> None:
@@ -49,7 +50,8 @@ def calibrate(job: RankJob, reader: Reader, device: torch.device) -> Ranges:
         language_config(source.config or {}, source.infos),
         source.infos.keys(),
         forward_reader(source, reader),
-        tokens,
+        samples.windows,
+        embedded=samples.embedded,
         cut=forward_cut(plan.family, plan.dimensions, rank, world),
         method=recipe.calib_range,
         formats=plan.formats(),

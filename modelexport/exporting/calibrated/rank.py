@@ -21,7 +21,7 @@ from modelexport.errors import CheckpointError
 from modelexport.exporting.calibrated.forward import forward_cut
 from modelexport.exporting.calibrated.layer import CalibratedLayer, QuantisedLayer
 from modelexport.exporting.calibrated.rotation import RotatedReader
-from modelexport.exporting.calibrated.samples import forward_reader, shared_tokens
+from modelexport.exporting.calibrated.samples import forward_reader, shared_samples
 from modelexport.exporting.output import LayerWriter
 from modelexport.exporting.plan import ExportStep
 from modelexport.exporting.rank import Quantised, RankExport, RankJob, Shards, in_shared_memory
@@ -72,13 +72,15 @@ class CalibratedExport(RankExport):
         """Samples and runner, at the first layer that is not done."""
         job = self.job
         phase("preparing the calibration samples")
-        tokens = shared_tokens(job.source, job.recipe, job.tokenizer)
-        self.ranges = Ranges({}, {}, {}, (), *tokens.shape)
+        samples = shared_samples(job.source, job.recipe, job.tokenizer, self.reader)
+        self.samples = samples.facts
+        self.ranges = Ranges({}, {}, {})
         self.runner = LayerRunner(
             language_config(job.source.config or {}, job.source.infos),
             job.source.infos.keys(),
             forward_reader(job.source, self.reader),
-            tokens,
+            samples.windows,
+            embedded=samples.embedded,
             cut=forward_cut(job.plan.family, job.plan.dimensions, self.rank, self.world),
             device=self.device,
             progress=self._batch,
@@ -197,8 +199,7 @@ class CalibratedExport(RankExport):
         notes = [self.writer.records[step.id]["note"] for step in self.decoder]
         joined = {key: {name: x for note in notes for name, x in note[key].items()} for key in ("before", "after")}
         return {
-            "samples": self.ranges.samples,
-            "length": self.ranges.length,
+            **self.samples,
             "unseen_experts": [name for note in notes for name in note["unseen"]],
             "notes": {name: text for note in notes for name, text in note["notes"].items()},
             "rare_experts": {name: count for note in notes for name, count in note["rare"].items()},

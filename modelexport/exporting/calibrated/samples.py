@@ -3,46 +3,139 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from modelexport.checkpoints.safetensors.file import Checkpoint, Reader
+from modelexport.checkpoints.safetensors.file import Checkpoint, Reader, torch_dtype
 from modelexport.distributed import collectives, ranks
+from modelexport.errors import UsageError
 from modelexport.models.architecture import language_config
 from modelexport.models.in_memory import gather_layers, is_gathered
 from modelexport.quantization.calibration.cut import ForwardShard
+from modelexport.quantization.calibration.images import ImageRow, image_rows, load_processor, processed
 from modelexport.quantization.calibration.ranges import token_batches_from
+from modelexport.quantization.calibration.text import file_of
 from modelexport.recipe import ExportRecipe
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from modelexport.quantization.calibration.towers import EmbeddedSample
 
-def tokens_of(source: Checkpoint, recipe: ExportRecipe, tokenizer: Path) -> Tensor:
-    """The tokens of the calibration samples, int64 ``[samples, length]``.
+
+@dataclass(frozen=True)
+class Samples:
+    """The calibration samples.
+
+    Attributes:
+        windows: of text, int64 ``[samples, length]``; none of them where all samples show images.
+        embedded: samples that show images, each of its own length.
+    """
+
+    windows: Tensor
+    embedded: tuple[EmbeddedSample, ...] = ()
+
+    @property
+    def facts(self) -> dict[str, int]:
+        """The numbers of them, and the length of the windows, for the record."""
+        samples, length = self.windows.shape
+        images = {"with_images": len(self.embedded)} if self.embedded else {}
+        return {"samples": samples + len(self.embedded), "length": length, **images}
+
+    def first(self, tokens: int) -> Samples:
+        """The first of them, of about so many tokens; of samples with images as many as of windows at most."""
+        if not self.embedded:
+            return Samples(self.windows[: max(1, tokens // self.windows.shape[1])])
+        part = tokens // 2 if len(self.windows) else tokens
+        kept, count = list[EmbeddedSample](), 0
+        for sample in self.embedded:
+            count += sample.tokens.numel()
+            if kept and count > part:
+                break
+            kept.append(sample)
+        return Samples(self.windows[: max(1, (tokens - part) // self.windows.shape[1])], tuple(kept))
+
+
+def samples_of(source: Checkpoint, recipe: ExportRecipe, tokenizer: Path, reader: Reader) -> Samples:
+    """The calibration samples: rows that show images, and windows of the text of all others for the rest of the number.
 
     Raises:
-        UsageError: there is too little text, or no tokenizer.
+        UsageError: there is too little text, no tokenizer, or no processor.
+        PlanError: the model cannot be run on images.
     """
-    return token_batches_from(
-        recipe.calib,
-        tokenizer,
-        vocabulary=language_config(source.config or {}, source.infos)["vocab_size"],
-        samples=recipe.calib_samples,
-        length=recipe.calib_length,
-        seed=recipe.calib_seed,
-    )
+    rows = list(image_rows(file_of(recipe.calib)))
+    wanted = recipe.calib_samples
+    chosen = _drawn(rows, wanted, recipe.calib_seed)
+    embedded = _embedded(source, recipe, tokenizer, reader, chosen) if chosen else ()
+    return Samples(_windows(source, recipe, tokenizer, wanted - len(chosen), len(chosen)), embedded)
 
 
-def shared_tokens(source: Checkpoint, recipe: ExportRecipe, tokenizer: Path) -> Tensor:
-    """:func:`tokens_of`, by the first rank for all."""
+def _drawn(rows: list[ImageRow], wanted: int, seed: int) -> list[ImageRow]:
+    """At most so many rows, in their order; the same ones for a seed."""
+    import torch
 
-    def reading_the_samples() -> Tensor:
-        return tokens_of(source, recipe, tokenizer)
+    if len(rows) <= wanted:
+        return rows
+    places = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:wanted]
+    return [rows[place] for place in places.sort().values.tolist()]
+
+
+def _windows(source: Checkpoint, recipe: ExportRecipe, tokenizer: Path, wanted: int, images: int) -> Tensor:
+    import torch
+
+    if wanted == 0:
+        return torch.empty(0, recipe.calib_length, dtype=torch.int64)
+    try:
+        return token_batches_from(
+            recipe.calib,
+            tokenizer,
+            vocabulary=language_config(source.config or {}, source.infos)["vocab_size"],
+            samples=wanted,
+            length=recipe.calib_length,
+            seed=recipe.calib_seed,
+        )
+    except UsageError as error:
+        if not images:
+            raise
+        raise UsageError(
+            f"--calib {recipe.calib}: {images} of {recipe.calib_samples} samples are its rows with images, and its "
+            f"text does not give the other {wanted}: ask for {images} (--calib-samples {images}), or add text; {error}"
+        ) from error
+
+
+def _embedded(
+    source: Checkpoint, recipe: ExportRecipe, tokenizer: Path, reader: Reader, rows: list[ImageRow]
+) -> tuple[EmbeddedSample, ...]:
+    from modelexport.quantization.calibration.towers import embedded
+
+    if recipe.of_kind("rotate"):
+        raise UsageError(
+            f"--algorithm {recipe.algorithm} turns the hidden states, which images would come into as they are: leave "
+            "out the rows with images, or choose another algorithm"
+        )
+    processor = load_processor(tokenizer, f"--calib {recipe.calib}")
+    dtype = torch_dtype(next(info.dtype for info in source.infos.values() if info.dtype in _TOWER_DTYPES))
+    samples = [processed(processor, row) for row in rows]
+    return tuple(embedded(source.config or {}, source.infos.keys(), forward_reader(source, reader), samples, dtype))
+
+
+_TOWER_DTYPES = ("BF16", "F16", "F32")
+
+
+def shared_samples(source: Checkpoint, recipe: ExportRecipe, tokenizer: Path, reader: Reader) -> Samples:
+    """:func:`samples_of`, by the first rank for all."""
+
+    def reading_the_samples() -> tuple[Tensor, list[tuple[Tensor, dict[str, Any]]]]:
+        found = samples_of(source, recipe, tokenizer, reader)
+        return found.windows, [(sample.tokens, dict(sample.inputs)) for sample in found.embedded]
 
     if collectives.get_world_size() == 1:  # without a meeting, whose errors begin with who failed in what
-        return reading_the_samples()
-    return ranks.compute_and_broadcast(reading_the_samples)
+        return samples_of(source, recipe, tokenizer, reader)
+    from modelexport.quantization.calibration.towers import EmbeddedSample
+
+    windows, embedded = ranks.compute_and_broadcast(reading_the_samples)
+    return Samples(windows, tuple(EmbeddedSample(tokens, inputs) for tokens, inputs in embedded))
 
 
 def forward_reader(source: Checkpoint, reader: Reader) -> Callable[[str, ForwardShard], Tensor]:

@@ -22,12 +22,14 @@ from modelexport.quantization.calibration.arguments import Given, HandedOver, La
 from modelexport.quantization.calibration.cut import WHOLE, ForwardShard
 from modelexport.quantization.calibration.model import DYNAMIC, OF_MODELS, body, misshapen, unknown
 
-__all__ = ["FirstInput", "ModelShell"]
+__all__ = ["Batch", "FirstInput", "ModelShell", "tokens_of"]
 
 _LARGE_TABLE = 1 << 24
 """Numbers of a table beside the embedding from which on only the rows that are looked up are read."""
 
 
+Batch = Tensor | Mapping[str, Any]
+"""Token ids, int64 ``[samples, length]``; or the arguments of the forward pass, with ``inputs_embeds`` instead."""
 _Read = Callable[[str, ForwardShard, tuple[int, ...]], Tensor]
 
 
@@ -110,9 +112,7 @@ class ModelShell:
         self.given, self.hands_over = 0, False
         self.returns: int | None = None
 
-    def first_inputs(
-        self, batches: Sequence[Tensor], learnt: Callable[[], None] = lambda: None
-    ) -> Iterator[FirstInput]:
+    def first_inputs(self, batches: Sequence[Batch], learnt: Callable[[], None] = lambda: None) -> Iterator[FirstInput]:
         """Yields what each batch begins with.
 
         Args:
@@ -122,7 +122,7 @@ class ModelShell:
             PlanError: the checkpoint lacks a tensor, or layers hand each other more than this can keep.
             CheckpointError: one has another shape than config.json says.
         """
-        with self._filled(_tokens_of(batches)):
+        with self.filled(_looked_up_in(batches)):
             if not self.shapes:
                 self._learn(batches)
                 learnt()
@@ -131,44 +131,56 @@ class ModelShell:
                 template = (self.calls[number], self.added[number])
                 yield FirstInput(seen.hidden, dict(values(template, self._told(batch, seen, template))))
 
-    def learn(self, batches: Sequence[Tensor]) -> None:
+    def learn(self, batches: Sequence[Batch]) -> None:
         """Find the attributes, without reading anything where batches have nothing of their own. Errors as
         :meth:`first_inputs`."""
-        tokens = _tokens_of(batches)
-        with self._filled(tokens, read=_pattern):
+        tokens = _looked_up_in(batches)
+        with self.filled(tokens, read=_pattern):
             self._learn(batches)
         if self.given:
-            with self._filled(tokens):
+            with self.filled(tokens):
                 self._learn(batches)
 
-    def _learn(self, batches: Sequence[Tensor]) -> None:
+    def _learn(self, batches: Sequence[Batch]) -> None:
         known: dict[tuple[int, ...], tuple[tuple[int, ...], Any]] = {}
-        tokens = _tokens_of(batches)
+        tokens = _looked_up_in(batches)
         self.shapes, self.calls, self.added, self.given = [], [], [], 0
         for batch in batches:
+            if not isinstance(batch, Tensor):  # no other is known to have the same
+                self._note(*self._template(batch, None))
+                continue
             shape = tuple(batch.shape)
             if shape not in known:
-                seen = self._through(batch, None)
                 others = tokens[(torch.searchsorted(tokens, batch) + 1) % len(tokens)]
-                told = (seen.calls, self._added(batch, seen))
-                other = self._through(others, None)
-                template, count = marked(told, (other.calls, self._added(others, other)))
-                self.given = max(self.given, count)
-                replaced(template, (HandedOver,), self._note_mapping)
-                known[shape] = (tuple(seen.hidden.shape), template)
-            hidden, (calls, added) = known[shape]
-            self.shapes.append(hidden)
-            self.calls.append(calls)
-            self.added.append(added)
+                known[shape] = self._template(batch, others)
+            self._note(*known[shape])
+
+    def _template(self, batch: Batch, others: Tensor | None) -> tuple[tuple[int, ...], Any]:
+        """The shape of a batch's hidden states, and what layers are told by it, see :func:`marked`."""
+        seen = self._through(batch, None)
+        told, other = (seen.calls, self._added(batch, seen)), None
+        if others is not None:
+            unlike = self._through(others, None)
+            other = (unlike.calls, self._added(others, unlike))
+        template, count = marked(told, other)
+        self.given = max(self.given, count)
+        replaced(template, (HandedOver,), self._note_mapping)
+        return tuple(seen.hidden.shape), template
+
+    def _note(self, shape: tuple[int, ...], template: Any) -> None:
+        calls, added = template
+        self.shapes.append(shape)
+        self.calls.append(calls)
+        self.added.append(added)
 
     def _note_mapping(self, mapping: HandedOver) -> HandedOver:
         self.hands_over = True
         return mapping
 
-    def _told(self, batch: Tensor, seen: _Seen, template: tuple[Any, Any]) -> tuple[Any, Any]:
+    def _told(self, batch: Batch, seen: _Seen, template: tuple[Any, Any]) -> tuple[Any, Any]:
         return seen.calls, self._added(batch, seen) if template[1] else {}
 
-    def _added(self, batch: Tensor, seen: _Seen) -> dict[int, Tensor]:
+    def _added(self, batch: Batch, seen: _Seen) -> dict[int, Tensor]:
         """Layer -> what is added to the output of the one before it, exactly: what it is given where that was zero.
 
         Raises:
@@ -184,12 +196,22 @@ class ModelShell:
 
     def outputs(self, batches: Sequence[Tensor], hidden: Sequence[Tensor]) -> Iterator[Tensor]:
         """Returns the output embedding's inputs, from the last layer's outputs. Errors as :meth:`first_inputs`."""
-        with self._filled(_NONE):
+        with self.filled(_NONE):
             for number, batch in enumerate(batches):
                 yield self._through(torch.zeros_like(batch), hidden[number]).out
 
+    def _inputs(self, batch: Batch) -> dict[str, Any]:
+        """The arguments of the model's forward pass."""
+        if isinstance(batch, Tensor):
+            return {"input_ids": batch.to(self.device)}
+
+        def own(x: Tensor) -> Tensor:
+            return x.to(self.device, self.dtype if x.is_floating_point() else x.dtype)
+
+        return {key: replaced(value, (Tensor,), own) for key, value in batch.items()}
+
     @contextmanager
-    def _filled(self, tokens: Tensor, read: _Read | None = None) -> Iterator[None]:
+    def filled(self, tokens: Tensor, read: _Read | None = None) -> Iterator[None]:
         """With the embedding's rows of these tokens (one of zeros for none).
 
         Args:
@@ -242,7 +264,7 @@ class ModelShell:
             raise misshapen(key, value.shape, wanted)
         return value.to(self.device, self.dtype if value.is_floating_point() else value.dtype)
 
-    def _through(self, batch: Tensor, result: Tensor | None) -> _Seen:
+    def _through(self, batch: Batch, result: Tensor | None) -> _Seen:
         """Runs a batch, with ``result`` as the output of every layer; None: their inputs."""
         if self.returns is not None:
             return self._as_layers_do(batch, result, self.returns)
@@ -260,12 +282,14 @@ class ModelShell:
         assert first is not None
         raise first
 
-    def _as_layers_do(self, batch: Tensor, result: Tensor | None, returns: int) -> _Seen:
+    def _as_layers_do(self, batch: Batch, result: Tensor | None, returns: int) -> _Seen:
         calls: LayerCalls = {}
         changed: dict[int, tuple[Tensor, Tensor]] = {}
         seen: list[Tensor] = []
         given: list[Tensor] = []
-        usual = (*batch.shape, self.model.config.hidden_size)
+        inputs = self._inputs(batch)
+        tokens = batch if isinstance(batch, Tensor) else batch["inputs_embeds"][..., 0]
+        usual = (*tokens.shape, self.model.config.hidden_size)
 
         def note(index: int, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
             # Some number of times the tokens: models may keep several states of each, in any place among the dims.
@@ -287,8 +311,7 @@ class ModelShell:
             layer.forward = partial(note, index)
         try:
             with torch.inference_mode():
-                ids = batch.to(self.device)
-                out: Tensor = body(self.model)(input_ids=ids, use_cache=False).last_hidden_state
+                out: Tensor = body(self.model)(**inputs, use_cache=False).last_hidden_state
         finally:
             for layer in self.layers:
                 del layer.forward
@@ -299,6 +322,16 @@ def _pattern(key: str, share: ForwardShard, shape: tuple[int, ...]) -> Tensor:
     """Numbers in place of a checkpoint's: rows for different tokens are different."""
     numbers = torch.arange(torch.Size(shape).numel(), dtype=torch.float32)
     return numbers.mul_(0.7).sin_().view(shape)
+
+
+def tokens_of(batches: Sequence[Tensor]) -> Tensor:
+    """The different tokens of batches, sorted."""
+    return torch.unique(torch.cat([batch.flatten() for batch in batches])) if batches else _NONE
+
+
+def _looked_up_in(batches: Sequence[Batch]) -> Tensor:
+    """The different tokens that the embedding is asked for, sorted."""
+    return tokens_of([batch for batch in batches if isinstance(batch, Tensor)])
 
 
 _MORE = object()
@@ -332,11 +365,6 @@ def _with_rows(table: Any, first: Tensor, rows_of: Callable[[Tensor], tuple[Tens
     finally:
         del table.forward
         table.padding_idx, table.weight = padding, weight
-
-
-def _tokens_of(batches: Sequence[Tensor]) -> Tensor:
-    """The different tokens, sorted."""
-    return torch.unique(torch.cat([batch.flatten() for batch in batches]))
 
 
 def _parameter(value: Tensor) -> torch.nn.Parameter:

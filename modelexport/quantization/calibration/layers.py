@@ -20,7 +20,7 @@ that is several times faster and takes half the memory.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -36,7 +36,7 @@ from modelexport.distributed.environment import cores
 from modelexport.errors import PlanError
 from modelexport.quantization import devices
 from modelexport.quantization.calibration.arguments import Given, HandedOver, replaced
-from modelexport.quantization.calibration.around import FirstInput, ModelShell
+from modelexport.quantization.calibration.around import Batch, FirstInput, ModelShell
 from modelexport.quantization.calibration.cut import ForwardCut, ForwardShard
 from modelexport.quantization.calibration.filled import FilledLayer, Read, fill
 from modelexport.quantization.calibration.hidden_states import CarriedTensors, HiddenStates
@@ -54,6 +54,7 @@ from modelexport.quantization.calibration.model import (
 )
 from modelexport.quantization.calibration.statistics import Collector, InputStatistics
 from modelexport.quantization.calibration.sums import ForwardRanks
+from modelexport.quantization.calibration.towers import EmbeddedSample
 from modelexport.quantization.calibration.watch import Activation, LayerInputs, ShardedProducts
 
 __all__ = ["DYNAMIC", "FilledLayer", "LayerRunner", "Observed", "Read"]
@@ -99,6 +100,7 @@ class LayerRunner:
             dtype. Biases are asked for with dim 0 where their linear is column-parallel, and else whole; of the
             embedding only the tokens' rows.
         tokens: int64 ``[samples, length]``.
+        embedded: samples of one batch each behind these, which begin with embeddings.
         cut: this rank's part of the layers.
         threads: batches, or panels of a Hessian, at once; by default what cores there are for each rank.
         dtype: of the arithmetic.
@@ -129,6 +131,7 @@ class LayerRunner:
         read: Read,
         tokens: Tensor,
         *,
+        embedded: Sequence[EmbeddedSample] = (),
         cut: ForwardCut | None = None,
         threads: int | None = None,
         dtype: torch.dtype = torch.float32,
@@ -156,7 +159,9 @@ class LayerRunner:
         latent = bool(config.get("kv_lora_rank"))
         self.rotary = config.get("qk_rope_head_dim") if latent else None
         self.kv_heads = None if latent else getattr(self.model.config, "num_key_value_heads", None)
-        self.batches = tokens.split(max(1, _BATCH_TOKENS // tokens.shape[1]))
+        windows = tokens.split(max(1, _BATCH_TOKENS // tokens.shape[1])) if len(tokens) else ()
+        self.batches = (*windows, *(sample.tokens for sample in embedded))
+        self._begins: list[Batch] = [*windows, *(sample.inputs for sample in embedded)]
         self._by_itself, self._progress = alone, progress or (lambda done, all_: None)
         world = 1 if alone else collectives.get_world_size()
         on_cpu = self.device.type == devices.CPU
@@ -198,6 +203,7 @@ class LayerRunner:
                         self.hidden[number] = first.hidden
                     for place, value in first.given.items():
                         self._carried[number, place] = value
+            self._begins = []  # embeddings are no longer needed
         except BaseException:
             self.__exit__()
             raise
@@ -207,7 +213,7 @@ class LayerRunner:
         """The beginning of each batch; none where a run is taken up and layers are given nothing but hidden states."""
         if self._restored and not self._around.given:
             return iter(())
-        return self._around.first_inputs(self.batches, lambda: None if self._restored else self._begin())
+        return self._around.first_inputs(self._begins, lambda: None if self._restored else self._begin())
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
@@ -245,7 +251,7 @@ class LayerRunner:
         if not os.path.exists(path):
             return None
         with running(self.model, derived=self.derived):
-            self._around.learn(self.batches)
+            self._around.learn(self._begins)
         self._begin()
         index = self.hidden.restore(path)
         self._restored = index is not None
@@ -423,7 +429,7 @@ class LayerRunner:
     ) -> Tensor:
         hidden = self.hidden[number]
         index, around = layer.index, self._around
-        if self.skips(index):
+        if index not in around.calls[number]:
             return hidden
         if (added := around.added[number].get(index)) is not None:
             hidden = hidden + self._carried[number, added.number]

@@ -20,6 +20,7 @@ __all__ = [
     "DYNAMIC",
     "OF_MODELS",
     "TensorSource",
+    "attention_of",
     "body",
     "build",
     "causal_class",
@@ -29,6 +30,7 @@ __all__ = [
     "misshapen",
     "narrow",
     "on_disk",
+    "parsed_config",
     "running",
     "sources",
     "unknown",
@@ -125,17 +127,10 @@ def build(config: Mapping[str, Any], local: Mapping[str, int]) -> Any:
         PlanError: transformers has no such model.
     """
     from accelerate import init_empty_weights
-    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     kind = config.get("model_type")
-    if kind not in CONFIG_MAPPING:
-        raise PlanError(f"calibration runs transformers' models, which know no model_type {quoted(kind)}: {DYNAMIC}")
-    plain = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
-    try:
-        parsed = CONFIG_MAPPING[kind].from_dict(_special(plain))
-    except Exception as error:  # transformers checks a config in many ways
-        what = f"{type(error).__name__}: {error_text(error)}"
-        raise CheckpointError(f"config.json: transformers refuses it: {what}") from error
+    parsed = parsed_config(config)
     parsed._experts_implementation = "eager"  # which calls F.linear, expert by expert
     for key, value in local.items():
         setattr(parsed, key, value)
@@ -149,7 +144,7 @@ def build(config: Mapping[str, Any], local: Mapping[str, int]) -> Any:
                 return own._from_config(parsed, attn_implementation=attention).eval()
             return _with_head(parsed, attention).eval()
 
-    attention = _attention(parsed)
+    attention = attention_of(parsed)
     try:
         try:
             return made(attention)
@@ -161,6 +156,26 @@ def build(config: Mapping[str, Any], local: Mapping[str, int]) -> Any:
         raise PlanError(
             f"calibration cannot build transformers' model for {quoted(kind)}: {error_text(error)}; {DYNAMIC}"
         ) from error
+
+
+def parsed_config(config: Mapping[str, Any]) -> Any:
+    """transformers' config of a config.json.
+
+    Raises:
+        PlanError: transformers does not know its model_type.
+        CheckpointError: transformers refuses it.
+    """
+    from transformers import CONFIG_MAPPING
+
+    kind = config.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        raise PlanError(f"calibration runs transformers' models, which know no model_type {quoted(kind)}: {DYNAMIC}")
+    plain = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
+    try:
+        return CONFIG_MAPPING[kind].from_dict(_special(plain))
+    except Exception as error:  # transformers checks a config in many ways
+        what = f"{type(error).__name__}: {error_text(error)}"
+        raise CheckpointError(f"config.json: transformers refuses it: {what}") from error
 
 
 def causal_class(kind: str) -> Any | None:
@@ -242,7 +257,7 @@ def body(model: Any) -> Any:
     return next(iter([*found, *(child for child in model.children() if tokens in child.modules())]), model)
 
 
-def _attention(parsed: Any) -> str:
+def attention_of(parsed: Any) -> str:
     """The name of transformers' attention function: torch's own, where that does all that the model does.
 
     It knows neither soft caps on scores nor sinks; the model's own function, head by head, does.

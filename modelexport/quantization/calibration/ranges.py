@@ -21,6 +21,7 @@ from modelexport.quantization.calibration.cut import ForwardCut, ForwardShard, g
 from modelexport.quantization.calibration.layers import DYNAMIC, LayerRunner, Observed
 from modelexport.quantization.calibration.statistics import InputStatistics
 from modelexport.quantization.calibration.text import LENGTH, SAMPLES, token_batches_from
+from modelexport.quantization.calibration.towers import EmbeddedSample
 from modelexport.quantization.formats.base import NumberFormat
 
 __all__ = ["LENGTH", "SAMPLES", "Ranges", "observe", "token_batches_from"]
@@ -52,6 +53,7 @@ def observe(
     read: Callable[[str, ForwardShard], Tensor],
     tokens: Tensor,
     *,
+    embedded: Sequence[EmbeddedSample] = (),
     cut: ForwardCut | None = None,
     threads: int | None = None,
     dtype: torch.dtype = torch.float32,
@@ -73,6 +75,7 @@ def observe(
         names: every tensor of the checkpoint.
         read: this rank's part of one of them, in any floating-point dtype: see :class:`LayerRunner`.
         tokens: int64 ``[samples, length]``, see :func:`token_batches_from`.
+        embedded: samples behind these that begin with embeddings, see :class:`LayerRunner`.
         cut: this rank's part of the layers.
         threads: batches in flight at once; by default one for each core that this process may use. The result does
             not depend on it.
@@ -100,6 +103,7 @@ def observe(
         names,
         read,
         tokens,
+        embedded=embedded,
         cut=cut,
         threads=threads,
         dtype=dtype,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from modelexport.assets import Split, demo_documents
 from modelexport.errors import CheckpointError, UsageError, error_text, quoted
+from modelexport.quantization.calibration.images import shows_images
 from modelexport.system.json_values import JsonValues
 from modelexport.system.small_files import LARGEST_JSON, check_regular, has_file, open_regular, read_json
 
@@ -43,11 +44,12 @@ _BLOCK = 1 << 18  # characters of a plain text that are tokenised at a time
 _LONGEST_LINE = 1 << 22
 _LONGEST_OBJECT = 1 << 28
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
+CALIBRATION = "--calib"
 DATASET = "hf:"
 """What the name of a data set begins with: ``hf:NAME``, ``hf:NAME:SPLIT`` or ``hf:NAME:CONFIGURATION:SPLIT``."""
 
 
-def file_of(text: str | os.PathLike[str] | None, flag: str = "--calib") -> Path | None:
+def file_of(text: str | os.PathLike[str] | None, flag: str = CALIBRATION) -> Path | None:
     """The file that a text is in; None for a data set and for the text of the package.
 
     Raises:
@@ -149,7 +151,7 @@ class TokenDocuments:
         vocabulary: int,
         *,
         split: Split = "calibration",
-        flag: str = "--calib",
+        flag: str = CALIBRATION,
     ) -> None:
         self.path = file_of(text, flag)
         self.dataset = str(text) if text is not None and self.path is None else None
@@ -243,14 +245,35 @@ class TokenDocuments:
             if re.search("[\ud800-\udfff]", value["text"]):  # as JSON may have it
                 raise UsageError(f"{where}: its text has half a surrogate pair, which stands for no character")
             return self._tokenise(value["text"])
+        if shows_images(value):
+            if self.flag != CALIBRATION:
+                raise UsageError(f"{where} shows images, and {self.flag} is of text alone: leave out such rows")
+            return []  # a sample of its own
+        if isinstance(value, dict) and isinstance(value.get("messages"), list):
+            return self._chat(value["messages"], where)
         ids = value.get("input_ids") if isinstance(value, dict) else None
         if not isinstance(ids, list) or not all(type(token) is int for token in ids):
-            raise UsageError(f'{where} has neither "text" (a string) nor "input_ids" (a list of integers)')
+            raise UsageError(
+                f'{where} has neither "text" (a string) nor "input_ids" (a list of integers) nor "messages" (a chat)'
+            )
         wrong = [token for token in ids if not 0 <= token < self.vocabulary]
         if wrong:
             raise UsageError(f"{where}: token {wrong[0]} is not in the model's vocabulary of {self.vocabulary}")
         self.documents += 1
         return ids
+
+    def _chat(self, messages: list[Any], where: str) -> list[int]:
+        """A chat of text alone, as the model's template has it."""
+        self.documents += 1
+        if self._tokenizer is None:
+            self._tokenizer = self._load()
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise UsageError(f'{where} has "messages", and the tokenizer in {self.directory} has no chat template')
+        try:
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False)
+        except Exception as error:  # of any kind: templates have their own
+            raise UsageError(f"{where}: the chat template refuses it: {error_text(error)}") from error
+        return [token % self.vocabulary for token in self._tokenizer.encode(text, add_special_tokens=False)]
 
     def _tokenise(self, text: str, *, begins: bool = True) -> list[int]:
         self.documents += begins
