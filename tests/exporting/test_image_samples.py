@@ -11,6 +11,7 @@ import pytest
 
 from modelexport.errors import ModelExportError, UsageError
 from modelexport.exporting import export
+from modelexport.recipe import ExportRecipe
 from tests.helpers.marks import few
 from tests.helpers.tiny_wrappers import PROCESSED, save_chat, save_wrapper
 
@@ -43,7 +44,7 @@ def test_the_bytes_are_the_same_on_two_ranks(tmp_path: Path, model_type: str) ->
     [
         {"quant": "fp8-static", "algorithm": "rtn", "group_size": None, "kv_cache": "fp8"},
         {"algorithm": "awq+gptq", "calib_memory": 1000},
-        {"quant": "fp8", "algorithm": "autoquant", "group_size": None, "autoquant_bits": 9},
+        {"quant": ExportRecipe.quant, "algorithm": "autoquant", "group_size": None, "autoquant_bits": 9},
     ],
     ids=["static", "above a budget", "autoquant"],
 )
@@ -51,7 +52,6 @@ def test_other_algorithms_see_them(tmp_path: Path, settings: dict[str, Any]) -> 
     source, text = save_wrapper("gemma3", tmp_path / "source"), save_chat(tmp_path)
     if settings["algorithm"] == "autoquant":
         settings = {**settings, "autoquant_candidates": "int4:32,fp8"}
-        del settings["quant"]
     _, calibration = exported(source, tmp_path / "one", text, **settings)
     assert calibration["with_images"] == 2
 
