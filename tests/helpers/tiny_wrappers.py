@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.helpers.tiny_models import model_class, random_weights, tiny_config
 
-__all__ = ["PROCESSED", "WRAPPERS", "image_inputs", "save_chat", "save_wrapper"]
+__all__ = ["PROCESSED", "WRAPPERS", "image_inputs", "save_chat", "save_processor", "save_wrapper"]
 
 WRAPPERS = ("llava", "gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl")
 PROCESSED = ("llava", "gemma3")
@@ -122,8 +122,12 @@ def save_wrapper(model_type: str, directory: Path) -> Path:
         model = model_class(model_type)(config)
     random_weights(model, torch.Generator().manual_seed(0))
     model.save_pretrained(directory)
-    if model_type in PROCESSED:
-        _processor(model_type).save_pretrained(directory)
+    return save_processor(model_type, directory) if model_type in PROCESSED else directory
+
+
+def save_processor(model_type: str, directory: Path) -> Path:
+    """Save the processor alone; returns ``directory``."""
+    _processor(model_type).save_pretrained(directory)
     return directory
 
 

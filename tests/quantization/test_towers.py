@@ -73,3 +73,25 @@ def test_a_model_that_sees_nothing_is_refused() -> None:
     config = {"model_type": "llama", "vocab_size": 250}
     with pytest.raises(PlanError, match="no model of the model_type 'llama' that takes any: leave out the rows"):
         next(embedded(config, (), lambda name, share: torch.ones(1), [image_inputs("llava")], torch.float32))
+
+
+def test_a_run_with_images_is_taken_up(tmp_path: Path) -> None:
+    checkpoint = open_model(save_wrapper("qwen3_vl", tmp_path / "model"))
+    config, names = checkpoint.config or {}, checkpoint.infos
+    windows = torch.randint(5, 200, (3, 17), generator=torch.Generator().manual_seed(5))
+    with Reader(checkpoint) as reader:
+        read = forward_reader(checkpoint, reader)
+        begun = list(embedded(config, names.keys(), read, [image_inputs("qwen3_vl")], torch.bfloat16))
+        ends = []
+        for restored in (None, 1):
+            runner = LayerRunner(language_config(config, names), names, read, windows, embedded=begun)
+            assert runner.restore(tmp_path / "1.safetensors") == restored
+            with runner:
+                if restored is None:
+                    with runner.filled(0) as layer:
+                        runner.advance(layer)
+                    runner.save(tmp_path / "1.safetensors", 1)
+                with runner.filled(1) as layer:
+                    runner.advance(layer)
+                ends.append([x.clone() for x in runner.hidden])
+    assert all(map(torch.equal, *ends))

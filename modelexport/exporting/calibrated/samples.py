@@ -48,7 +48,8 @@ class Samples:
         if not self.embedded:
             return Samples(self.windows[: max(1, tokens // self.windows.shape[1])])
         part = tokens // 2 if len(self.windows) else tokens
-        kept, count = list[EmbeddedSample](), 0
+        kept: list[EmbeddedSample] = []
+        count = 0
         for sample in self.embedded:
             count += sample.tokens.numel()
             if kept and count > part:

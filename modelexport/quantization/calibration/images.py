@@ -11,6 +11,7 @@ import binascii
 import importlib.util
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
@@ -36,6 +37,7 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 _IMAGE = "image"
 _KEYS = ("image", "path", "url", "image_url", "base64")
 """Keys of an image's part that say where it is, or hold it: as chat templates and as engines' servers have it."""
+_MISSING = re.compile(r"requires the (\w+) library")
 _LARGEST_FILE = 1 << 28
 _MOST_PIXELS = 1 << 26
 
@@ -173,6 +175,13 @@ def load_processor(directory: Path, label: str) -> Any:
 
     try:
         processor = AutoProcessor.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    except ImportError as error:
+        missing = _MISSING.search(str(error))
+        name = missing[1] if missing else error_text(error)
+        raise UsageError(
+            f"{label} shows images: the processor in {directory} needs a package that is missing, {name}: install it "
+            f"(pip install {name.lower() if missing else 'NAME'}), or leave out the rows with images"
+        ) from error
     except Exception as error:  # of any kind: what a damaged file leads to is not foreseen there
         what = f"{type(error).__name__}: {error_text(error)}"
         raise CheckpointError(f"{directory}: its processor cannot be loaded ({what})") from error
