@@ -44,14 +44,18 @@ def test_the_bytes_are_the_same_on_two_ranks(tmp_path: Path, model_type: str) ->
     [
         {"quant": "fp8-static", "algorithm": "rtn", "group_size": None, "kv_cache": "fp8"},
         {"algorithm": "awq+gptq", "calib_memory": 1000},
-        {"quant": ExportRecipe.quant, "algorithm": "autoquant", "group_size": None, "autoquant_bits": 9},
+        {
+            "quant": ExportRecipe.quant,
+            "group_size": None,
+            "algorithm": "autoquant+gptq",
+            "autoquant_bits": 9,
+            "autoquant_candidates": "int4:32,none",
+        },
     ],
     ids=["static", "above a budget", "autoquant"],
 )
 def test_other_algorithms_see_them(tmp_path: Path, settings: dict[str, Any]) -> None:
     source, text = save_wrapper("gemma3", tmp_path / "source"), save_chat(tmp_path)
-    if settings["algorithm"] == "autoquant":
-        settings = {**settings, "autoquant_candidates": "int4:32,fp8"}
     _, calibration = exported(source, tmp_path / "one", text, **settings)
     assert calibration["with_images"] == 2
 
