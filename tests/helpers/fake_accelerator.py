@@ -16,6 +16,7 @@ import sys
 from typing import Any
 
 import torch
+from torch import library
 from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -99,7 +100,7 @@ def register() -> None:
     """Has torch know the device, from now on."""
     global _library
     _setup_privateuseone_for_python_backend(KIND)
-    _library = torch.library.Library("_", "IMPL")
+    _library = library.Library("_", "IMPL")
     _library.fallback(run, "PrivateUse1")
     make = torch.tensor
 
@@ -110,7 +111,7 @@ def register() -> None:
     torch.tensor = tensor
 
 
-_library: torch.library.Library
+_library: library.Library
 
 
 def main() -> int:
