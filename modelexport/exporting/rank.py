@@ -23,7 +23,7 @@ from modelexport.checkpoints.staging import Staging
 from modelexport.distributed import collectives, gather
 from modelexport.distributed.launch import phase, report
 from modelexport.distributed.transport import memory
-from modelexport.errors import CheckpointError
+from modelexport.errors import CheckpointError, PlanError
 from modelexport.exporting.audit import audit
 from modelexport.exporting.output import LayerWriter, ShardWriter
 from modelexport.exporting.plan import ExportPlan, ExportStep, TensorTask, full_name
@@ -347,7 +347,12 @@ class RankExport:
     def cache_scale(self, step: ExportStep, task: TensorTask) -> dict[str, Tensor]:
         """The scale of a layer's cached keys or values: what they reach, over the largest number of FP8."""
         assert step.index is not None
-        reached = (self.ranges.keys if task.cached == "k" else self.ranges.values)[step.index]
+        reached = (self.ranges.keys if task.cached == "k" else self.ranges.values).get(step.index)
+        if reached is None:
+            raise PlanError(
+                f"{step.id} has no attention whose keys and values are cached, as other layers of the model have: "
+                "leave out --kv-cache"
+            )
         return {task.parameter: torch.tensor(reached / FP8_MAX if reached > 0 else 1.0, dtype=torch.float32)}
 
     def _is_copied(self, task: TensorTask, weight: Tensor) -> bool:

@@ -73,3 +73,9 @@ def test_linears_beside_lora_branches_are_calibrated_as_without_them(tmp_path: P
 def test_autoquant_weighs_the_linears_of_a_part(tmp_path: Path) -> None:
     result = exported("gemma3", tmp_path / "out", algorithm="autoquant", group_size=32)
     assert {row.number_format for row in result.rows} - {"bf16"}
+
+
+@pytest.mark.extended
+def test_layers_without_a_cache_have_no_scales_of_one(tmp_path: Path) -> None:
+    with pytest.raises(ModelExportError, match=r"has no attention whose keys and values are cached.*leave out --kv-c"):
+        exported("qwen3_5_text", tmp_path / "out", quant="fp8-static", kv_cache="fp8")
