@@ -6,7 +6,8 @@ named tensors and :func:`restore` is its inverse; :func:`merge` joins the ranks'
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -75,6 +76,8 @@ class ModuleConfig:
         group_size: weights along ``in_features`` that share a scale, or None.
         tensors: name within the module (``weight``, ``weight_scale``, ``bias``) -> the shard emitted;
             empty where another rank emits what this one holds.
+        noise, signal: sums of (w - rounded)^2 and w^2 over the weights that the rank emits; None where nothing is
+            rounded, or compared.
     """
 
     kind: Literal["linear", "norm", "embedding", "head", "router", "vector", "other"]
@@ -85,6 +88,8 @@ class ModuleConfig:
     number_format: str = "none"
     group_size: int | None = None
     tensors: dict[str, TensorShard] = field(default_factory=dict)
+    noise: float | None = None
+    signal: float | None = None
 
 
 @register_config
@@ -137,8 +142,15 @@ def merge(parts: Sequence[LayerConfig]) -> LayerConfig:
             tensor: _join([m.tensors[tensor] for m in modules if tensor in m.tensors], merged.tensor_name(name, tensor))
             for tensor in tensor_names
         }
-        merged.modules[name] = replace(head, local_shape=head.global_shape, tensors=tensors)
+        noise, signal = (_sum(getattr(module, key) for module in modules) for key in ("noise", "signal"))
+        merged.modules[name] = replace(head, local_shape=head.global_shape, tensors=tensors, noise=noise, signal=signal)
     return merged
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    """Sum of those that are there, correctly rounded; None where none is."""
+    there = [value for value in values if value is not None]
+    return math.fsum(there) if there else None
 
 
 def to_json(layer: LayerConfig) -> dict[str, Any]:

@@ -14,8 +14,7 @@ from modelexport.distributed.launch import phase
 from modelexport.errors import CheckpointError
 from modelexport.exporting.plan import ExportPlan, full_name
 from modelexport.inspection.verify.audit import run_audit
-from modelexport.inspection.verify.items import AuditItem, WrittenPiece
-from modelexport.models.in_memory import gather_layers, is_gathered
+from modelexport.inspection.verify.items import AuditItem, WrittenPiece, decibels
 from modelexport.models.opening import open_model
 from modelexport.models.stacked import as_written, held
 
@@ -36,7 +35,7 @@ def audit(
     Of linears that are quantised in the source, it has ``exact``: whether their values are the same.
 
     Args:
-        records: step id -> the journal's record, with the pieces that were written.
+        records: step id -> the journal's record, with the pieces that were written and the errors that were made.
         changed: modules whose weights are not compared with the source's.
 
     Raises:
@@ -49,72 +48,69 @@ def audit(
         for value in record["pieces"]:
             piece = WrittenPiece.from_json(value)
             pieces.setdefault(piece.name, []).append(piece)
-    items = share(plan_items(plan, written, changed), rank, world)
-    threads = torch.get_num_threads()
-    checks = []
-    for names, together in _parts(plan, source, items):
-        gather_layers(source, names)
-        checks += run_audit(
-            together, written, source, pieces, threads=threads, progress=lambda name: phase(f"reading back {name}")
-        )
+    checks = run_audit(
+        share(plan_items(plan, written), rank, world),
+        written,
+        None,
+        pieces,
+        threads=torch.get_num_threads(),
+        progress=lambda name: phase(f"reading back {name}"),
+    )
     damaged = [text for check in checks for text in check.damaged]
     if damaged:
         raise CheckpointError(
             f"{len(damaged)} piece(s) read back differ from what was written: {'; '.join(damaged[:3])}; "
             f"the storage or the memory is at fault: remove {payload.parent} and run the same command again"
         )
-    rounded = {name for name, tensor in source.computed.items() if held(tensor) is not None}
-    twice = {item.name for item in items if item.source is not None and item.source.name in rounded}
+    errors = _errors(records, changed)
+    held_before = {name for name, tensor in source.computed.items() if held(tensor) is not None}
+    twice = {
+        full_name(step.layer, task.path)
+        for step in plan.steps
+        for task in step.tasks
+        if task.quantised and task.info.name in held_before
+    }
     return [
         {
             "name": check.name,
             "sha256": check.sha256,
-            "sqnr_db": _finite(check.sqnr_db),
-            **({"exact": check.noise == 0} if check.name in twice else {}),
+            "sqnr_db": _finite(decibels(*errors[check.name])) if check.name in errors else None,
+            **({"exact": errors[check.name][0] == 0} if check.name in twice & errors.keys() else {}),
         }
         for check in checks
     ]
 
 
-def _parts(
-    plan: ExportPlan, source: Checkpoint, items: Sequence[AuditItem]
-) -> Iterator[tuple[list[str], list[AuditItem]]]:
-    """The items that are checked together, with what of the source has to be gathered for them: all at once, or layer
-    by layer where the source is in the memory of several ranks."""
-    if not is_gathered(source):
-        yield [], list(items)
-        return
-    for step in plan.steps:
-        own = {full_name(step.layer, task.path) for task in step.tasks}
-        yield [task.info.name for task in step.tasks], [item for item in items if item.name in own]
+def _errors(records: Mapping[str, Any], changed: Collection[str]) -> dict[str, tuple[float, float]]:
+    """Module -> squared error and squared weights, over all steps that it is written in."""
+    parts: dict[str, list[Sequence[float]]] = {}
+    for record in records.values():
+        for name, sums in record["errors"].items():
+            if name not in changed:
+                parts.setdefault(name, []).append(sums)
+    return {
+        name: (math.fsum(noise for noise, _ in sums), math.fsum(signal for _, signal in sums))
+        for name, sums in parts.items()
+    }
 
 
-def plan_items(plan: ExportPlan, written: Checkpoint, changed: Collection[str] = ()) -> Iterator[AuditItem]:
+def plan_items(plan: ExportPlan, written: Checkpoint) -> Iterator[AuditItem]:
     """One item per module, in the plan's order; the slabs of a module are one item."""
-    modules: dict[str, AuditItem] = {}
+    modules: dict[str, dict[str, TensorInfo]] = {}
     for step in plan.steps:
         for task in step.tasks:
             name = full_name(step.layer, task.path)
-            old = modules.get(name, AuditItem(name, {}, None, None))
             found = {out.name: written.infos[full_name(name, out.name)] for out in task.outputs}
-            compared = task.quantised and name not in changed
-            modules[name] = AuditItem(
-                name,
-                {**old.tensors, **found},
-                task.info if compared else old.source,
-                task.number_format if compared else old.number_format,
-                plan.method,
-            )
-    yield from modules.values()
+            modules.setdefault(name, {}).update(found)
+    for name, tensors in modules.items():
+        yield AuditItem(name, tensors, None, None)
 
 
 def share(items: Iterable[AuditItem], rank: int, world: int) -> list[AuditItem]:
     """This rank's items: the largest first, each to the rank with the least to do so far."""
 
     def cost(item: AuditItem) -> int:
-        # A byte that was written is hashed twice, which takes three times as long as to compare one of the source.
-        written = sum(info.nbytes for info in item.tensors.values())
-        return 3 * written + (item.source.nbytes if item.source else 0)
+        return sum(info.nbytes for info in item.tensors.values())
 
     loads = [0] * world
     mine = []

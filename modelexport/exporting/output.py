@@ -8,13 +8,15 @@
   or through the workspace where the ranks are on several machines.
 
 The bytes are the same in each case. Whatever way it went, a checksum of each piece, taken where the piece was in
-memory, goes into the journal, and the audit compares it with what lies in the file.
+memory, goes into the journal, and the audit compares it with what lies in the file. So do the errors that rounding has
+made: the source need not be read a second time, and what was found is what was written where the checksums agree.
 """
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -26,7 +28,7 @@ from modelexport.checkpoints.safetensors.file import Layout, Writer
 from modelexport.checkpoints.staging import Staging
 from modelexport.distributed import collectives, gather, ranks
 from modelexport.distributed.launch import phase, report
-from modelexport.exporting.plan import ExportStep, TensorTask
+from modelexport.exporting.plan import ExportStep, TensorTask, full_name
 from modelexport.inspection.verify.items import WrittenPiece
 from modelexport.layers import LayerConfig, TensorShard
 
@@ -36,9 +38,11 @@ class LayerWriter(Protocol):
 
     Attributes:
         records: step id -> what is kept of it, with the ``note`` that :meth:`step` was given.
+        wants_errors: whether the errors of rounding are kept, too.
     """
 
     records: dict[str, dict[str, Any]]
+    wants_errors: bool
 
     def wants_shared(self, task: TensorTask) -> bool:
         """Returns whether the outputs of a task should lie in shared memory, because another rank will write them."""
@@ -65,6 +69,8 @@ class ShardWriter:
     Attributes:
         records: the journal's record of every finished step; complete on the first rank only.
     """
+
+    wants_errors = True
 
     def __init__(
         self,
@@ -111,7 +117,7 @@ class ShardWriter:
         if not self._direct:
             with self.gathered(layer) as parts:
                 if parts:
-                    self._record(step, self._write(parts), note)
+                    self._record(step, self._write(parts), [_errors(part) for part in parts], note)
             return
         meeting = list(dict.fromkeys(task.path for task in step.tasks if self._meets(task)))
         pieces = self._write([_without(layer, meeting)])
@@ -119,13 +125,20 @@ class ShardWriter:
             owner, self._turn = self._turn, (self._turn + 1) % self.world
             with self.gathered(replace(layer, modules={path: layer.modules[path]}), owner) as parts:
                 pieces += self._write(parts)
-        with self.gathered([piece.as_json() for piece in pieces]) as parts:
+        with self.gathered({"pieces": [piece.as_json() for piece in pieces], "errors": _errors(layer)}) as parts:
             if parts:
-                self._record(step, [WrittenPiece.from_json(piece) for part in parts for piece in part], note)
+                found = [WrittenPiece.from_json(piece) for part in parts for piece in part["pieces"]]
+                self._record(step, found, [part["errors"] for part in parts], note)
 
-    def _record(self, step: ExportStep, pieces: Sequence[WrittenPiece], note: dict[str, Any] | None) -> None:
+    def _record(
+        self,
+        step: ExportStep,
+        pieces: Sequence[WrittenPiece],
+        errors: Sequence[Mapping[str, Sequence[float]]],
+        note: dict[str, Any] | None,
+    ) -> None:
         """First rank: the step is in the files."""
-        entry: dict[str, Any] = {"pieces": [piece.as_json() for piece in pieces]}
+        entry: dict[str, Any] = {"pieces": [piece.as_json() for piece in pieces], "errors": _summed(errors)}
         if note is not None:
             entry["note"] = note
         self.records[step.id] = entry
@@ -172,6 +185,22 @@ class ShardWriter:
 
 def _without(layer: LayerConfig, paths: Sequence[str]) -> LayerConfig:
     return replace(layer, modules={path: m for path, m in layer.modules.items() if path not in paths})
+
+
+def _errors(layer: LayerConfig) -> dict[str, list[float]]:
+    """Module -> noise and signal of what this rank has rounded of it."""
+    return {
+        full_name(layer.name, path): [module.noise, module.signal]
+        for path, module in layer.modules.items()
+        if module.noise is not None and module.signal is not None
+    }
+
+
+def _summed(parts: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
+    """The ranks' errors together. A row that is cut is added part by part, and so with another last bit than the whole
+    one: of decibels with two decimals that shows once in 10^12 linears."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: [math.fsum(part[name][i] for part in parts if name in part) for i in range(2)] for name in names}
 
 
 def _crc32(tensor: Tensor) -> int:

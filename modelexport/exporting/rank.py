@@ -274,6 +274,8 @@ class RankExport:
                 continue
             elif task.quantised:
                 tensors = self._quantise_linear(step, task, weight, amax.get(i), slot)
+                if self.writer.wants_errors:
+                    self._measure(module, task, weight, tensors)
             else:
                 check_finite(self.plain, weight, task.info.name)
                 if self._is_copied(task, weight):
@@ -330,6 +332,15 @@ class RankExport:
             found = number_format.quantise(weight.to(self.device), amax=amax, **given)
             native = {name: value.cpu() if out is None else out[name].copy_(value) for name, value in found.items()}
         return self.encoded(task, native, (weight.shape[0], weight.shape[1]))
+
+    def _measure(self, module: ModuleConfig, task: TensorTask, weight: Tensor, tensors: Mapping[str, Tensor]) -> None:
+        """Puts the errors of what was rounded into the layer that is handed over."""
+        number_format, box = task.number_format, task.owned_box(self.rank)
+        assert number_format is not None
+        assert box is not None
+        part = WeightSlice(task.full_shape, (box[0][0], box[1][0]), (weight.shape[0], weight.shape[1]))
+        native = self.method.decode(number_format, tensors, part)
+        module.noise, module.signal = number_format.error_sums(weight, native)
 
     def _recoded(self, task: TensorTask, stored: dict[str, Tensor]) -> dict[str, Tensor]:
         """A linear that is quantised in the source, its numbers encoded by the target's method."""

@@ -140,6 +140,8 @@ def _whole(layer: LayerConfig, waiting: dict[str, Tensor]) -> Iterator[tuple[str
 class _NoFiles:
     """Stands where an export has its writer."""
 
+    wants_errors = False
+
     def __init__(self) -> None:
         self.records: dict[str, dict[str, Any]] = {}
 

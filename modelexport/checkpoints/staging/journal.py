@@ -25,7 +25,7 @@ from modelexport.checkpoints import raw_io
 from modelexport.errors import CheckpointError
 from modelexport.system.small_files import read_small
 
-VERSION = 2
+VERSION = 3
 LARGEST_JOURNAL = 1 << 30
 """Bytes: what the record of an export says of each module, and the checksum of every piece besides."""
 _CHECKED = re.compile(rb'\{"crc32":(\d{1,10}),(.+)\n', re.DOTALL)

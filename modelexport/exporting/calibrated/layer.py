@@ -72,11 +72,14 @@ class QuantisedLayer:
         native: number of a quantised task -> the native tensors of its rows on this rank.
         plain: number of any other task -> what is written of it, in the source's dtype.
         activations: linear -> what rounds its inputs, of those whose inputs are rounded.
+        errors: number of a quantised task -> noise and signal of its rows on this rank, of those that only rounding
+            has changed.
         keys, values: layer -> the largest magnitude that its KV cache's scale is to cover.
     """
 
     native: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     plain: dict[int, Tensor] = field(default_factory=dict)
+    errors: dict[int, tuple[float, float]] = field(default_factory=dict)
     activations: dict[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
     keys: dict[int, float] = field(default_factory=dict)
     values: dict[int, float] = field(default_factory=dict)
@@ -316,6 +319,8 @@ class CalibratedLayer:
         # The outputs are compared with those of the weight before it was narrowed.
         after.add(replace(linear, weight=target), native)
         if len(target):
+            if linear.name not in self.report.changed:
+                made.errors[self.numbers[name]] = number_format.error_sums(target, native)
             target.copy_(number_format.dequantise(native))
             made.native[self.numbers[name]] = native
         if number_format.input_arguments() is not None:

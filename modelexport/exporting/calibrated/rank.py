@@ -141,6 +141,7 @@ class CalibratedExport(RankExport):
                 assert box is not None
                 rows, columns = ((stop - start) for start, stop in box)
                 self.emit(module, task, self.encoded(task, native, (rows, columns)))
+                module.noise, module.signal = made.errors.get(number, (None, None))
             elif number in made.plain:
                 plain = made.plain[number].cpu()
                 if self.writer.wants_shared(task):

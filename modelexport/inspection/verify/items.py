@@ -121,15 +121,16 @@ class ModuleCheck:
     @property
     def sqnr_db(self) -> float | None:
         """Signal to quantisation noise in dB; infinite where nothing was lost, None if not compared."""
-        return _decibels(self.signal, self.noise)
+        return decibels(self.noise, self.signal)
 
     @property
     def nearest_db(self) -> float | None:
         """The same for rounding the source to nearest in this number format."""
-        return _decibels(self.signal, self.nearest_noise)
+        return decibels(self.nearest_noise, self.signal)
 
 
-def _decibels(signal: float | None, noise: float | None) -> float | None:
+def decibels(noise: float | None, signal: float | None) -> float | None:
+    """The ratio of signal to noise in dB; infinite where there is no noise, None where either is not known."""
     if noise is None or signal is None:
         return None
     if noise == 0:

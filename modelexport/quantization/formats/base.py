@@ -328,6 +328,12 @@ class NumberFormat(ABC):
         self._squared_error(weight, tensors, out)
         return out
 
+    def error_sums(self, weight: Tensor, tensors: Mapping[str, Tensor]) -> tuple[float, float]:
+        """The sums over all rows of what :meth:`squared_error` has for each, correctly rounded: in any order of rows
+        the same."""
+        noise, signal = self.squared_error(weight, tensors).t().tolist()
+        return math.fsum(noise), math.fsum(signal)
+
     def grid(self, tensors: Mapping[str, Tensor]) -> Grid:
         """Returns the values that a weight can have, from native tensors' scales and zero points alone.
 
