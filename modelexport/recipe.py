@@ -108,6 +108,9 @@ class ExportRecipe(Settings):
         None, "checkpoint directory or hub id (default: the embedded demo model)", metavar="DIR|ID"
     )
     revision: str | None = setting(None, "branch, tag or commit of a hub id", metavar="REV")
+    download: bool = setting(
+        False, "bring all of a hub id to the hub's cache first, instead of reading it layer by layer"
+    )
     adapter: tuple[str, ...] = setting(
         (),
         "LoRA adapter, as PEFT saves it, to merge first, perhaps with a weight; may be given several times",

@@ -49,6 +49,7 @@ ONE_CALL = 1 << 30
 """Linux moves at most 2 GiB - 4 KiB in one read or write."""
 
 _POPULATE_READ = 22
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 _SYNC_FILE_RANGE_WRITE = 2
 _AT_FDCWD = -100
@@ -107,6 +108,17 @@ def allocate(fd: int, size: int) -> bool:
         if error.errno not in _UNSUPPORTED:
             raise
         os.ftruncate(fd, size)
+        return False
+    return True
+
+
+def punch_hole(fd: int, offset: int, length: int) -> bool:
+    """Give the disk back what a part of a file takes, which then reads as zeros; False where the file system cannot."""
+    try:
+        _call("fallocate", fd, _PUNCH_HOLE | _KEEP_SIZE, offset, length)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
         return False
     return True
 

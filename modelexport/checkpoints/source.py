@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,10 +13,11 @@ from typing import TYPE_CHECKING
 from modelexport.errors import CheckpointError, UsageError, error_text
 
 if TYPE_CHECKING:
+    from modelexport.checkpoints.remote.fetching import Fetcher
     from modelexport.checkpoints.safetensors.reader import Checkpoint
 
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
-_NOT_NEEDED = [
+NOT_NEEDED = [
     "*.bin",
     "*.pt",
     "*.pth",
@@ -37,6 +40,7 @@ class Source:
     Attributes:
         hub_id: where it came from the hub.
         checkpoint: its tensors, where these are in memory and only the small files in the directory.
+        fetcher: what brings its weights to the directory while they are read, where they are not there yet.
     """
 
     directory: Path
@@ -44,6 +48,7 @@ class Source:
     is_demo: bool = False
     hub_id: str | None = None
     checkpoint: Checkpoint | None = None
+    fetcher: Fetcher | None = None
 
 
 def is_local(model: str | None) -> bool:
@@ -87,31 +92,54 @@ def resolve_source(model: str | None, revision: str | None = None) -> Source:
     return Source(_download(model, revision), model, hub_id=model)
 
 
+def is_hub_id(model: str) -> bool:
+    """Returns whether a text has the form of a hub id, ``ORGANISATION/NAME``."""
+    return bool(_HUB_ID.fullmatch(model))
+
+
 def _download(model: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
+
+    with explained(model, revision):
+        found = Path(snapshot_download(model, revision=revision, ignore_patterns=NOT_NEEDED))
+        if not any(found.glob("*.safetensors")):  # published before there were any
+            snapshot_download(model, revision=revision, allow_patterns=_PICKLED)
+        return found
+
+
+@contextmanager
+def explained(model: str, revision: str | None) -> Iterator[None]:
+    """Errors of the hub's client as one sentence: what is not done, why, and what to type."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     transport_error = HfHubHTTPError.__mro__[1]  # of the HTTP library that this version of the hub's client uses
     try:
-        found = Path(snapshot_download(model, revision=revision, ignore_patterns=_NOT_NEEDED))
-        if not any(found.glob("*.safetensors")):  # published before there were any
-            snapshot_download(model, revision=revision, allow_patterns=_PICKLED)
-        return found
+        yield
     except HFValidationError as error:
         raise UsageError(f"--model {model}: no such directory, and no hub id either: {error_text(error)}") from error
     except (LocalEntryNotFoundError, ConnectionError) as error:  # the former may be an HfHubHTTPError too
         raise CheckpointError(_unreachable(model)) from error
     except HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else "no answer"
-        at = f" at revision '{revision}'" if revision is not None else ""
-        raise CheckpointError(
-            f"the hub refused '{model}'{at} (HTTP {status}); check the name{' and the revision' if at else ''}, and "
-            "for a gated model log in first: hf auth login"
-        ) from error
+        raise refused(model, revision, status) from error
     except transport_error as error:
         raise CheckpointError(_unreachable(model)) from error
     except OSError as error:
         raise CheckpointError(f"--model {model} could not be downloaded: {error.strerror or error}") from error
+
+
+def refused(model: str, revision: str | None, status: int | str) -> CheckpointError:
+    """The error for an HTTP status with which the hub does not give what it is asked for."""
+    at = f" at revision '{revision}'" if revision is not None else ""
+    if status == 429:
+        return CheckpointError(
+            f"the hub limits how much this address or token may ask for, and does not give '{model}' now (HTTP 429): "
+            "wait a few minutes, or log in (hf auth login), and run the same command again"
+        )
+    return CheckpointError(
+        f"the hub refused '{model}'{at} (HTTP {status}); check the name{' and the revision' if at else ''}, and "
+        "for a gated model log in first: hf auth login"
+    )
 
 
 def _unreachable(model: str) -> str:

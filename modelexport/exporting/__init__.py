@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import nullcontext
 from typing import Any
 
 from modelexport.checkpoints.source import Source
@@ -17,7 +18,7 @@ from modelexport.errors import UsageError
 from modelexport.exporting.prepare import check_early, prepare
 from modelexport.exporting.publish import evaluated, pushed
 from modelexport.exporting.result import ExportResult, preview_of, result_of
-from modelexport.exporting.run import launcher_config, run_as_launched, run_own_ranks
+from modelexport.exporting.run import launcher_config, opened_of, run_as_launched, run_own_ranks
 from modelexport.models.in_memory import is_in_memory, opened
 from modelexport.quantization.assignment import KEEP
 from modelexport.recipe import ExportRecipe
@@ -71,9 +72,10 @@ def _exported(recipe: ExportRecipe, source: Source | None = None) -> ExportResul
         raise UsageError("no target given: add --out DIR")
     check_early(recipe, source)
     if recipe.dry_run:
-        prepared = prepare(recipe, source)
-        prepared.warn()
-        return preview_of(prepared)
+        with nullcontext(source) if source is not None else opened_of(recipe) as found:
+            prepared = prepare(recipe, found)
+            prepared.warn()
+            return preview_of(prepared)
     config = launcher_config(recipe)
     prepared, record = run_own_ranks(recipe, source) if config is None else run_as_launched(recipe, config, source)
     seconds = time.perf_counter() - began

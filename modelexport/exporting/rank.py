@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modelexport.checkpoints.remote.mirror import mirror_of
 from modelexport.checkpoints.safetensors.file import Checkpoint, Layout, Reader, torch_dtype
 from modelexport.checkpoints.staging import Staging
 from modelexport.distributed import collectives, gather
@@ -25,6 +26,7 @@ from modelexport.distributed.launch import phase, report
 from modelexport.distributed.transport import memory
 from modelexport.errors import CheckpointError, PlanError
 from modelexport.exporting.audit import audit
+from modelexport.exporting.extents import step_extents
 from modelexport.exporting.output import LayerWriter, ShardWriter
 from modelexport.exporting.plan import ExportPlan, ExportStep, TensorTask, full_name
 from modelexport.exporting.scales import ScaleAgreement, check_finite
@@ -151,13 +153,15 @@ class RankExport:
     def __init__(self, job: RankJob, writer: LayerWriter, beside: Path | None = None, *, alone: bool = False) -> None:
         self.job, self.writer, self.beside = job, writer, beside
         self.rank, self.world = (0, 1) if alone else (collectives.get_rank(), collectives.get_world_size())
-        self.device = devices.of_rank(job.recipe.device, int(os.environ.get("LOCAL_RANK", self.rank)))
+        self.local_rank = 0 if alone else int(os.environ.get("LOCAL_RANK", self.rank))
+        self.device = devices.of_rank(job.recipe.device, self.local_rank)
         self.method = of_method(job.plan.method)
         self.ranges = Ranges({}, {}, {})
         self.is_native = self.method.METHOD == "compressed-tensors"
         self.plain = formats.get("none")
         self.scales = ScaleAgreement(self.rank, self.world, self.plain)
         self.reader = self.open_reader()
+        self.mirror = mirror_of(job.source.directory)
         self.is_gathered = is_gathered(job.source)
         self.steps = [step for step in job.plan.steps if step.id not in job.done]
         self.sources = buffers(2)
@@ -181,6 +185,9 @@ class RankExport:
     def run(self) -> None:
         """Read, quantise and hand over every step that is not done yet."""
         self.begin()
+        for step in self.job.plan.steps:
+            if step not in self.steps:
+                self.passed(step)
         reading, writing = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         try:
             ahead: Future[Shards] | None = None
@@ -193,6 +200,7 @@ class RankExport:
                     ahead = reading.submit(self.read, self.steps[number + 1])
                 phase(f"quantising {step.id}")
                 quantised = self.quantise(step, shards)
+                self.passed(step)
                 if behind is not None:
                     phase(f"handing over the step before {step.id}", waiting=True)
                     behind.result()
@@ -205,6 +213,12 @@ class RankExport:
             reading.shutdown(wait=False, cancel_futures=True)
             writing.shutdown(wait=False, cancel_futures=True)
 
+    def passed(self, step: ExportStep) -> None:
+        """Says that this rank reads nothing more for a step, of a source that is fetched."""
+        if self.mirror is not None:
+            numbers = {each.id: number for number, each in enumerate(self.job.plan.steps)}
+            self.mirror.passed(self.local_rank, numbers[step.id], len(numbers))
+
     def begin(self) -> None:
         """Called on all ranks before the first step."""
 
@@ -215,8 +229,17 @@ class RankExport:
         if self.is_gathered:
             gather_layers(self.job.source, [task.info.name for task in step.tasks])
 
+    def await_source(self, step: ExportStep) -> None:
+        """Waits until what the step reads is there, of a source that is fetched. Ranks that read other parts of it
+        wait alike: they meet when the step is handed over."""
+        if self.mirror is not None:
+            phase(f"waiting for {step.id} from the hub")
+            whole = self.job.plan.calibrated or not self.job.spread
+            self.mirror.wait(step_extents(self.job.source, step, None if whole else [self.rank]))
+
     def read(self, step: ExportStep) -> Shards:
         """Read the shards of ``step`` that this rank owns, and nothing else."""
+        self.await_source(step)
         slot = self.sources.get()
         boxes: dict[int, tuple[tuple[int, int], ...]] = {}
         whole: dict[int, StoredLinear] = {}

@@ -198,7 +198,7 @@ def _fingerprint(prepared: PreparedExport) -> dict[str, Any]:
     recipe = prepared.recipe
     file = file_of(recipe.calib) if prepared.is_calibrated else None
     return {
-        "model": str(prepared.source.directory),
+        "model": str(prepared.source.directory) if prepared.source.fetcher is None else prepared.source.label,
         "source_files": files_digest(prepared.checkpoint.config, prepared.checkpoint.files),
         **{key: value for key, value in recipe.deciding().items() if prepared.is_calibrated or not is_calibration(key)},
         "calibration_file": None if file is None else files_digest(None, [file, *image_files(file)]),

@@ -8,14 +8,18 @@ the target.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelexport.checkpoints.source import Source, resolve_source, source_bytes
+from modelexport.checkpoints.remote.hub import opened_source
+from modelexport.checkpoints.source import Source, is_local, source_bytes
+from modelexport.checkpoints.staging import SOURCE, resolve_target, staging_directory
 from modelexport.distributed import launch
 from modelexport.distributed.launch import MultiprocessConfig
 from modelexport.errors import UsageError
+from modelexport.exporting.extents import step_extents
 from modelexport.exporting.prepare import PreparedExport, parse_assignment, prepare
 from modelexport.exporting.record import target_of_export
 from modelexport.jobs import hub
@@ -43,17 +47,23 @@ CALIBRATION_PRELOAD = (
 
 def run_own_ranks(recipe: ExportRecipe, source: Source | None = None) -> tuple[PreparedExport, dict[str, Any]]:
     """Exports in rank processes of our own, or, of a source in memory, in this one; returns the record too."""
-    if source is not None and recipe.tp > 1:
+    if source is not None and source.checkpoint is not None and recipe.tp > 1:
         raise UsageError(f"--tp {recipe.tp}: {source.label} is exported by the process that holds it: leave out tp")
     if recipe.push_to_hub is not None:
         hub.check_login(recipe.push_to_hub)
     if recipe.tp > 1:
         launch.prestart(_preloaded(recipe))
-    prepared = prepare(recipe, source)
-    prepared.warn()
-    with target_of_export(prepared) as target:
+    with ExitStack() as stack:
+        if source is None:
+            assert recipe.out is not None
+            home = staging_directory(resolve_target(recipe.out)) / SOURCE
+            source = stack.enter_context(opened_of(recipe, home, quiet=recipe.quiet or recipe.json))
+        prepared = prepare(recipe, source)
+        prepared.warn()
+        target = stack.enter_context(target_of_export(prepared))
         done = target.begin()
         job = job_of(prepared, done)
+        fetch_ahead(prepared, done)
         kind = rank_class_of(prepared)
         from modelexport.exporting.rank import run_rank
 
@@ -61,6 +71,33 @@ def run_own_ranks(recipe: ExportRecipe, source: Source | None = None) -> tuple[P
             config = own_ranks(recipe.tp, recipe.timeout, _preloaded(recipe), on_event)
             launch.launch_subprocesses(run_rank, config, None, 0, job, kind)
         return prepared, target.finish(single(results))
+
+
+def opened_of(
+    recipe: ExportRecipe, home: Path | None = None, *, leads: bool = True, quiet: bool = True
+) -> AbstractContextManager[Source]:
+    """The source that a recipe names; see :func:`~modelexport.checkpoints.remote.hub.opened_source`."""
+    return opened_source(recipe.model, recipe.revision, home=home, download=recipe.download, leads=leads, quiet=quiet)
+
+
+def fetch_ahead(prepared: PreparedExport, done: Collection[str], ranks: Sequence[int] | None = None) -> None:
+    """Has what the steps read fetched ahead of them, of a source that is not on this machine.
+
+    Args:
+        done: the steps of which nothing is read.
+        ranks: those on this machine; None: all.
+    """
+    fetcher, plan, recipe = prepared.source.fetcher, prepared.plan, prepared.recipe
+    if fetcher is None:
+        return
+    read_twice = bool(recipe.of_kind("rotate", "assign")) or (plan.needs_ranges and not plan.calibrated)
+    own = range(recipe.tp) if ranks is None else ranks
+    fetcher.follow(
+        [step_extents(prepared.checkpoint, step, None if plan.calibrated else own) for step in plan.steps],
+        {number for number, step in enumerate(plan.steps) if step.id in done},
+        len(own),
+        keep=read_twice,
+    )
 
 
 def launcher_config(recipe: ExportRecipe) -> MultiprocessConfig | None:
@@ -108,8 +145,13 @@ def run_as_launched(
             parse_assignment(recipe)  # a wrong name is said before a model is downloaded
         found = source
         if found is None:
-            with ranks.zero_first(config.local_rank == 0):  # one download for each machine
-                found = resolve_source(recipe.model, recipe.revision)
+            assert recipe.out is not None
+            first = config.rank - config.local_rank
+            name = f"{SOURCE}-{first}" if is_spread(config) else SOURCE
+            leads = config.local_rank == 0
+            with ranks.zero_first(leads):  # one download for each machine
+                home = staging_directory(resolve_target(recipe.out)) / name
+                found = stack.enter_context(opened_of(recipe, home, leads=leads))
         launch.phase("planning the export")
         prepared = prepare(recipe, found)
         if config.rank == 0:
@@ -118,16 +160,26 @@ def run_as_launched(
                 hub.check_login(recipe.push_to_hub)
         agree(prepared.checkpoint, recipe)
         with target_of_export(prepared) as target:
+
+            def work(done: dict[str, Any]) -> None:
+                begin = config.rank - config.local_rank
+                own = range(begin, begin + config.local_world_size)
+                if source is None and not is_local(recipe.model):  # the same on all machines, whatever these have
+                    with ranks.zero_first(config.local_rank == 0):
+                        fetch_ahead(prepared, done, own)
+                run_rank(job_of(prepared, done, spread=is_spread(config)), rank_class_of(prepared))
+
             record = run_under_launcher(
                 config,
                 target,
-                work=lambda done: run_rank(job_of(prepared, done, spread=is_spread(config)), rank_class_of(prepared)),
+                work=work,
                 collect=lambda record, result: record,
                 progress=lambda done: _show_progress(prepared, done, shown=config.rank == 0),
             )
             return prepared, record
 
-    return run_as_rank(config, export_as_rank)
+    with ExitStack() as stack:
+        return run_as_rank(config, export_as_rank)
 
 
 def _preloaded(recipe: ExportRecipe) -> tuple[str, ...]:

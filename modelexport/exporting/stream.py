@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from modelexport.distributed import collectives
 from modelexport.errors import UsageError
 from modelexport.exporting.prepare import PreparedExport, check_early, prepare, quantization_files
-from modelexport.exporting.run import job_of, rank_class_of
+from modelexport.exporting.run import fetch_ahead, job_of, opened_of, rank_class_of
 from modelexport.layers import LayerConfig
 from modelexport.models import checkpoint_formats
 from modelexport.models.in_memory import forget_layers, is_in_memory, opened
@@ -77,6 +77,8 @@ def quantise(model: Any = None, *, config: Any = None, tokenizer: Any = None, **
                 "has others: call modelexport.export(), or choose another format"
             )
         check_early(recipe, source)
+        if source is None:
+            source = stack.enter_context(opened_of(recipe))
         prepared = prepare(recipe, source)
         return QuantisedTensors(prepared, stack.pop_all())
 
@@ -103,12 +105,14 @@ class QuantisedTensors:
                 "process: choose what needs no calibration, or call modelexport.export()"
             )
         job = job_of(self._prepared, {})
+        fetch_ahead(self._prepared, ())
         with rank_class_of(self._prepared)(job, _NoFiles(), alone=True) as rank:
             rank.begin()
             waiting: dict[str, Tensor] = {}
             for step in rank.steps:
                 rank.gather(step)
                 quantised = rank.quantise(step, rank.read(step))
+                rank.passed(step)
                 try:
                     found = list(_whole(quantised.layer, waiting))
                 finally:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from modelexport.checkpoints.formats.hf import CARD, SOURCE_CARD, config_bytes
+from modelexport.checkpoints.remote.mirror import stamped
 from modelexport.checkpoints.safetensors.file import Checkpoint
 from modelexport.errors import CheckpointError
 from modelexport.inspection.card import model_card
@@ -62,13 +63,13 @@ def source_config(
 def inputs_of(checkpoint: Checkpoint, config: str | None, text: str | None = None) -> list[Path]:
     """The files that a target is made from: weights, config.json, and the text that a model is calibrated on."""
     own = checkpoint.directory / "config.json" if config is None else config_path(config)
-    return [path for path in (*checkpoint.files, own, file_of(text)) if path is not None]
+    return stamped(path for path in (*checkpoint.files, own, file_of(text)) if path is not None)
 
 
 def files_digest(config: dict[str, Any] | None, files: Iterable[Path]) -> str:
     """A digest of a config and of the names, sizes and times of files: equal as long as nobody touched them."""
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    for path in files:
+    for path in stamped(files):
         stat = os.stat(path)
         digest.update(f"{path.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
     return digest.hexdigest()

@@ -1,20 +1,25 @@
-"""A hub on 127.0.0.1: as much of its HTTP interface as creating a repository and one commit of files need.
+"""A hub on 127.0.0.1: as much of its HTTP interface as creating a repository, one commit of files and reading need.
 
 Small files come in the commit itself, large ones as blobs, asked for first (git-lfs's batch interface), of which those
-that are here already are not sent again.
+that are here already are not sent again. Models that are read lie in directories; the hub misbehaves as it is told.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
+COMMIT = "3" * 40
 TOKEN = "hf_" + "a" * 34
 SMALL = 1 << 16
 
@@ -36,6 +41,14 @@ class Hub:
         blobs: SHA-256 -> content.
         uploads: how many blobs were sent.
         refuse: (part of a path, status, message) of requests that are refused.
+        models: name -> directory of a model that can be read.
+        gated: whether only those who are logged in may read.
+        ranges: whether parts of files are sent.
+        limited: how many more parts are refused, since too much was asked for.
+        cut: bytes after which the connection is closed, of every part that is sent.
+        expire: whether addresses of files are good for one answer only.
+        rate: bytes a second, over all connections; 0: as fast as it goes.
+        parts: (file, start, stop) of what was sent of weights, as far as it was.
     """
 
     url: str = ""
@@ -44,6 +57,30 @@ class Hub:
     uploads: int = 0
     refuse: tuple[str, int, str] | None = None
     requests: list[str] = field(default_factory=list)
+    models: dict[str, Path] = field(default_factory=dict)
+    gated: bool = False
+    ranges: bool = True
+    limited: int = 0
+    cut: int = 0
+    expire: bool = False
+    rate: float = 0.0
+    parts: list[tuple[str, int, int]] = field(default_factory=list)
+    signed: int = 0
+    spent: set[str] = field(default_factory=set)
+    due: float = 0.0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def pace(self, count: int) -> None:
+        """Waits as long as so many bytes take."""
+        if self.rate:
+            with self.lock:
+                self.due = max(self.due, time.monotonic() - 0.05) + count / self.rate
+                wait = self.due - time.monotonic()
+            time.sleep(max(0.0, wait))
+
+    def sent(self) -> int:
+        """Bytes of weights that were sent."""
+        return sum(stop - start for _, start, stop in self.parts)
 
 
 @contextmanager
@@ -92,11 +129,96 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 hub.blobs[self.path.rsplit("/", 1)[1]] = body
                 hub.uploads += 1
                 return self.answer({})
+            if self.read_model():
+                return None
             if self.headers.get("Authorization") != f"Bearer {TOKEN}":
                 return self.answer({"error": "Invalid credentials"}, 401, "Invalid credentials")
             return self.route(body)
 
-        do_GET = do_POST = do_PUT = handle_all
+        do_GET = do_POST = do_PUT = do_HEAD = handle_all
+
+        def read_model(self) -> bool:
+            """Answers what is asked of a model that lies in a directory; returns whether it was."""
+            path = unquote(self.path.partition("?")[0]).removeprefix("/api/models").lstrip("/")
+            name = "/".join(path.split("/")[:2])
+            if name not in hub.models:
+                return False
+            if hub.gated and self.headers.get("Authorization") != f"Bearer {TOKEN}":
+                self.answer({"error": "Access to this model is restricted"}, 401, "Access to this model is restricted")
+                return True
+            directory, rest = hub.models[name], path.removeprefix(name).lstrip("/")
+            if self.path.startswith("/api/"):
+                files = sorted(str(file.relative_to(directory)) for file in directory.rglob("*") if file.is_file())
+                if "tree/" in rest:
+                    self.answer(
+                        [
+                            {"type": "file", "path": f, "oid": "0" * 40, "size": (directory / f).stat().st_size}
+                            for f in files
+                        ]
+                    )
+                else:
+                    siblings = [{"rfilename": file, "size": (directory / file).stat().st_size} for file in files]
+                    self.answer({"id": name, "modelId": name, "private": False, "sha": COMMIT, "siblings": siblings})
+                return True
+            self.send_file(directory / rest.split("/", 2)[2])
+            return True
+
+        def send_file(self, file: Path) -> None:
+            if not file.is_file():
+                return self.answer({"error": "Entry not found"}, 404, "Entry not found")
+            is_weight = file.suffix == ".safetensors"
+            is_head = self.command == "HEAD"
+            status, size = file.stat(), file.stat().st_size
+            if hub.expire and is_weight and "signed=" not in self.path and not is_head:
+                return self.answer({}, 403)
+            if hub.expire and is_weight and not is_head:
+                if self.path in hub.spent:
+                    return self.answer({}, 403)
+                hub.spent.add(self.path)
+            if hub.limited and is_weight and not is_head:
+                hub.limited -= 1
+                self.send_response(429)
+                self.send_header("Retry-After", "0")
+                self.send_header("Content-Length", "0")
+                return self.end_headers()
+            start, stop = 0, size
+            asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+            partial = asked is not None and hub.ranges
+            if asked is not None and partial:
+                start, stop = int(asked[1]), min(size, int(asked[2]) + 1)
+            if is_head and hub.expire and is_weight:
+                self.send_response(302)
+                hub.signed += 1
+                self.send_header(
+                    "Location", f"{hub.url.replace('127.0.0.1', 'localhost')}{self.path}?signed={hub.signed}"
+                )
+                self.send_header("X-Linked-Size", str(size))
+            else:
+                self.send_response(206 if partial else 200)
+            if partial:
+                self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{size}")
+            etag = f'"{size}-{status.st_mtime_ns}"'
+            self.send_header("ETag", etag)
+            self.send_header("X-Linked-Etag", etag)
+            self.send_header("X-Repo-Commit", COMMIT)
+            self.send_header("Content-Length", "0" if is_head and hub.expire and is_weight else str(stop - start))
+            self.end_headers()
+            if is_head:
+                return None
+            with open(file, "rb") as content:
+                content.seek(start)
+                at = start
+                while at < stop:
+                    piece = content.read(min(1 << 16, stop - at, hub.cut or stop))
+                    hub.pace(len(piece))
+                    self.wfile.write(piece)
+                    at += len(piece)
+                    if hub.cut and at - start >= hub.cut and at < stop:
+                        self.close_connection = True
+                        break
+            if is_weight:
+                hub.parts.append((file.name, start, at))
+            return None
 
         def route(self, body: bytes) -> None:
             path = self.path.partition("?")[0]

@@ -6,12 +6,13 @@ import os
 import re
 import shlex
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from modelexport.checkpoints import raw_io
+from modelexport.checkpoints.remote.mirror import Extent, mirror_of
 from modelexport.checkpoints.safetensors.header import Header, TensorInfo, read_header
 from modelexport.checkpoints.safetensors.placement import Placement, runs, whole_place
 from modelexport.errors import CheckpointError, quoted
@@ -226,6 +227,7 @@ class Reader:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
+        self._mirror = mirror_of(checkpoint.directory)
         self._fds: dict[Path, int] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -344,8 +346,15 @@ class Reader:
             self.read_place(info, places[number], part, out if part == box else out[slices(relative(part, box))])
 
     def _fill(self, name: str, path: Path, memory: Any, offset: int, pitch: int) -> None:
+        def read() -> int:
+            return raw_io.read_rows(self._fd(path), memory, offset, pitch)
+
         try:
-            got = raw_io.read_rows(self._fd(path), memory, offset, pitch)
+            if self._mirror is None:
+                got = read()
+            else:
+                stop = offset + (memory.shape[0] - 1) * pitch + memory.shape[1] if memory.size else offset
+                got = self._mirror.read(path, offset, stop, read)
         except OSError as error:
             raise CheckpointError(f"{path}: tensor {quoted(name)} cannot be read: {error.strerror or error}") from error
         if got != memory.size:
@@ -379,6 +388,25 @@ class Reader:
                     raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from error
                 self._fds[path] = fd
             return fd
+
+
+def extents(checkpoint: Checkpoint, info: TensorInfo, rows: tuple[int, int] | None = None) -> Iterator[Extent]:
+    """The parts of files that a tensor is read from.
+
+    Args:
+        rows: of dim 0, where only these are; of a tensor that lies in one place.
+    """
+    computed = checkpoint.computed.get(info.name)
+    for source in (info,) if computed is None else computed.sources:
+        places = checkpoint.placements.get(source.name)
+        for place in places or ():
+            reach = sum((stop - start - 1) * step for (start, stop), step in zip(place.box, place.strides, strict=True))
+            yield place.path, place.offset, place.offset + reach + min((*place.strides, source.nbytes))
+        if places is None:
+            start, stop = (0, source.nbytes)
+            if rows is not None and computed is None and source.shape and source.shape[0]:
+                start, stop = (row * source.nbytes // source.shape[0] for row in rows)
+            yield source.path, source.offset + start, source.offset + stop
 
 
 def _rectangle(

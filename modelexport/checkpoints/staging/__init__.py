@@ -3,7 +3,7 @@
 For a target ``out`` the directory ``.{out name}.modelexport`` beside it (the same file system, so that the rename is
 one step) holds ``lock`` and ``ranks.lock`` (see :mod:`~modelexport.checkpoints.staging.locks`), ``journal.jsonl`` (see
 :mod:`~modelexport.checkpoints.staging.journal`), ``ckpt/``, the checkpoint itself, and perhaps ``beside/``, what a run
-needs only to be resumed.
+needs only to be resumed, and ``source/``, what of a model on the hub is being read.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from modelexport.checkpoints.staging import locks
 from modelexport.checkpoints.staging.journal import Journal, OtherExport, published_inode
 from modelexport.errors import CheckpointError, UsageError, listed
 
+SOURCE = "source"
 LOCK_WAIT = 10.0
 """Seconds that an export waits for the ranks of a killed one to die."""
 
@@ -309,8 +310,8 @@ def _was_published(home: Path) -> bool:
 
 def _empty(home: Path) -> None:
     """Remove everything but the locks; the journal last, for it tells what the rest is."""
-    for name in ("ckpt", "old", "beside"):
-        _remove_tree(home / name)
+    for path in (home / "ckpt", home / "old", home / "beside", *home.glob(f"{SOURCE}*")):
+        _remove_tree(path)
     (home / "journal.jsonl").unlink(missing_ok=True)
 
 

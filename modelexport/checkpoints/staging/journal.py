@@ -81,14 +81,14 @@ class Journal:
             lost = _why_lost(lines)
             if not lost:
                 raise OtherExport(differences(head.get("fingerprint") or {}, wanted))
-        if head is not None and same and head.get("boot") == _boot():
+        if head is not None and same and head.get("boot") == boot_id():
             os.truncate(path, good)
             return cls(path, os.open(path, _APPEND), _steps(lines), resumed=True)
         fd = os.open(path, _APPEND | os.O_CREAT | os.O_TRUNC, 0o666)
         journal = cls(path, fd, {}, resumed=False, restarted=same, lost=lost)
         states = {str(each): _state(each) for each in inputs}
         try:
-            journal._append({"modelexport": VERSION, "fingerprint": wanted, "boot": _boot(), "inputs": states})
+            journal._append({"modelexport": VERSION, "fingerprint": wanted, "boot": boot_id(), "inputs": states})
         except OSError:
             journal.close()
             raise
@@ -221,7 +221,7 @@ def _why_lost(lines: list[dict[str, Any]]) -> str:
     if "ended" in lines[-1]:
         return f"it failed, and would again: {lines[-1]['ended']}"
     inputs = lines[0].get("inputs")
-    if lines[0].get("boot") == _boot() and isinstance(inputs, dict):
+    if lines[0].get("boot") == boot_id() and isinstance(inputs, dict):
         for name, state in inputs.items():
             found = _state(Path(name))
             if found is None and state is not None and any(Path(name).parent.glob("*")):
@@ -240,7 +240,8 @@ def _state(path: Path) -> list[int] | None:
     return [status.st_size, status.st_mtime_ns]
 
 
-def _boot() -> str:
+def boot_id() -> str:
+    """Returns what tells one boot of this machine from another; "" where the system does not say."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

@@ -123,7 +123,10 @@ class CalibratedExport(RankExport):
 
     def read(self, step: ExportStep) -> Shards:
         """Of a decoder layer nothing: the runner reads what its forward pass needs."""
-        return super().read(step) if step.index is None else Shards({}, {}, self.sources.get())
+        if step.index is None:
+            return super().read(step)
+        self.await_source(step)
+        return Shards({}, {}, self.sources.get())
 
     def quantise(self, step: ExportStep, shards: Shards) -> Quantised:
         """See the base; a decoder layer is quantised with samples running through it."""

@@ -1,0 +1,1 @@
+"""Checkpoints that lie elsewhere: only the parts that are being read are on this machine's disk."""
