@@ -234,8 +234,8 @@ class RankExport:
         wait alike: they meet when the step is handed over."""
         if self.mirror is not None:
             phase(f"waiting for {step.id} from the hub")
-            whole = self.job.plan.calibrated or not self.job.spread
-            self.mirror.wait(step_extents(self.job.source, step, None if whole else [self.rank]))
+            ranks = [self.rank] if self.job.spread else range(self.world)
+            self.mirror.wait(step_extents(self.job.source, step, None if self.job.plan.calibrated else ranks))
 
     def read(self, step: ExportStep) -> Shards:
         """Read the shards of ``step`` that this rank owns, and nothing else."""

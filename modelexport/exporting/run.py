@@ -77,7 +77,15 @@ def opened_of(
     recipe: ExportRecipe, home: Path | None = None, *, leads: bool = True, quiet: bool = True
 ) -> AbstractContextManager[Source]:
     """The source that a recipe names; see :func:`~modelexport.checkpoints.remote.hub.opened_source`."""
-    return opened_source(recipe.model, recipe.revision, home=home, download=recipe.download, leads=leads, quiet=quiet)
+    return opened_source(
+        recipe.model,
+        recipe.revision,
+        home=home,
+        download=recipe.download,
+        leads=leads,
+        guess=home is not None,
+        quiet=quiet,
+    )
 
 
 def fetch_ahead(prepared: PreparedExport, done: Collection[str], ranks: Sequence[int] | None = None) -> None:

@@ -137,8 +137,8 @@ class Fetcher:
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
         if not any(thread.is_alive() for thread in self._threads):  # else one waits for the network, and may yet write
-            for fd in self._fds.values():
-                os.close(fd)
+            while self._fds:
+                os.close(self._fds.popitem()[1])
 
     # ------------------------------------------------------------------ threads
 

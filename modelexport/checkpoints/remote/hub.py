@@ -25,6 +25,7 @@ from modelexport.system.terminal import note
 
 __all__ = ["opened_source"]
 
+_JOURNAL = "journal.jsonl"
 _WEIGHTS = "*.safetensors"
 _FIRST_BYTES = 1 << 17
 """Of each file, asked for to begin with: most headers are smaller."""
@@ -41,6 +42,7 @@ def opened_source(
     home: Path | None = None,
     download: bool = False,
     leads: bool = True,
+    guess: bool = False,
     quiet: bool = True,
 ) -> Iterator[Source]:
     """A model as a source; of one on the hub, only what is read comes to this machine, unless it is here already.
@@ -50,6 +52,7 @@ def opened_source(
         home: where parts of weights lie meanwhile, and stay where a run is cut off that can be resumed (its parent has
             a journal then); None: a temporary directory.
         download: whether all of it is brought to the hub's cache first.
+        guess: whether to begin with the first file at once, before it is known what is read first.
         leads: whether this process fills the mirror; others of the machine call this when it has returned there.
 
     Raises:
@@ -73,7 +76,8 @@ def opened_source(
         else:
             stack.enter_context(_locked(home))
         mirror, kept = _mirror(home, repository)
-        fetcher = Fetcher(mirror, repository.stream, kept, guess=False)
+        resumes = (home.parent / _JOURNAL).is_file()
+        fetcher = Fetcher(mirror, repository.stream, kept, guess=guess and not resumes)
         stack.callback(fetcher.close)
         if not quiet:
             size = sum(file.size for file in mirror.files)
@@ -94,7 +98,7 @@ def _locked(home: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if not (home.parent / "journal.jsonl").is_file():
+        if not (home.parent / _JOURNAL).is_file():
             shutil.rmtree(home, ignore_errors=True)
             with suppress(OSError):
                 home.parent.rmdir()
