@@ -29,7 +29,7 @@ NOT_NEEDED = [
     "*.pkl",
     "original/*",
 ]
-_PICKLED = ["pytorch_model*.bin", "pytorch_model.bin.index.json", "consolidated.*.pth", "qmodel.pt"]
+PICKLED = ["pytorch_model*.bin", "pytorch_model.bin.index.json", "consolidated.*.pth", "qmodel.pt"]
 """The pickles that are read, where there is nothing else: without running anything in them."""
 
 
@@ -103,8 +103,23 @@ def _download(model: str, revision: str | None) -> Path:
     with explained(model, revision):
         found = Path(snapshot_download(model, revision=revision, ignore_patterns=NOT_NEEDED))
         if not any(found.glob("*.safetensors")):  # published before there were any
-            snapshot_download(model, revision=revision, allow_patterns=_PICKLED)
+            snapshot_download(model, revision=revision, allow_patterns=PICKLED)
         return found
+
+
+@contextmanager
+def hidden_bars() -> Iterator[None]:
+    """Hides the progress bars of the hub's client."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
 
 
 @contextmanager

@@ -10,12 +10,13 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from modelexport import __version__
+from modelexport.checkpoints.source import hidden_bars
 from modelexport.errors import HubError, UsageError, error_text, shown
 from modelexport.models.opening import open_model
 from modelexport.recipe import check_repo_id
@@ -87,7 +88,10 @@ def push(directory: str | os.PathLike[str], repo_id: str, *, private: bool = Fal
         raise UsageError(f"{directory}: no checkpoint is there (a directory with {', '.join(_IS_CHECKPOINT[:2])})")
     open_model(directory)  # headers alone: an interrupted copy is not to take the place of a whole one
     again = f"modelexport push {shlex.quote(str(directory))} {repo_id}{' --private' if private else ''}"
-    with _progress(quiet=quiet), _explained(f"{directory} is complete, but was not pushed to {repo_id}", again):
+    with (
+        hidden_bars() if quiet else nullcontext(),
+        _explained(f"{directory} is complete, but was not pushed to {repo_id}", again),
+    ):
         api = _api()
         url = api.create_repo(repo_id, private=True if private else None, exist_ok=True)
         if private and not api.repo_info(repo_id).private:
@@ -147,18 +151,3 @@ def _refusal(error: Any) -> str:
         return "the hub knows no such organisation or repository, or does not show it to this token"
     detail = getattr(error, "server_message", None) or "no reason given"
     return f"the hub refused it (HTTP {status}: {shown(detail)})"
-
-
-@contextmanager
-def _progress(*, quiet: bool) -> Iterator[None]:
-    """Hides the client's progress bars where they are not wanted."""
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
-    if not quiet or are_progress_bars_disabled():
-        yield
-        return
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        enable_progress_bars()

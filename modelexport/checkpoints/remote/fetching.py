@@ -84,7 +84,7 @@ class Fetcher:
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._running: set[int] = set()
-        first = [file for file in mirror.files if guess][:1]
+        first = [file for file in mirror.files if guess and file.name.startswith("model")][:1]
         self._ahead = deque(
             c for file in first for c in _numbers(mirror.chunks(mirror.directory / file.name, 0, file.size))
         )
@@ -200,8 +200,10 @@ class Fetcher:
         start = max(start, self._kept.get(file.name, 0))
         self.mirror.wanted[chunk] = 0
         self.mirror.versions[chunk] += 1
-        if raw_io.punch_hole(self._fds[file.name], start, stop - start):
-            self._held -= CHUNK
+        raw_io.punch_hole(
+            self._fds[file.name], start, stop - start
+        )  # where it cannot be, the disk fills as by a download
+        self._held -= CHUNK
 
     def _fetch(self, chunks: Sequence[int]) -> None:
         """Fetches chunks that lie side by side.

@@ -7,6 +7,7 @@ import re
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -18,7 +19,18 @@ from urllib.parse import urlsplit
 from modelexport.checkpoints import raw_io
 from modelexport.checkpoints.remote.fetching import CONNECTIONS, Fetcher, Interrupted, persistent
 from modelexport.checkpoints.remote.mirror import Mirror, RemoteFile, lock
-from modelexport.checkpoints.source import NOT_NEEDED, Source, explained, is_hub_id, is_local, refused, resolve_source
+from modelexport.checkpoints.source import (
+    NOT_NEEDED,
+    PICKLED,
+    Source,
+    explained,
+    hidden_bars,
+    is_hub_id,
+    is_local,
+    refused,
+    resolve_source,
+)
+from modelexport.checkpoints.staging import LOCK_WAIT
 from modelexport.errors import CheckpointError, UsageError, error_text
 from modelexport.system.safetensors_header import MAX_HEADER_BYTES
 from modelexport.system.terminal import note
@@ -90,11 +102,13 @@ def _locked(home: Path) -> Iterator[None]:
     """Holds the lock of a mirror; it is removed in the end, unless a run that can be resumed will want it."""
     try:
         home.mkdir(parents=True, exist_ok=True)
-        fd = lock(home)
+        until = time.monotonic() + LOCK_WAIT  # processes of a killed export may be dying
+        while (fd := lock(home)) is None:
+            if time.monotonic() > until:
+                raise UsageError(f"another export reads into {home}: wait for it, or end it and run this again")
+            time.sleep(0.05)
     except OSError as error:
         raise UsageError(f"{home} cannot be made: {error.strerror or error}; choose another --out") from error
-    if fd is None:
-        raise UsageError(f"another export reads into {home}: wait for it, or end it and run this again")
     try:
         yield
     finally:
@@ -145,7 +159,7 @@ class _Repository:
         from huggingface_hub import HfApi, snapshot_download
 
         self.model = model
-        with explained(model, revision):
+        with explained(model, revision), hidden_bars():
             self.snapshot = Path(snapshot_download(model, revision=revision, ignore_patterns=[*NOT_NEEDED, _WEIGHTS]))
         self.commit = self.snapshot.name
         self._files: dict[str, RemoteFile] = {}
@@ -155,10 +169,9 @@ class _Repository:
             with explained(model, revision):
                 listed = HfApi().list_repo_files(model, revision=self.commit)
         except CheckpointError:
-            if any(self.snapshot.glob(_WEIGHTS)):  # offline, and all of it may be here
-                listed = []
-            else:
+            if not any(any(self.snapshot.glob(pattern)) for pattern in (_WEIGHTS, *PICKLED)):
                 raise
+            listed = []  # offline, and all of it may be here
         weights = [name for name in listed if "/" not in name and name.endswith(_WEIGHTS[1:])]
         self.missing = sorted(name for name in weights if not (self.snapshot / name).is_file())
 

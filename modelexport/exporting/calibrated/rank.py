@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from modelexport.checkpoints.safetensors.file import Reader
+from modelexport.checkpoints.safetensors.reader import begin_reading
 from modelexport.distributed import ranks
 from modelexport.distributed.launch import current_phase, phase, report
 from modelexport.errors import CheckpointError
@@ -22,11 +23,13 @@ from modelexport.exporting.calibrated.forward import forward_cut
 from modelexport.exporting.calibrated.layer import CalibratedLayer, QuantisedLayer
 from modelexport.exporting.calibrated.rotation import RotatedReader
 from modelexport.exporting.calibrated.samples import forward_reader, shared_samples
+from modelexport.exporting.extents import step_extents
 from modelexport.exporting.output import LayerWriter
 from modelexport.exporting.plan import ExportStep
 from modelexport.exporting.rank import Quantised, RankExport, RankJob, Shards, in_shared_memory
 from modelexport.layers import LayerConfig
 from modelexport.models.architecture import language_config
+from modelexport.models.in_memory import is_gathered
 from modelexport.quantization import algorithms
 from modelexport.quantization.algorithms.base import Algorithm, Folding, Rounding
 from modelexport.quantization.algorithms.rotation import Rotation
@@ -126,6 +129,8 @@ class CalibratedExport(RankExport):
         if step.index is None:
             return super().read(step)
         self.await_source(step)
+        if not is_gathered(self.job.source):  # while the layer before it is calibrated
+            begin_reading(step_extents(self.job.source, step, None))
         return Shards({}, {}, self.sources.get())
 
     def quantise(self, step: ExportStep, shards: Shards) -> Quantised:
