@@ -289,6 +289,8 @@ def test_files_that_somebody_named_are_opened_in_one_place() -> None:
         "modelexport.system.limits",  # /proc
         "modelexport.system.startup",  # /proc
         "modelexport.system.terminal",  # the standard streams
+        "modelexport.checkpoints.hub_source",  # in the mirror
+        "modelexport.checkpoints.mirrors.mirror",  # in the mirror
         "modelexport.checkpoints.safetensors.layout",  # in the staging directory, once its size is right
         "modelexport.quantization.calibration.hidden_states",  # in the staging directory
     }

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from modelexport.errors import CheckpointError, UsageError, error_text
 
 if TYPE_CHECKING:
-    from modelexport.checkpoints.remote.fetching import Fetcher
+    from modelexport.checkpoints.mirrors.fetching import Fetcher
     from modelexport.checkpoints.safetensors.reader import Checkpoint
 
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from modelexport.checkpoints.remote.mirror import Extent
+from modelexport.checkpoints.mirrors.mirror import Extent
 from modelexport.checkpoints.safetensors.file import Checkpoint
 from modelexport.checkpoints.safetensors.reader import extents
 from modelexport.exporting.plan import ExportStep

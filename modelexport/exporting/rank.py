@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelexport.checkpoints.remote.mirror import mirror_of
+from modelexport.checkpoints.mirrors.mirror import mirror_of
 from modelexport.checkpoints.safetensors.file import Checkpoint, Layout, Reader, torch_dtype
 from modelexport.checkpoints.staging import Staging
 from modelexport.distributed import collectives, gather

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelexport.checkpoints.remote.hub import opened_source
+from modelexport.checkpoints.hub_source import opened_source
 from modelexport.checkpoints.source import Source, is_local, source_bytes
 from modelexport.checkpoints.staging import SOURCE, resolve_target, staging_directory
 from modelexport.distributed import launch
@@ -76,7 +76,7 @@ def run_own_ranks(recipe: ExportRecipe, source: Source | None = None) -> tuple[P
 def opened_of(
     recipe: ExportRecipe, home: Path | None = None, *, leads: bool = True, quiet: bool = True
 ) -> AbstractContextManager[Source]:
-    """The source that a recipe names; see :func:`~modelexport.checkpoints.remote.hub.opened_source`."""
+    """The source that a recipe names; see :func:`~modelexport.checkpoints.hub_source.opened_source`."""
     return opened_source(
         recipe.model,
         recipe.revision,

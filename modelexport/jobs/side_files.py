@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from modelexport.checkpoints.formats.hf import CARD, SOURCE_CARD, config_bytes
-from modelexport.checkpoints.remote.mirror import stamped
+from modelexport.checkpoints.mirrors.mirror import stamped
 from modelexport.checkpoints.safetensors.file import Checkpoint
 from modelexport.errors import CheckpointError
 from modelexport.inspection.card import model_card

@@ -198,7 +198,7 @@ def test_a_journal_spoilt_anywhere(out: Path) -> None:
 
 def test_after_another_boot_the_steps_do_not_count(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupt(out, "layer 0")
-    monkeypatch.setattr(journal, "_boot", lambda: "another")
+    monkeypatch.setattr(journal, "boot_id", lambda: "another")
     with Staging.open(out, RECIPE) as stage:
         assert (stage.done, stage.resumed, stage.restarted) == ({}, False, True)
         assert listing(stage.directory) == []

@@ -16,8 +16,8 @@ import pytest
 
 from modelexport import cli
 from modelexport.assets import demo_model_path
-from modelexport.checkpoints.remote.fetching import CONNECTIONS
-from modelexport.checkpoints.remote.mirror import CHUNK
+from modelexport.checkpoints.mirrors.fetching import CONNECTIONS
+from modelexport.checkpoints.mirrors.mirror import CHUNK
 from modelexport.exporting import export
 from tests.helpers.hub_server import TOKEN, Hub, running_hub
 from tests.helpers.marks import few

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from modelexport.checkpoints import raw_io
-from modelexport.checkpoints.remote.mirror import Extent, mirror_of
+from modelexport.checkpoints.mirrors.mirror import Extent, mirror_of
 from modelexport.checkpoints.safetensors.header import Header, TensorInfo, read_header
 from modelexport.checkpoints.safetensors.placement import Placement, runs, whole_place
 from modelexport.errors import CheckpointError, quoted
 from modelexport.sharding.boxes import Box, relative, slices, tile, uncovered, whole
 from modelexport.system.dtypes import dtype_bits, torch_dtype
-from modelexport.system.small_files import LARGEST_CONFIG, read_json
+from modelexport.system.small_files import LARGEST_CONFIG, open_regular, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -413,8 +413,8 @@ def extents(checkpoint: Checkpoint, info: TensorInfo, rows: tuple[int, int] | No
 def begin_reading(parts: Iterable[Extent]) -> None:
     """Asks the kernel to bring parts of files into its cache, without waiting for them."""
     for path, start, stop in parts:
-        if path.is_file() and hasattr(os, "posix_fadvise"):
-            with suppress(OSError), open(path, "rb", buffering=0) as file:  # whoever reads it says what is wrong
+        if hasattr(os, "posix_fadvise"):
+            with suppress(OSError, CheckpointError), open_regular(path) as file:  # whoever reads it says what is wrong
                 os.posix_fadvise(file.fileno(), start, stop - start, os.POSIX_FADV_WILLNEED)
 
 

@@ -17,8 +17,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from modelexport.checkpoints import raw_io
-from modelexport.checkpoints.remote.fetching import CONNECTIONS, Fetcher, Interrupted, persistent
-from modelexport.checkpoints.remote.mirror import Mirror, RemoteFile, lock
+from modelexport.checkpoints.mirrors.fetching import CONNECTIONS, Fetcher, Interrupted, persistent
+from modelexport.checkpoints.mirrors.mirror import Mirror, RemoteFile, lock
 from modelexport.checkpoints.source import (
     NOT_NEEDED,
     PICKLED,
@@ -224,7 +224,7 @@ class _Repository:
         return b"".join(persistent(self.stream, name, start, stop, threading.Event()))
 
     def stream(self, name: str, start: int, stop: int) -> Iterator[bytes]:
-        """Bytes ``[start, stop)`` of a file: see :data:`~modelexport.checkpoints.remote.fetching.Stream`."""
+        """Bytes ``[start, stop)`` of a file: see :data:`~modelexport.checkpoints.mirrors.fetching.Stream`."""
         from huggingface_hub import constants, get_session
         from huggingface_hub.errors import HfHubHTTPError
         from huggingface_hub.utils import build_hf_headers

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from modelexport.checkpoints import raw_io
-from modelexport.checkpoints.remote import fetching, mirror
-from modelexport.checkpoints.remote.fetching import Fetcher, Interrupted
-from modelexport.checkpoints.remote.mirror import Mirror, RemoteFile, lock, mirror_of, stamped
+from modelexport.checkpoints.mirrors import fetching, mirror
+from modelexport.checkpoints.mirrors.fetching import Fetcher, Interrupted
+from modelexport.checkpoints.mirrors.mirror import Mirror, RemoteFile, lock, mirror_of, stamped
 from modelexport.checkpoints.safetensors.file import Reader, open_checkpoint
 from modelexport.checkpoints.safetensors.reader import extents
 from modelexport.errors import CheckpointError

@@ -1,7 +1,7 @@
 """A directory that looks like a whole checkpoint, of which parts are on the disk: those that are read, for as long.
 
 Weight files are sparse, of their full size. They are cut into chunks; one process fills these (see
-:mod:`~modelexport.checkpoints.remote.fetching`), any number reads. Whoever opens a file in the directory reads it as
+:mod:`~modelexport.checkpoints.mirrors.fetching`), any number reads. Whoever opens a file in the directory reads it as
 any other, once the chunks that it needs are there. Beside ``files/``, the directory, lie
 
 - ``manifest.json``: names, sizes and ETags of the files. It is written last, and its time of change is made of its

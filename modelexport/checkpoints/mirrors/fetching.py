@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from modelexport.checkpoints import raw_io
-from modelexport.checkpoints.remote.mirror import CHUNK, Extent, Mirror
+from modelexport.checkpoints.mirrors.mirror import CHUNK, Extent, Mirror
 from modelexport.errors import CheckpointError, ModelExportError, error_text
 
 __all__ = ["CONNECTIONS", "Fetcher", "Interrupted", "Stream", "persistent"]
