@@ -50,6 +50,7 @@ def test_every_field_says_what_it_is() -> None:
 valid: dict[str, st.SearchStrategy[Any]] = {
     "model": st.none() | st.text(min_size=1),
     "revision": st.none() | st.text(min_size=1),
+    "download": st.booleans(),
     "adapter": st.lists(st.text(min_size=1)).map(tuple),
     "out": st.none() | st.text(min_size=1),
     "quant": st.sampled_from(["none", "int8", "fp8", "int4", "*.mlp.*=int4:32,*=fp8"]),
@@ -60,6 +61,7 @@ valid: dict[str, st.SearchStrategy[Any]] = {
     "gptq_damping": st.floats(1e-6, 0.5),
     "gptq_block_size": st.integers(1, 1024),
     "gptq_act_order": st.booleans(),
+    "gptq_asymmetry": st.floats(0, 1),
     "autoquant_bits": st.floats(1, 16),
     "autoquant_candidates": st.sampled_from(["int4,fp8", "int4:32,none"]),
     "calib_range": st.sampled_from(["max", "percentile", "mse"]),
@@ -129,6 +131,7 @@ def test_yaml_and_arguments_say_the_same(scratch: Path, keys: dict[str, Any], ke
         ({"smoothquant_alpha": 1.5}, "--smoothquant-alpha 1.5"),
         ({"awq_grid": 0}, "--awq-grid 0"),
         ({"gptq_damping": 0.0}, "--gptq-damping 0"),
+        ({"gptq_asymmetry": 1.5}, "--gptq-asymmetry 1.5"),
         ({"gptq_block_size": 0}, "--gptq-block-size 0"),
         ({"calib_memory": -1}, "--calib-memory -1"),
         ({"calib_range": "least"}, "--calib-range least"),
@@ -152,6 +155,7 @@ def test_the_names_in_an_algorithm() -> None:
     assert recipe.is_calibrated
     assert recipe.algorithm_settings == {
         "act_order": True,
+        "asymmetry": 0.0,
         "bits": 5,
         "block_size": 128,
         "candidates": "int4,fp8,none",

@@ -56,11 +56,13 @@ def ids(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("algorithm", few(["gptq", "rotation+smoothquant"], "rotation+smoothquant"))
+@pytest.mark.parametrize("algorithm", few(["gptq", "gptq 0.5", "rotation+smoothquant"], "rotation+smoothquant"))
 def test_the_bytes_do_not_depend_on_the_number_of_ranks(tmp_path: Path, algorithm: str) -> None:
     found = []
+    name, _, asymmetry = algorithm.partition(" ")
+    settings = {"gptq_asymmetry": float(asymmetry)} if asymmetry else {}
     for tp in (1, 3):
-        export(out=str(tmp_path / f"tp{tp}"), quant="int4", algorithm=algorithm, tp=tp, **FEWER)
+        export(out=str(tmp_path / f"tp{tp}"), quant="int4", algorithm=name, tp=tp, **settings, **FEWER)
         found.append(digests(tmp_path / f"tp{tp}"))
     assert found[0] == found[1]
     assert not verify_checkpoint(tmp_path / "tp3", demo_model_path()).problems
@@ -148,7 +150,7 @@ def test_what_runs_is_what_is_written(
 def test_a_run_that_is_cut_off_is_taken_up_at_its_layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    settings: dict[str, Any] = {"quant": "int4", "algorithm": "gptq", **FEWER}
+    settings: dict[str, Any] = {"quant": "int4", "algorithm": "gptq", "gptq_asymmetry": 0.5, **FEWER}
     monkeypatch.setenv("FAULT", f"{kind} 1 3")
     with monkeypatch.context() as patch:
         patch.setattr(export_rank, "run_rank", faults.misbehave)

@@ -19,6 +19,7 @@ from modelexport.quantization.calibration.statistics import (
     BINS,
     SAMPLE,
     Collector,
+    Cross,
     Hessian,
     InputStatistics,
     owners,
@@ -87,6 +88,21 @@ def test_any_number_of_ranks(features: int) -> None:
         for found in ranks:
             for name in ("amax", "mean", "sample", "histogram"):
                 assert torch.equal(getattr(found, name), getattr(alone, name)), name
+
+
+def test_what_the_unrounded_model_gives_is_compared() -> None:
+    given_batches = batches(200)
+    references = [batch.flip(0) for batch in given_batches]
+    panels: dict[int, torch.Tensor] = {}
+    for rank in range(3):
+        collector = Collector(200, {"cross"}, rank, 3)
+        for batch, reference in zip(given_batches, references, strict=True):
+            collector.add(batch, reference)
+        collector.add(given_batches[0])  # of which nothing is known
+        panels |= collector.finish().cross.panels
+    x, r = (torch.cat(each).double() for each in (given_batches, references))
+    found, wanted = Cross(200, panels).whole(0), (r - x).T @ x
+    assert torch.allclose(found.double(), wanted, atol=2e-5 * float(wanted.abs().max()))
 
 
 def test_rank_processes() -> None:

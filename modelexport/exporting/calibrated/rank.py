@@ -89,6 +89,7 @@ class CalibratedExport(RankExport):
             progress=self._batch,
             memory=job.recipe.calib_memory,
             directory=None if self.beside is None else self.beside.parent,
+            compared="cross" in self.rounding.wants,
             derived=job.plan.family.is_derived,
         )
         left = [step.index for step in self.decoder if step.id not in job.done]
@@ -182,7 +183,8 @@ class CalibratedExport(RankExport):
             return
         self.beside.mkdir(exist_ok=True)
         self.runner.save(self._kept(index), index)
-        self._kept(index - 3).unlink(missing_ok=True)
+        for old in self.beside.glob(f"{index - 3}.*"):
+            old.unlink(missing_ok=True)
 
     def write_step(self, step: ExportStep, quantised: Quantised) -> None:
         """See the base; what an earlier run has written stays."""

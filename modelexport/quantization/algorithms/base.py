@@ -28,7 +28,7 @@ __all__ = ["KINDS", "Algorithm", "CalibratedLinear", "Fold", "Folding", "NoSetti
 Kind = Literal["rotate", "assign", "fold", "round"]
 KINDS: tuple[Kind, ...] = ("rotate", "assign", "fold", "round")
 """In the order of their turns. Several algorithms that fold may be joined, and one of each other kind."""
-Want = Literal["amax", "mean", "sample", "histogram", "hessian"]
+Want = Literal["amax", "mean", "sample", "histogram", "hessian", "cross"]
 
 
 @dataclass(frozen=True, kw_only=True)

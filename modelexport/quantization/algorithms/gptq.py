@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from modelexport.errors import CheckpointError, UsageError
@@ -29,11 +29,20 @@ class GptqSettings:
     damping: float = setting(0.01, "added to the Hessian's diagonal, as a part of its mean", metavar="D")
     block_size: int = setting(128, "columns whose errors are handed on together", metavar="N")
     act_order: bool = setting(True, "columns in the order of their inputs' energy")
+    asymmetry: float = setting(
+        0.0,
+        "share of the errors of earlier layers that a linear makes up for; 0.5 is best, and takes longer",
+        metavar="A",
+    )
 
     def __post_init__(self) -> None:
         if not 0 < self.damping < 1:
             raise UsageError(
                 f"--gptq-damping {self.damping:g}: a number between 0 and 1 is needed, e.g. --gptq-damping 0.01"
+            )
+        if not 0 <= self.asymmetry <= 1:
+            raise UsageError(
+                f"--gptq-asymmetry {self.asymmetry:g}: a number from 0 to 1 is needed, e.g. --gptq-asymmetry 0.5"
             )
         if self.block_size < 1:
             raise UsageError(f"--gptq-block-size {self.block_size}: at least 1 is needed, e.g. --gptq-block-size 128")
@@ -83,6 +92,8 @@ class Gptq(Rounding):
     def __init__(self, settings: Any = None, ranks: RankGroup | None = None, *, seed: int = 0) -> None:
         super().__init__(settings, ranks, seed=seed)
         self._turn = 0
+        if self.settings.asymmetry:
+            self.wants = self.wants | {"cross"}  # type: ignore[misc]
 
     def quantise(self, linears: Sequence[CalibratedLinear]) -> Mapping[str, dict[str, Tensor]]:
         """See the base. Linears without inputs are rounded to nearest, with a note.
@@ -90,7 +101,7 @@ class Gptq(Rounding):
         Raises:
             CheckpointError: also for inputs whose Hessian is not finite.
         """
-        from modelexport.quantization.algorithms._gptq_rounding import one_thread_an_operation, round_rows
+        from modelexport.quantization.algorithms._gptq_rounding import made_up, one_thread_an_operation, round_rows
 
         inputs = linears[0].inputs
         assert all(linear.inputs is inputs for linear in linears), "linears that are given different inputs"
@@ -100,10 +111,29 @@ class Gptq(Rounding):
             return rounded
         with one_thread_an_operation():
             plan = self._plan(inputs, linears)
+            cross = None if plan is None else self._cross(inputs)
             for linear in linears:
-                if plan is not None and linear.weight.numel():
-                    round_rows(linear, plan, rounded[linear.name])
+                if plan is None or not linear.weight.numel():
+                    continue
+                if cross is not None:
+                    weight = made_up(linear.weight, linear.rows[0], plan, cross, self.settings.asymmetry)
+                    linear = replace(linear, weight=weight)
+                    rounded[linear.name] = linear.rounded()
+                round_rows(linear, plan, rounded[linear.name])
         return rounded
+
+    def _cross(self, inputs: InputStatistics) -> Tensor | None:
+        """What earlier layers have left, on all ranks; None where it is not known."""
+        import torch
+
+        if inputs.cross is None:
+            return None
+        source = (self._turn - 1) % self.ranks.world
+        matrix = inputs.cross.whole(source)
+        if matrix is None:
+            device = next((panel.device for panel in inputs.cross.panels.values()), None)
+            matrix = torch.empty(inputs.features, inputs.features, device=device)
+        return self.ranks.broadcast(matrix, source)
 
     def _note(self, linears: Sequence[CalibratedLinear], note: str) -> None:
         self.notes.update((linear.name, note) for linear in linears)

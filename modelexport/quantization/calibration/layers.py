@@ -26,6 +26,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from torch import Tensor
 
 from modelexport.distributed import collectives
 from modelexport.distributed.environment import cores
-from modelexport.errors import PlanError
+from modelexport.errors import CheckpointError, PlanError
 from modelexport.quantization import devices
 from modelexport.quantization.calibration.arguments import Given, HandedOver, replaced
 from modelexport.quantization.calibration.around import Batch, FirstInput, ModelShell
@@ -109,6 +110,8 @@ class LayerRunner:
         directory: of that file.
         stacked_as_stored: experts that transformers stacks keep the dtype in which they are read.
         alone: whether other ranks, if there are any, have no part in it.
+        compared: whether the samples go through the unrounded model besides, for the statistic ``cross``: twice the
+            hidden states, and one more pass through each layer.
         derived: whether nobody has looked at how the model's layers run by themselves, see ``running``.
         progress: called with (batches done, batches in all) on the way through a layer.
 
@@ -140,6 +143,7 @@ class LayerRunner:
         directory: str | os.PathLike[str] | None = None,
         stacked_as_stored: bool = False,
         alone: bool = False,
+        compared: bool = False,
         derived: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -166,7 +170,7 @@ class LayerRunner:
         world = 1 if alone else collectives.get_world_size()
         on_cpu = self.device.type == devices.CPU
         self.threads = threads or (max(1, cores() // world) if on_cpu else 1)  # a GPU is busy with one batch
-        self._memory, self._directory = memory, directory
+        self._memory, self._directory, self._compared = memory, directory, compared
         inside = [name for name in (self.prefix, self.head_name) if name is not None]
         self.on_disk, self.layers_on_disk = on_disk(self.model, self.prefix, names)
         self._around = ModelShell(
@@ -174,14 +178,19 @@ class LayerRunner:
         )
         self._restored = False
         self.hidden: HiddenStates = HiddenStates([], dtype, self.device)
+        self.reference: HiddenStates | None = None
         self._carried = CarriedTensors(self.device)
         self._handed: list[dict[int, dict[Any, Any]]] = []  # batch -> mapping -> what is in it
 
     def _begin(self) -> None:
         """Make room for what goes from layer to layer, whose shapes are known now."""
         memory, shapes = self._memory, self._around.shapes
-        self.hidden = HiddenStates(shapes, self.dtype, self.device, memory=memory, directory=self._directory)
-        left = None if memory is None else max(0, memory - self.hidden.in_memory)
+        left = memory
+        self.hidden = HiddenStates(shapes, self.dtype, self.device, memory=left, directory=self._directory)
+        left = None if left is None else max(0, left - self.hidden.in_memory)
+        if self._compared:
+            self.reference = HiddenStates(shapes, self.dtype, self.device, memory=left, directory=self._directory)
+            left = None if left is None else max(0, left - self.reference.in_memory)
         self._carried = CarriedTensors(self.device, memory=left, directory=self._directory)
         self._handed = [{} for _ in shapes]
 
@@ -201,6 +210,8 @@ class LayerRunner:
                 for number, first in enumerate(self._first_inputs()):
                     if not self._restored:
                         self.hidden[number] = first.hidden
+                        if self.reference is not None:
+                            self.reference[number] = first.hidden
                     for place, value in first.given.items():
                         self._carried[number, place] = value
             self._begins = []  # embeddings are no longer needed
@@ -222,6 +233,8 @@ class LayerRunner:
         if self._together is not None:
             self._together.close()
         self.hidden.close()
+        if self.reference is not None:
+            self.reference.close()
         self._carried.close()
 
     @property
@@ -236,8 +249,11 @@ class LayerRunner:
         have handed over something else, which each rank may have its own part of: a run that resumes this one begins
         with the first layer again.
         """
-        if not any(self._handed):
-            self.hidden.save(path, index)
+        if any(self._handed):
+            return
+        if self.reference is not None:  # first: without it the other file means nothing
+            self.reference.save(_beside(path), index)
+        self.hidden.save(path, index)
 
     def restore(self, path: str | os.PathLike[str]) -> int | None:
         """Before the runner is entered: begin with what :meth:`save` wrote; the layer that comes next.
@@ -248,12 +264,14 @@ class LayerRunner:
             CheckpointError: it is damaged, or of other samples.
             PlanError: as on entering.
         """
-        if not os.path.exists(path):
+        if not os.path.exists(path) or (self._compared and not os.path.exists(_beside(path))):
             return None
         with running(self.model, derived=self.derived):
             self._around.learn(self._begins)
         self._begin()
         index = self.hidden.restore(path)
+        if self.reference is not None and self.reference.restore(_beside(path)) != index:
+            raise CheckpointError(f"{_beside(path)} is of another layer than {path}: remove both and start again")
         self._restored = index is not None
         return index
 
@@ -316,7 +334,8 @@ class LayerRunner:
 
         Args:
             layer: a filled one.
-            wants: which of the attributes of :class:`InputStatistics`.
+            wants: which of the attributes of :class:`InputStatistics`. With ``cross``, the samples of the unrounded
+                model pass the layer too, for which its weights must be unrounded: once for each layer.
             all_experts: every expert sees every token, whichever the router chose for it.
             advance: the outputs become ``hidden``, as :meth:`advance` has it; otherwise that stays what it is.
 
@@ -333,15 +352,21 @@ class LayerRunner:
         cache_wants = wants & {"amax", "histogram"}
         pool = self._pool if self.device.type == devices.CPU else None
 
-        def collect(found: dict[str, Collector], name: str, x: Tensor, wanted: frozenset[str]) -> None:
+        def collect(
+            found: dict[str, Collector], name: str, x: Tensor, wanted: frozenset[str], other: Tensor | None = None
+        ) -> None:
             if name not in found:
                 found[name] = Collector(x.shape[1], wanted, together.rank, together.world, pool)
-            found[name].add(x.float())
+            found[name].add(x.float(), None if other is None else other.float())
 
         with choosing_all(self.layers[layer.index]) if all_experts else nullcontext():
-            for seen in self._seen(layer, keep=advance):
+            for number, (seen, compared) in enumerate(self._seen(layer, keep=advance, compare="cross" in wants)):
+                unrounded = {names[0]: x for x, names in compared.inputs}
                 for x, names in seen.inputs:
-                    collect(collectors, names[0], x, wants)
+                    # Of experts others may have been chosen: then there is nothing to compare.
+                    other = unrounded.get(names[0]) if len(x) == self.batches[number].numel() else None
+                    other = None if other is None or other.shape != x.shape else other
+                    collect(collectors, names[0], x, wants, other)
                     for name in names:
                         assert owners.setdefault(name, names[0]) == names[0], "inputs are shared by other linears now"
                 if seen.keys is not None and seen.values is not None and cache_wants:
@@ -399,15 +424,20 @@ class LayerRunner:
     def _alone(self) -> bool:
         return self._together is not None and self._together.world == 1
 
-    def _seen(self, layer: FilledLayer, *, keep: bool) -> Iterator[LayerInputs]:
-        """Yields the layer's inputs by each batch, in order. Alone, ``threads`` batches run at once."""
+    def _seen(
+        self, layer: FilledLayer, *, keep: bool, compare: bool = False
+    ) -> Iterator[tuple[LayerInputs, LayerInputs]]:
+        """Yields the layer's inputs by each batch, in order, and those in the unrounded model, if these are wanted.
+        Alone, ``threads`` batches run at once."""
 
-        def one(number: int) -> LayerInputs:
-            seen = LayerInputs()
+        def one(number: int) -> tuple[LayerInputs, LayerInputs]:
+            seen, unrounded = LayerInputs(), LayerInputs()
             out = self._run(layer, number, seen, keep=keep)
             if keep:
                 self.hidden[number] = out
-            return seen
+            if compare and self.reference is not None and not self.hands_over:
+                self.reference[number] = self._run(layer, number, unrounded, states=self.reference)
+            return seen, unrounded
 
         at_once = self.threads if self._alone else 1
         for start in range(0, len(self.batches), at_once):
@@ -426,8 +456,9 @@ class LayerRunner:
         activations: Mapping[str, Activation] | None = None,
         *,
         keep: bool = False,
+        states: HiddenStates | None = None,
     ) -> Tensor:
-        hidden = self.hidden[number]
+        hidden = (self.hidden if states is None else states)[number]
         index, around = layer.index, self._around
         if index not in around.calls[number]:
             return hidden
@@ -486,3 +517,8 @@ class LayerRunner:
                     "calibration cannot show every token to every expert of transformers' "
                     f"{type(self.model).__name__}: {name} got {observed.tokens[name]} of {total}; leave that option out"
                 )
+
+
+def _beside(path: str | os.PathLike[str]) -> Path:
+    """The file of the unrounded model's hidden states, beside the others'."""
+    return Path(path).with_suffix(".unrounded.safetensors")

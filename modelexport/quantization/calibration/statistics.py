@@ -19,14 +19,14 @@ from torch import Tensor
 
 from modelexport.distributed import collectives
 
-__all__ = ["BINS", "SAMPLE", "Collector", "Hessian", "InputStatistics", "owners", "panel_edges"]
+__all__ = ["BINS", "SAMPLE", "Collector", "Cross", "Hessian", "InputStatistics", "owners", "panel_edges"]
 
 SAMPLE = 512
 """Tokens of :attr:`InputStatistics.sample`."""
 BINS = 1 << 15
 """Of :attr:`InputStatistics.histogram`: bin n counts magnitudes whose bfloat16 (rounded towards 0) has the bits n."""
 
-_WANTS = frozenset({"amax", "mean", "sample", "histogram", "hessian"})
+_WANTS = frozenset({"amax", "mean", "sample", "histogram", "hessian", "cross"})
 _PANELS = 16  # enough for as many ranks, and so that the unequal panels of a triangle can be dealt out evenly
 _NARROWEST = 64  # below that a matrix product is slow
 _ALIGNED = 16  # float32 numbers in 64 bytes: a product's bits may depend on how its operands lie in cache lines
@@ -44,6 +44,7 @@ class InputStatistics:
         sample: float32 ``[n, features]``: up to :data:`SAMPLE` tokens, spread evenly over those that came.
         histogram: int64 ``[BINS]``, of magnitudes.
         hessian: the sum of x x^T over the tokens; ranks hold parts of it.
+        cross: the sum of (r - x) x^T over the tokens whose reference r is known: what the unrounded model gives there.
         finite: whether no NaN or Inf came, whatever was asked for.
     """
 
@@ -54,25 +55,24 @@ class InputStatistics:
     sample: Tensor | None = None
     histogram: Tensor | None = None
     hessian: Hessian | None = None
+    cross: Cross | None = None
     finite: bool = True
 
 
 @dataclass
-class Hessian:
-    """The sum of x x^T over tokens, float32 ``[features, features]``, in panels of columns, some of them on each rank.
-
-    Only the upper triangle is held: of the panel of columns ``start .. stop``, the rows ``0 .. stop``.
+class Panels:
+    """A matrix ``[features, features]`` in float32, in panels of columns, some of them on each rank.
 
     Attributes:
         features: ``in_features``.
-        panels: this rank's, by their first column: float32 ``[stop, stop - start]``. Which ones: :func:`owners`.
+        panels: this rank's, by their first column. Which ones: :func:`owners`.
     """
 
     features: int
     panels: dict[int, Tensor] = field(default_factory=dict)
 
     def whole(self, rank: int) -> Tensor | None:
-        """The full symmetric matrix, new memory, on that rank; None on the others, which take part.
+        """The full matrix, new memory, on that rank; None on the others, which take part.
 
         All ranks call it for the same matrices in the same order. It ends when the panels have been handed over, so
         where several ranks are to have one each, let them gather all before the first computes with its own.
@@ -94,12 +94,13 @@ class Hessian:
 
     def _received(self, edges: list[int], owner: dict[int, int], rank: int) -> Iterator[tuple[int, Tensor]]:
         """All panels in order, each of which may be overwritten by the next."""
-        largest = max((stop * (stop - start) for start, stop in pairwise(edges)), default=0)
+        sizes = [(start, self.rows(stop), stop - start) for start, stop in pairwise(edges)]
+        largest = max((rows * columns for _, rows, columns in sizes), default=0)
         scratch = torch.empty(largest, device=self._device())  # fresh pages for each would take longer than the sending
-        for start, stop in pairwise(edges):
+        for start, rows, columns in sizes:
             panel = self.panels.get(start)
             if panel is None:
-                panel = scratch[: stop * (stop - start)].view(stop, stop - start)
+                panel = scratch[: rows * columns].view(rows, columns)
                 collectives.recv(panel, owner[start])
             else:
                 assert owner[start] == rank, "panels were made for another number of ranks"
@@ -107,6 +108,22 @@ class Hessian:
 
     def _device(self) -> torch.device | None:
         return next((panel.device for panel in self.panels.values()), None)
+
+    def rows(self, stop: int) -> int:
+        """The rows that the panel of the columns up to ``stop`` has."""
+        raise NotImplementedError
+
+    def _assembled(self, panels: Iterable[tuple[int, Tensor]]) -> Tensor:
+        raise NotImplementedError
+
+
+class Hessian(Panels):
+    """The sum of x x^T over tokens. Only the upper triangle is held: of the panel of columns ``start .. stop``, the
+    rows ``0 .. stop``."""
+
+    def rows(self, stop: int) -> int:
+        """See the base."""
+        return stop
 
     def _assembled(self, panels: Iterable[tuple[int, Tensor]]) -> Tensor:
         out = torch.empty(self.features, self.features, device=self._device())
@@ -117,6 +134,20 @@ class Hessian:
             # The product may have rounded the two halves of the square on the diagonal differently.
             square = panel[start:].triu()
             out[start:stop, start:stop] = square + square.triu(1).T
+        return out
+
+
+class Cross(Panels):
+    """The sum of (r - x) x^T over tokens: see :class:`InputStatistics`."""
+
+    def rows(self, stop: int) -> int:
+        """See the base."""
+        return self.features
+
+    def _assembled(self, panels: Iterable[tuple[int, Tensor]]) -> Tensor:
+        out = torch.empty(self.features, self.features, device=self._device())
+        for start, panel in panels:
+            out[:, start : start + panel.shape[1]] = panel
         return out
 
 
@@ -176,13 +207,16 @@ class Collector:
             self._histogram = torch.zeros(BINS if "histogram" in self.wants else 0, dtype=torch.int64, device=device)
             spans = self._spans if "hessian" in self.wants else []
             self._panels = {start: torch.zeros(stop, stop - start, device=device) for start, stop in spans}
+            spans = self._spans if "cross" in self.wants else []
+            self._crossed = {start: torch.zeros(self.features, stop - start, device=device) for start, stop in spans}
 
     @torch.no_grad()
-    def add(self, x: Tensor) -> None:
+    def add(self, x: Tensor, reference: Tensor | None = None) -> None:
         """The next batch.
 
         Args:
             x: float32 ``[tokens, features]``: the whole input, the same on every rank; no token at all is fine.
+            reference: likewise, what the unrounded model gives there; None where that is not known.
 
         Raises:
             ValueError: another dtype or shape.
@@ -208,6 +242,16 @@ class Collector:
                 panel.addmm_(x[:, :stop].T, x[:, start:stop])
 
         _each(self.pool, multiply, self._panels.items())
+        if reference is None or not self._crossed:
+            return
+        apart = (reference - x).t().contiguous()
+
+        def cross(item: tuple[int, Tensor]) -> None:
+            start, panel = item
+            with torch.no_grad():
+                panel.addmm_(apart, x[:, start : start + panel.shape[1]])
+
+        _each(self.pool, cross, self._crossed.items())
 
     def _add_elementwise(self, x: Tensor) -> None:
         magnitudes = x.abs()
@@ -252,6 +296,7 @@ class Collector:
                 sample=self._sample[: self._kept].clone() if "sample" in self.wants else None,
                 histogram=self._histogram if "histogram" in self.wants else None,
                 hessian=Hessian(self.features, self._panels) if "hessian" in self.wants else None,
+                cross=Cross(self.features, self._crossed) if "cross" in self.wants else None,
                 finite=self.finite,
             )
 
