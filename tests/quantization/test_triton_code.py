@@ -1,0 +1,28 @@
+"""What Triton's kernels are compiled to: each product, sum and division rounded once, as IEEE says; without a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.marks import few
+from tests.helpers.warm import run_warm
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed: nothing is compiled"
+)
+CODE = "tests.quantization._triton_code"
+TARGETS = ("sm_90", "sm_80", "gfx942")
+WORK = ("round_back", "round_one_number")
+
+
+@pytest.mark.parametrize("target", few(TARGETS, "sm_90"))
+@pytest.mark.parametrize("work", few(WORK, "round_one_number"))
+def test_compiled_kernels_round_as_written(work: str, target: str, tmp_path: Path) -> None:
+    code = f"from {CODE} import check\ncheck({target!r}, {work!r})"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = run_warm("-c", code, imported=CODE, env={**environment, "TRITON_CACHE_DIR": str(tmp_path)})
+    assert done.returncode == 0, done.stderr[-2000:]
