@@ -13,7 +13,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
-from modelexport.quantization.kernels import feedback_triton
+from modelexport.quantization.kernels import feedback_triton, microscaling_triton, reference
+from modelexport.quantization.kernels import triton as plain
+from modelexport.quantization.kernels.scales import shrinks
 
 assert not triton.knobs.runtime.interpret, "the interpreter compiles nothing"
 E4M3 = torch.float8_e4m3fn
@@ -88,3 +90,42 @@ def round_back() -> None:
 def round_one_number() -> None:
     one = torch.ones(1, 1)
     feedback_triton.round_back(one, one, one, torch.zeros(1, dtype=torch.int64), one, one, torch.int8, -8.0, 7.0, one)
+
+
+def plain_formats() -> None:
+    """Every way to store integers and FP8, from weights of every dtype, with and without zero points."""
+    weight, scale = torch.ones(3, 256, dtype=torch.bfloat16), torch.ones(3, 2, dtype=torch.bfloat16)
+    whole, each = torch.empty(3, 256, dtype=torch.int8), {"out": torch.empty(3, 2, dtype=torch.float64)}
+    words = {bits: torch.empty(3, 256 // (32 // bits), dtype=torch.int32) for bits in (4, 8)}
+    zero = torch.zeros(3, 2, dtype=torch.int8)
+    plain.quantise_groups(weight, 128, words[4], scale, 7.5)
+    plain.quantise_groups(weight.half(), 128, words[8], scale, 127.0, bits=8, zero=zero)
+    plain.quantise_rows(weight.float(), None, whole, scale[:, :1], 127.0)
+    plain.quantise_blocks(weight, 128, None, whole.view(E4M3), scale[:1], 448.0)
+    plain.squared_error(weight, weight.float(), None, **each)
+    plain.squared_error(weight, whole.view(E4M3), scale, **each)
+    plain.squared_error(weight, words[4], scale, **each, zero=zero)
+    plain.dequantise(words[8], scale, weight, bits=8, zero=zero)
+    plain.dequantise(whole, scale, weight.half())
+    plain.dequantise(whole.view(E4M3), scale, weight.float())
+
+
+def scale_searches() -> None:
+    weight, out = torch.ones(3, 128, dtype=torch.bfloat16), torch.empty(3, 16, dtype=torch.float64)
+    for storage, bits in ((torch.int8, 4), (torch.int8, 8), (E4M3, 8)):
+        amax = reference.row_amax(weight)
+        plain.search_errors(weight, amax, storage, torch.bfloat16, 7.5, shrinks(bits), out, bits=bits)
+    plain.search_errors(weight, torch.ones(3, 2), torch.int8, torch.bfloat16, 7.5, shrinks(4), out, bits=4)
+
+
+def shared_exponents() -> None:
+    weight, factor = torch.ones(3, 64, dtype=torch.bfloat16), torch.ones(1)
+    pairs, errors = torch.empty(3, 32, dtype=torch.uint8), torch.empty(3, 2, dtype=torch.float64)
+    for q, scale, divisor in (
+        (pairs, torch.empty(3, 4, dtype=E4M3), factor),
+        (pairs, torch.empty(3, 2, dtype=torch.uint8), None),
+        (torch.empty(3, 64, dtype=E4M3), torch.empty(3, 2, dtype=torch.uint8), None),
+    ):
+        microscaling_triton.quantise(weight, q, scale, divisor, 126, search=True)
+        microscaling_triton.dequantise(q, scale, divisor, weight)
+        microscaling_triton.squared_error(weight, q, scale, divisor, errors)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 )
 CODE = "tests.quantization._triton_code"
 TARGETS = ("sm_90", "sm_80", "gfx942")
-WORK = ("round_back", "round_one_number")
+WORK = ("round_back", "round_one_number", "plain_formats", "scale_searches", "shared_exponents")
 
 
 @pytest.mark.parametrize("target", few(TARGETS, "sm_90"))

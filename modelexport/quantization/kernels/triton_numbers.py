@@ -89,3 +89,68 @@ def nearest_e2m1(ratio):
     """The nearest e2m1 as float32, ties to even, at most 6; -0 for what is below zero, but 0 for -0."""
     nearest = _nearest_float(ratio, 0x40C00000, 0x3F800000, 22, 2.0**22)  # 6; 1, the smallest normal; 0.5 below
     return tl.where(ratio == 0.0, 0.0, nearest)
+
+
+@triton.jit
+def widened(values):
+    """float32 of what was loaded: float32, float16, or the bits of bfloat16, whose denormals the interpreter loses."""
+    if values.dtype == tl.int16:
+        return float_of(values.to(tl.int32) << 16)
+    else:
+        return values.to(tl.float32)
+
+
+@triton.jit
+def narrowed(value, like: tl.constexpr):
+    """A float32 as an element of that dtype: float32, float16, or int16, the bits of the nearest bfloat16."""
+    if like == tl.int16:
+        bits = bits_of(value)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return tl.where((bits & _MAGNITUDE) > _INFINITY, 0x7FC0, nearest).to(tl.int16)
+    else:
+        return value.to(like)
+
+
+@triton.jit
+def e4m3_byte(ratio):
+    """The byte of the nearest e4m3, int32."""
+    bits = bits_of(nearest_e4m3(ratio))
+    size = bits & _MAGNITUDE
+    small = bits_of(float_of(size) + 2.0**14) - 0x46800000  # the bits of 2^14, of which 2^-9 is the last place
+    return tl.where(size >= 0x3C800000, (size >> 20) - (120 << 3), small) | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def e4m3_value(byte):
+    """The float32 of an e4m3's byte, int32."""
+    size = byte & 0x7F
+    small = size.to(tl.float32) * 2.0**-9
+    value = tl.where(size < 8, small, float_of((size << 20) + (120 << 23)))
+    return float_of(tl.where(size == 0x7F, 0x7FC00000, bits_of(value)) | ((byte & 0x80) << 24))
+
+
+@triton.jit
+def e2m1_code(ratio):
+    """The four bits of the nearest e2m1, int32: the sign is set for what is below zero, not for -0."""
+    size = tl.abs(nearest_e2m1(ratio))
+    code = tl.where(size < 1.0, (size * 2.0).to(tl.int32), (bits_of(size) >> 22) - (126 << 1))
+    return tl.where(ratio < 0.0, code | 8, code)
+
+
+@triton.jit
+def e2m1_value(code):
+    """The float32 of an e2m1's four bits, int32."""
+    size = code & 7
+    value = tl.where(size < 2, size.to(tl.float32) * 0.5, float_of((size + (126 << 1)) << 22))
+    return float_of(bits_of(value) | ((code & 8) << 28))
+
+
+@triton.jit
+def nearest_number(ratio, shift, KIND: tl.constexpr, BITS: tl.constexpr):
+    """The nearest number of a kind, as float32; ``shift`` is the zero point that integers are moved by."""
+    if KIND == E4M3:
+        return nearest_e4m3(ratio)
+    elif KIND == E2M1:
+        return nearest_e2m1(ratio)
+    else:
+        return nearest_whole(clamped(ratio + shift, -(2.0 ** (BITS - 1)), 2.0 ** (BITS - 1) - 1.0))
