@@ -16,6 +16,7 @@ from triton.runtime.jit import JITFunction, mangle_type
 from modelexport.quantization.kernels import feedback_triton, microscaling_triton, reference
 from modelexport.quantization.kernels import triton as plain
 from modelexport.quantization.kernels.scales import shrinks
+from modelexport.quantization.kernels.triton_numbers import EXACT
 
 assert not triton.knobs.runtime.interpret, "the interpreter compiles nothing"
 E4M3 = torch.float8_e4m3fn
@@ -54,8 +55,12 @@ def compiled_for(target: str) -> Iterator[list[tuple[str, Any]]]:
         JITFunction.run = launch
 
 
-def check(target: str, work: str) -> None:
-    """Compiles what a function of this module launches; raises an AssertionError for code that is not exact."""
+def check(target: str, work: str, **instead: bool) -> None:
+    """Compiles what a function of this module launches; raises an AssertionError for code that is not exact.
+
+    ``instead``: launch options in place of the kernels' own.
+    """
+    EXACT.update(instead)
     with compiled_for(target) as found:
         run: Callable[[], None] = globals()[work]
         run()
@@ -80,16 +85,18 @@ def _check_amd(name: str, code: str) -> None:
     assert re.search(r"\.amdhsa_float_denorm_mode_32 3\b", code), f"{name}: drops denormals"
 
 
-def round_back() -> None:
-    for storage, zero in ((torch.int8, True), (torch.int8, False), (E4M3, False), (torch.uint8, False)):
-        wide, steps = torch.ones(40, 35), torch.ones(2, 35)
-        given = (wide, wide, torch.ones(40, 40), torch.zeros(40, dtype=torch.int64), steps, steps if zero else None)
-        feedback_triton.round_back(*given, storage, -8.0, 7.0, wide)
+def round_back(storage: torch.dtype = torch.int8, shifted: bool = True, columns: int = 40, rows: int = 35) -> None:
+    wide, steps = torch.ones(columns, rows), torch.ones(2, rows)
+    block_of = torch.zeros(columns, dtype=torch.int64)
+    given = (wide, wide, torch.ones(columns, columns), block_of, steps, steps if shifted else None)
+    feedback_triton.round_back(*given, storage, -8.0, 7.0, wide)
 
 
-def round_one_number() -> None:
-    one = torch.ones(1, 1)
-    feedback_triton.round_back(one, one, one, torch.zeros(1, dtype=torch.int64), one, one, torch.int8, -8.0, 7.0, one)
+def round_back_otherwise() -> None:
+    """To other numbers; and one number alone, whose sizes a launch compiles in."""
+    for storage in (torch.int8, E4M3, torch.uint8):
+        round_back(storage, shifted=False)
+    round_back(columns=1, rows=1)
 
 
 def plain_formats() -> None:

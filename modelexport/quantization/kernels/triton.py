@@ -1,9 +1,9 @@
 """The integer and FP8 formats' kernels on a GPU, in Triton: the bits of :mod:`.reference`.
 
 A weight is rounded and packed, read back, compared or tried with a scale in one launch each, where the reference has
-ten or more for every few rows, and no temporary is as large as the weight. What is computed for each row, group or
-block (scales, zero points) is left to the functions of torch that the reference calls; so are largest magnitudes, of which
-torch is quick. What is not here is the reference's. What makes the bits the same is in :mod:`.triton_numbers`.
+ten or more for every few rows, with temporaries of their size. What is computed for each row, group or block (scales,
+zero points) is left to the functions of torch that the reference calls; so are largest magnitudes, of which torch is
+quick. What is not here is the reference's. What makes the bits the same is in :mod:`.triton_numbers`.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
