@@ -40,7 +40,7 @@ def test_the_environment_forces_the_kernels(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("MODELEXPORT_KERNELS", "fused")
     assert kernels.backend().name == "fused"
     monkeypatch.setenv("MODELEXPORT_KERNELS", "quick")
-    with pytest.raises(UsageError, match="'quick': set it to 'reference' or 'fused'"):
+    with pytest.raises(UsageError, match="'quick': set it to 'reference', 'fused' or 'triton'"):
         kernels.backend()
     monkeypatch.delenv("MODELEXPORT_KERNELS")
     assert str(kernels.backend()).startswith("fused kernels (CPU tensors, numba ")

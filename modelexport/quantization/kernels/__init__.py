@@ -1,9 +1,13 @@
-"""The choice of kernels: the fused ones on CPU where numba imports, else the plain torch ones; the same bits.
+"""The choice of kernels: the fused ones on CPU where numba imports, Triton's on CUDA and ROCm where it can start, else
+the plain torch ones; the same bits.
 
-``MODELEXPORT_KERNELS=reference|fused`` forces one. Tensors on other devices always take the reference, and so do the
-first :data:`LITTLE` bytes of a process that has not loaded the fused ones: to load them takes longer, to compile them
-much longer. Before ranks are forked, :func:`modelexport.quantization.formats.load_kernels` is called, so that they
-inherit compiled kernels.
+``MODELEXPORT_KERNELS=reference`` forces the plain ones on every device, ``fused`` the fused ones on the CPU from the
+first byte on. ``triton`` has CPU tensors take Triton's, where TRITON_INTERPRET=1 has its interpreter run them: slow,
+and how their bits are checked without a GPU.
+
+The first :data:`LITTLE` bytes of a process that has not loaded the fused kernels take the reference: to load them takes
+longer, to compile them much longer. Before ranks are forked, :func:`modelexport.quantization.formats.load_kernels` is
+called, so that they inherit compiled kernels.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import importlib
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -27,6 +32,7 @@ __all__ = [
     "LITTLE",
     "Backend",
     "backend",
+    "backend_on",
     "by_rows",
     "copy_finite",
     "dequantise",
@@ -50,9 +56,13 @@ _MIN_BYTES_PER_THREAD = 1 << 18
 """Below this much input per thread, handing work over costs more than it saves."""
 
 
+_CHOICES = ("reference", "fused", "triton")  # of MODELEXPORT_KERNELS
+_TRITON_DEVICES = ("cuda",)  # as torch calls them, ROCm's too; tests compile for both
+
+
 class Backend(NamedTuple):
-    """The kernels that CPU tensors take. ``name`` is "fused", "reference" or "plain" (the reference's, where they are
-    quicker); ``reason`` is one line."""
+    """The kernels that tensors of a device take. ``name`` is "fused", "triton", "reference" or "plain" (the
+    reference's, where they are quicker); ``reason`` is one line."""
 
     name: str
     reason: str
@@ -65,7 +75,7 @@ def backend(nbytes: int | None = None) -> Backend:
     """Returns the kernels that CPU tensors take, with the reason; those of a job of so many bytes of weights, if given.
 
     Raises:
-        UsageError: ``MODELEXPORT_KERNELS`` is neither "reference" nor "fused", or asks for what cannot run.
+        UsageError: ``MODELEXPORT_KERNELS`` is none of its values, or asks for what cannot run.
     """
     if is_little(nbytes):
         return Backend("plain", f"quicker for {LITTLE >> 20} MiB or less")
@@ -77,12 +87,28 @@ def is_little(nbytes: int | None) -> bool:
     return nbytes is not None and nbytes <= LITTLE and not os.environ.get("MODELEXPORT_KERNELS")
 
 
+def backend_on(kind: str) -> Backend:
+    """Returns the kernels that tensors of a kind of device take that is not the CPU (``cuda``), with the reason.
+
+    Raises:
+        UsageError: ``MODELEXPORT_KERNELS`` is none of its values, or asks for what cannot run.
+    """
+    return _backend_on(kind, os.environ.get("MODELEXPORT_KERNELS", ""))
+
+
+def _check_choice(forced: str) -> None:
+    if forced not in ("", *_CHOICES):
+        choices = f"{', '.join(map(repr, _CHOICES[:-1]))} or {_CHOICES[-1]!r}"
+        raise UsageError(f"MODELEXPORT_KERNELS is {forced!r}: set it to {choices}, or unset it")
+
+
 @cache
 def _backend(forced: str) -> Backend:
-    if forced not in ("", "reference", "fused"):
-        raise UsageError(f"MODELEXPORT_KERNELS is {forced!r}: set it to 'reference' or 'fused', or unset it")
+    _check_choice(forced)
     if forced == "reference":
         return Backend("reference", "MODELEXPORT_KERNELS=reference")
+    if forced == "triton":
+        return _interpreted()
     try:
         import numba
     except ImportError as error:
@@ -96,6 +122,52 @@ def _backend(forced: str) -> Backend:
     return Backend("fused", f"{why}, numba {numba.__version__}")
 
 
+def _interpreted() -> Backend:
+    """Triton's kernels for CPU tensors."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        raise UsageError(
+            "MODELEXPORT_KERNELS=triton runs on tensors of the CPU by Triton's interpreter alone: set "
+            "TRITON_INTERPRET=1, too, or unset MODELEXPORT_KERNELS (tensors of a GPU take Triton's kernels without it)"
+        )
+    try:
+        import triton
+    except ImportError as error:
+        raise UsageError(
+            f"MODELEXPORT_KERNELS=triton, but triton cannot be imported ({error_text(error)}): install it or unset that"
+        ) from error
+    return Backend("triton", f"MODELEXPORT_KERNELS=triton, the interpreter of triton {triton.__version__}")
+
+
+@cache
+def _backend_on(kind: str, forced: str) -> Backend:
+    _check_choice(forced)
+    if forced == "reference":
+        return Backend("reference", "MODELEXPORT_KERNELS=reference")
+    if kind not in _TRITON_DEVICES:
+        return Backend("reference", f"{kind} tensors")
+    try:
+        import triton
+        from triton.runtime import driver
+
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            driver.active.get_current_target()  # builds what launches kernels, for which there must be a C compiler
+    except Exception as error:
+        return _without_triton(kind, forced, error)
+    return Backend("triton", f"{kind} tensors, triton {triton.__version__}")
+
+
+def _without_triton(kind: str, forced: str, error: Exception) -> Backend:
+    """The reference, with a warning where Triton is installed and cannot start: nobody would know why it is slow."""
+    how = "be imported" if isinstance(error, ImportError) else "start"
+    reason = f"triton cannot {how}: {error_text(error)}"
+    if forced == "triton":
+        raise UsageError(f"MODELEXPORT_KERNELS=triton, but {reason}: mend that or unset MODELEXPORT_KERNELS") from error
+    if not isinstance(error, ImportError):
+        silent = "MODELEXPORT_KERNELS=reference says that this is meant"
+        warnings.warn(f"plain torch kernels on {kind}, which are slower: {reason}; {silent}", stacklevel=2)
+    return Backend("reference", reason)
+
+
 _plain_bytes = LITTLE * _PASSES  # that plain torch may still go through in this process
 
 
@@ -107,15 +179,22 @@ def expect(nbytes: int) -> None:
 
 
 def of(tensor: Tensor, family: str = "", *, at_once: bool = False) -> Any:
-    """The module of kernels that such a tensor takes, ``fused`` or ``reference``.
+    """The module of kernels that such a tensor takes: ``fused``, ``triton`` or ``reference``.
 
     Args:
         family: what its name begins with: ``"microscaling_"``, ``"feedback_"``.
         at_once: load the fused kernels for the first bytes too: plain torch takes longer than that even for these.
     """
-    on_cpu = tensor.device.type == "cpu" and tensor.numel() > 0
-    fused = on_cpu and (at_once or _worth_loading(tensor.nbytes)) and backend().name == "fused"
-    return importlib.import_module(f"{__name__}.{family}{'fused' if fused else 'reference'}")
+    return importlib.import_module(f"{__name__}.{family}{_kernels_of(tensor, at_once)}")
+
+
+def _kernels_of(tensor: Tensor, at_once: bool) -> str:
+    """The last part of the name of the module that a tensor takes."""
+    if tensor.numel() == 0:
+        return "reference"
+    if tensor.device.type != "cpu":
+        return backend_on(tensor.device.type).name
+    return backend().name if at_once or _worth_loading(tensor.nbytes) else "reference"
 
 
 def _worth_loading(nbytes: int) -> bool:

@@ -13,7 +13,8 @@ compared as integers, divisions are by tensors, sums have a fixed order. Rules a
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -116,9 +117,14 @@ def _group_errors(groups: Tensor, byte: Tensor, factor: Tensor | None, storage: 
     return total
 
 
+def range_of_search(factor: Tensor | None) -> tuple[int, int, int]:
+    """How many scale bytes above and below a search tries, and the least of all."""
+    return (MX_ABOVE, MX_BELOW, 0) if factor is None else (NV_ABOVE, NV_BELOW, 1)
+
+
 def _searched(groups: Tensor, start: Tensor, factor: Tensor | None, storage: torch.dtype, most: int) -> Tensor:
     """The byte near ``start`` with the smallest squared error; of equal ones the largest."""
-    above, below, least = (MX_ABOVE, MX_BELOW, 0) if factor is None else (NV_ABOVE, NV_BELOW, 1)
+    above, below, least = range_of_search(factor)
     best, chosen = torch.full(start.shape, torch.inf, dtype=torch.float64, device=start.device), start
     for step in range(above, -below - 1, -1):
         tried = (start + step).clamp(least, most)
@@ -129,12 +135,19 @@ def _searched(groups: Tensor, start: Tensor, factor: Tensor | None, storage: tor
 
 
 def scales_of(
-    groups: Tensor, amax: Tensor, factor: Tensor | None, storage: torch.dtype, most: int, search: bool
+    amax: Tensor,
+    factor: Tensor | None,
+    storage: torch.dtype,
+    most: int,
+    searched: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """The scale of each group of values (float32 ``[..., group]``) as stored, given its largest magnitude."""
+    """The scale of each group as stored, given its largest magnitude.
+
+    ``searched``, where there is one, takes the byte that this asks for (int32) to the one that a search finds near it.
+    """
     byte = _chosen(amax, factor, storage, most)
-    if search:
-        byte = torch.where(amax == 0, byte, _searched(groups, byte, factor, storage, most))
+    if searched is not None:
+        byte = torch.where(amax == 0, byte, searched(byte))
     if factor is not None:
         byte = torch.where(byte == 0, _EIGHTH, byte)
     return _stored(byte, factor)
@@ -158,7 +171,8 @@ def quantise(weight: Tensor, q: Tensor, scale: Tensor, factor: Tensor | None, mo
         if bad >= 0:
             return bad
         groups = groups.float()
-        stored = scales_of(groups, amax, factor, q.dtype, most, search)
+        near = partial(_searched, groups, factor=factor, storage=q.dtype, most=most)
+        stored = scales_of(amax, factor, q.dtype, most, near if search else None)
         codes = encode(groups, decode_scales(stored, factor).unsqueeze(-1), q.dtype).flatten(1)
         q[block] = pack(codes) if q.dtype == torch.uint8 else codes
         scale[block] = stored
@@ -194,6 +208,6 @@ def fake_quantise(x: Tensor, group: int, factor: Tensor | None, storage: torch.d
     groups = x.float().unflatten(-1, (-1, group))
     amax = groups.nan_to_num(nan=0.0).abs().amax(dim=-1)
     most = LARGEST_LOCAL if factor is not None else largest_exponent(storage, x.dtype)
-    step = decode_scales(scales_of(groups, amax, factor, storage, most, search=False), factor).unsqueeze(-1)
+    step = decode_scales(scales_of(amax, factor, storage, most), factor).unsqueeze(-1)
     rounded = decode(encode(groups.nan_to_num(nan=0.0), step, storage)) * step
     return torch.where(groups.isnan(), groups, rounded).flatten(-2).to(x.dtype)

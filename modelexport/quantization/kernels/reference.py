@@ -290,6 +290,28 @@ def _lane_sum_of_squares(values: Tensor) -> Tensor:
     return total[:, 0]
 
 
+def finite_amax(amax: Tensor) -> tuple[Tensor, Tensor]:
+    """Largest magnitudes (``[rows]``) or extremes (``[rows, 2]``), 0 for what is not finite, and which rows are."""
+    return amax.nan_to_num(0.0, 0.0, 0.0), torch.isfinite(amax.unsqueeze(1).flatten(1)).all(dim=1)
+
+
+def tried_scales(
+    amax: Tensor,
+    affine: bool,
+    storage: torch.dtype,
+    scale_dtype: torch.dtype,
+    limit: float,
+    bits: int,
+    weight_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor | None]:
+    """The scales that a search tries, float32 ``[...]``, and zero points where ``affine`` (``amax``: ``[..., 2]``)."""
+    if affine:
+        stored, zero = affine_of(amax, bits, scale_dtype, weight_dtype)
+        return stored.float(), zero
+    largest = torch.int32 if bits == 4 else storage
+    return scale_of(amax, limit, largest, scale_dtype, weight_dtype).float(), None
+
+
 def search_errors(
     weight: Tensor,
     amax: Tensor,
@@ -312,20 +334,14 @@ def search_errors(
     Errors are those of :func:`squared_error`, but for the order of the sum: column c is added to lane
     ``c % SEARCH_LANES``, then the upper half of the lanes to the lower half, until one is left.
     """
-    largest = torch.int32 if bits == 4 else storage
     for block in _row_blocks(*weight.shape):
         wide = weight[block].float()
-        used = amax[block].nan_to_num(0.0, 0.0, 0.0)
-        finite = torch.isfinite(amax[block].unsqueeze(1).flatten(1)).all(dim=1)
+        used, finite = finite_amax(amax[block])
         for number in range(shrinks.numel()):
             tried = used * shrinks[number]
-            if used.dim() == 1:
-                step, shift = scale_of(tried, limit, largest, scale_dtype, weight.dtype).float(), None
-                ratio = wide / step.unsqueeze(1)
-            else:
-                stored, shift = affine_of(tried, bits, scale_dtype, weight.dtype)
-                step = stored.float()
-                ratio = wide / step.unsqueeze(1) + shift.unsqueeze(1)
+            step, shift = tried_scales(tried, used.dim() == 2, storage, scale_dtype, limit, bits, weight.dtype)
+            ratio = wide / step.unsqueeze(1)
+            ratio = ratio if shift is None else ratio + shift.unsqueeze(1)
             value = _rounded(ratio, storage, bits)
             value = value if shift is None else value - shift.unsqueeze(1)
             lanes = _lanes_of_squares(wide - value * step.unsqueeze(1), SEARCH_LANES)
