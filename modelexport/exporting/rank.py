@@ -233,9 +233,11 @@ class RankExport:
         """Waits until what the step reads is there, of a source that is fetched. Ranks that read other parts of it
         wait alike: they meet when the step is handed over."""
         if self.mirror is not None:
-            phase(f"waiting for {step.id} from the hub")
             ranks = [self.rank] if self.job.spread else range(self.world)
-            self.mirror.wait(step_extents(self.job.source, step, None if self.job.plan.calibrated else ranks))
+            self.mirror.wait(
+                step_extents(self.job.source, step, None if self.job.plan.calibrated else ranks),
+                lambda done, parts: phase(f"waiting for {step.id} from the hub ({done} of {parts} parts)"),
+            )
 
     def read(self, step: ExportStep) -> Shards:
         """Read the shards of ``step`` that this rank owns, and nothing else."""

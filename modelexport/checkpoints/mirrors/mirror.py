@@ -134,8 +134,11 @@ class Mirror:
         file = self.files[bisect.bisect_right(list(self._first.values()), chunk) - 1]
         return file, (chunk - self._first[file.name]) * CHUNK
 
-    def wait(self, extents: Iterable[Extent]) -> None:
+    def wait(self, extents: Iterable[Extent], progress: Callable[[int, int], None] = lambda done, chunks: None) -> None:
         """Returns once all these parts are there, or were; asks for all of them first.
+
+        Args:
+            progress: called with (chunks that have come, chunks in all) whenever one is waited for.
 
         Raises:
             CheckpointError: they cannot be had.
@@ -143,8 +146,11 @@ class Mirror:
         spans = [self.chunks(*extent) for extent in extents]
         for span in spans:
             self._ask(span)
-        for span in spans:
-            self._there(span)
+        chunks = sorted({chunk for span in spans for chunk in range(span.start, span.stop)})
+        for done, chunk in enumerate(chunks):
+            if self.versions[chunk] % 2 == 0:
+                progress(done, len(chunks))
+                self._there(slice(chunk, chunk + 1))
 
     def read(self, path: Path, start: int, stop: int, read: Callable[[], int]) -> int:
         """Calls ``read``, which reads bytes ``[start, stop)`` of a file or some of them, when they are there.
