@@ -256,6 +256,7 @@ launch_subprocesses(gather_everything_twice, config, None, 0, sys.argv[1])
 """
 
 
+@pytest.mark.extended
 def test_two_jobs_at_once_among_left_overs_carry_everything(tmp_path: Path) -> None:
     """Both in one workspace, in which a dead run, a living one and one of another machine have files of such names."""
     path = tmp_path / "workspace"

@@ -182,6 +182,7 @@ def test_ctrl_c_ends_the_ranks(hanging: Callable) -> None:
     wait_until(lambda: not any(map(alive, pids)))
 
 
+@pytest.mark.extended
 def test_two_launchers_share_a_world_and_a_failure() -> None:
     code = """
 import sys

@@ -178,6 +178,7 @@ def test_interrupted(processes: Processes) -> None:
     assert ends == [NOTHING_LEFT] * 2, processes.explain(ends)
 
 
+@pytest.mark.extended
 def test_a_worker_that_does_not_answer(processes: Processes) -> None:
     processes.start(3, failures.with_pids, init_method("tcp", processes.directory), failures.worker_silent)
     ends = processes.ends()

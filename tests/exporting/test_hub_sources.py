@@ -83,7 +83,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "line"), few(KINDS, KINDS[0], KINDS[1]))
+@pytest.mark.parametrize(("kind", "line"), few(KINDS, KINDS[0]))
 def test_the_bytes_are_those_of_the_directory(kind: str, line: list[str], server: Hub, tmp_path: Path) -> None:
     server.models[NAME] = make_llama() if kind == "llama" else tiny_checkpoint(kind)
     text = tmp_path / "text.jsonl"
@@ -109,6 +109,7 @@ def test_a_dry_run_reads_headers_alone(server: Hub, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
 
 
+@pytest.mark.extended
 def test_what_the_cache_has_is_not_read_again(server: Hub, tmp_path: Path) -> None:
     assert shell(server, tmp_path, "--download").returncode == 0
     sent = server.sent
@@ -125,7 +126,8 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("fault", few(FAULTS, FAULTS[2]), ids=str)
+@pytest.mark.extended
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
 def test_faults_that_pass(fault: dict[str, int], server: Hub, tmp_path: Path) -> None:
     for name, value in fault.items():
         setattr(server, name, value)
