@@ -56,7 +56,7 @@ def summary(result: ExportResult) -> str:
         lines += _notes("seen little", {name: f"{n} tokens" for name, n in seen.get("rare_experts", {}).items()})
     sizes = ", ".join(map(str, result.tensor_parallel_sizes))
     lines.append(f"loads at tensor-parallel sizes: {sizes}")
-    if result.kernels not in ("fused", "plain"):
+    if result.kernels not in ("fused", "plain", "triton"):
         lines.append(f"kernels: {result.kernels}, which are many times slower")
     if result.out is None:
         lines += ["", *_plan(result), *(["", "the checkpoint's ranks:", *result.target] if result.target else [])]

@@ -68,7 +68,8 @@ class ExportResult:
         seconds: wall time of the export, 0 for a dry run.
         evaluation: perplexity and a sentence before and after; of the demo model only.
         cuts: which part of each kind of module the ranks read.
-        kernels: ``fused``; ``plain``, where plain torch is quicker; or which slower ones were used and why.
+        kernels: ``fused``, ``triton`` on a GPU; ``plain``, where plain torch is quicker; or which slower ones were used
+            and why.
         format: the checkpoint format written.
         warnings: engines that are known to refuse what is written, and why.
         calibration: the text that static scales were made with; None where there are none.
@@ -139,7 +140,7 @@ def _result(
         left_out=record["left_out"],
         seconds=seconds,
         cuts=_cuts(plan),
-        kernels=_kernels(plan),
+        kernels=_kernels(plan, recipe.device),
         format=target.format,
         algorithm=record.get("recipe", {}).get("algorithm", recipe.algorithm),
         target=list(target.plan.describe()) if target.plan.parallelism.size > 1 else [],
@@ -175,11 +176,14 @@ def _calibrated_bytes(plan: ExportPlan, recipe: ExportRecipe) -> tuple[int, int]
     return largest, hidden if recipe.calib_memory is None else min(hidden, recipe.calib_memory)
 
 
-def _kernels(plan: ExportPlan) -> str:
-    from modelexport.quantization import kernels
+def _kernels(plan: ExportPlan, device: str) -> str:
+    from modelexport.quantization import devices, kernels
 
-    backend = kernels.backend(plan.source_bytes)
-    return f"{backend.name} ({backend.reason})" if backend.name == "reference" else backend.name
+    kind = devices.kind_of(device)
+    here = kind in (devices.AUTO, devices.CPU)
+    backend = kernels.backend(plan.source_bytes) if here else kernels.backend_on(kind)
+    slower = backend.name == "reference" or (here and backend.name == "triton")
+    return f"{backend.name} ({backend.reason})" if slower else backend.name
 
 
 def _rows(plan: ExportPlan, sqnr: dict[str, float], errors: dict[str, dict[str, float]]) -> list[SummaryRow]:

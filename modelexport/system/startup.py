@@ -11,9 +11,11 @@ interrupt into a RuntimeError (``__set_name__``).
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,9 +51,13 @@ def exempt_everything() -> None:
     """Exempts all present objects from the collector, for good: only in a process that is ours alone.
 
     Called last, it lets the interpreter's own end find nothing to walk; called before ranks are forked, it keeps
-    the collector from touching, and so copying, the pages that they share.
+    the collector from touching, and so copying, the pages that they share. Where Triton was imported (transformers does
+    where it is installed), the end of the process walks all the same: Triton's bindings print forty lines about what is
+    not freed by then.
     """
     gc.freeze()
+    if "triton" in sys.modules:
+        atexit.register(gc.unfreeze)
 
 
 def interrupt_no_import() -> None:

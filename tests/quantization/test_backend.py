@@ -80,6 +80,73 @@ def test_without_numba_the_reference_runs_and_says_so() -> None:
     assert third.startswith("MODELEXPORT_KERNELS=fused, but numba cannot be imported")
 
 
+def test_the_kernels_of_other_devices() -> None:
+    """Triton's on CUDA; without it, or where it cannot start, the reference, and why."""
+    code = """
+        import os, sys, types, warnings
+        import torch
+        from modelexport.errors import UsageError
+        from modelexport.quantization import kernels
+
+        def on(kind, forced="", **modules):
+            os.environ["MODELEXPORT_KERNELS"] = forced
+            sys.modules.update(modules)
+            kernels._backend_on.cache_clear()
+            try:
+                return str(kernels.backend_on(kind))
+            except UsageError as error:
+                return str(error)
+
+        class Driver:
+            active = property(lambda self: 1 / 0)
+
+        there, runtime = types.ModuleType("triton"), types.ModuleType("triton.runtime")
+        there.__version__, runtime.driver, there.runtime = "3.0", types.SimpleNamespace(active=None), runtime
+        runtime.driver.active = types.SimpleNamespace(get_current_target=lambda: "sm_90")
+        modules = {"triton": there, "triton.runtime": runtime}
+        for line in (on("cuda", **modules), on("fakegpu"), on("cuda", "reference"), on("cuda", "quick")):
+            print(line)
+        runtime.driver = Driver()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            print(on("cuda"))
+            print(said[0].message)
+        print(on("cuda", "triton"))
+        print(on("cuda", triton=None))
+        print(on("cuda", "triton"))
+    """
+    lines = _run(code).splitlines()
+    starts = (
+        "triton kernels (cuda tensors, triton 3.0)",
+        "reference kernels (there are no others for fakegpu tensors)",
+        "reference kernels (MODELEXPORT_KERNELS=reference)",
+        "MODELEXPORT_KERNELS is 'quick': set it to",
+        "reference kernels (triton cannot start: ",
+        "plain torch kernels on cuda, which are slower: triton cannot start: ",
+        "MODELEXPORT_KERNELS=triton, but triton cannot start: ",
+        "reference kernels (triton cannot be imported: ",
+        "MODELEXPORT_KERNELS=triton, but triton cannot be imported: ",
+    )
+    assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == list(starts)
+
+
+@pytest.mark.parametrize(
+    ("interpreted", "said"), [("", "set TRITON_INTERPRET=1, too"), ("1", "triton cannot be imported")]
+)
+def test_cpu_tensors_take_tritons_kernels_by_its_interpreter_alone(interpreted: str, said: str) -> None:
+    code = """
+        import sys
+        sys.modules["triton"] = None
+        from modelexport.errors import UsageError
+        from modelexport.quantization import kernels
+        try:
+            kernels.backend()
+        except UsageError as error:
+            print(error)
+    """
+    assert said in _run(code, MODELEXPORT_KERNELS="triton", TRITON_INTERPRET=interpreted)
+
+
 def test_nothing_is_compiled_where_there_is_little_to_do() -> None:
     """Not before as many bytes as are little have gone through, nor where a job says that there will be no more."""
     code = """

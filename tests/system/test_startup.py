@@ -1,11 +1,14 @@
-"""Ctrl-C while a module is imported: what is imported is whole, and the interrupt is not lost."""
+"""Ctrl-C while a module is imported: what is imported is whole, and the interrupt is not lost. How a process ends."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 import modelexport
 
@@ -31,12 +34,25 @@ def test_an_import_is_not_interrupted(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("from package import part\n")
     (tmp_path / "package" / "part.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\nprint('whole')\n")
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(modelexport.__file__).parent.parent}"},
+    result = _run(PROGRAM, str(tmp_path))
+    assert (result.stdout, result.stderr) == ("whole\nimported\ninterrupted\nat once\n", "")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed: it prints nothing")
+def test_a_process_that_imported_triton_ends_without_a_word() -> None:
+    program = (
+        "import triton\nfrom modelexport.system.startup import exempt_everything\nexempt_everything()\nprint('done')"
+    )
+    result = _run(program, *filter(None, [os.environ.get("PYTHONPATH")]))
+    assert (result.stdout, result.stderr) == ("done\n", "")
+
+
+def _run(program: str, *paths: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((*paths, str(Path(modelexport.__file__).parent.parent)))},
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=60,
         check=False,
     )
-    assert (result.stdout, result.stderr) == ("whole\nimported\ninterrupted\nat once\n", "")

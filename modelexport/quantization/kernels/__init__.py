@@ -144,7 +144,7 @@ def _backend_on(kind: str, forced: str) -> Backend:
     if forced == "reference":
         return Backend("reference", "MODELEXPORT_KERNELS=reference")
     if kind not in _TRITON_DEVICES:
-        return Backend("reference", f"{kind} tensors")
+        return Backend("reference", f"there are no others for {kind} tensors")
     try:
         import triton
         from triton.runtime import driver
