@@ -123,7 +123,7 @@ class Gptq(Rounding):
         return rounded
 
     def _cross(self, inputs: InputStatistics) -> Tensor | None:
-        """What earlier layers have left, on all ranks; None where it is not known."""
+        """The sum over tokens of what earlier layers have left, on all ranks; None where it is not known."""
         import torch
 
         if inputs.cross is None:
