@@ -105,6 +105,7 @@ def flag_for(name: str, value: Any) -> list[str]:
 OTHER: dict[str, Any] = {
     "model": "org/name",
     "revision": "main",
+    "download": True,
     "adapter": ("tuned", "other=0.5"),
     "out": "ckpt",
     "quant": "int4",
@@ -113,6 +114,7 @@ OTHER: dict[str, Any] = {
     "smoothquant_alpha": 0.75,
     "awq_grid": 10,
     "gptq_damping": 0.05,
+    "gptq_asymmetry": 0.5,
     "gptq_block_size": 64,
     "gptq_act_order": False,
     "autoquant_bits": 4.5,

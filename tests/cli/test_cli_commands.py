@@ -269,7 +269,11 @@ def planned(**settings: Any) -> bool:
             {"checkpoint_format"},
             "llama.cpp (llama-cpp-python 0.3.36): none, int8-wo:32, int4:32, mxfp4-wo as gguf",
         ),
-        ("gptq", {"checkpoint_format", "algorithm"}, "--gptq-damping 0.01, --gptq-block-size 128, --no-gptq-act-order"),
+        (
+            "gptq",
+            {"checkpoint_format", "algorithm"},
+            "--gptq-damping 0.01, --gptq-block-size 128, --gptq-asymmetry 0.0, --no-gptq-act-order",
+        ),
         ("w4a8", {"number_format"}, "its kernel for int4 with fp8 runs on Hopper GPUs alone"),
     ],
 )

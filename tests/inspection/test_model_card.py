@@ -221,7 +221,7 @@ def test_the_source_s_card_comes_along_under_another_name(tmp_path: Path) -> Non
 def test_a_hub_id_is_the_base_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = with_card(tmp_path / "snapshot", FRONT)
     monkeypatch.setattr("modelexport.checkpoints.source._download", lambda model, revision: Path(source))
-    export(model="org/name", revision="v1", out=str(tmp_path / "out"), quant="int8", **QUIET)
+    export(model="org/name", download=True, revision="v1", out=str(tmp_path / "out"), quant="int8", **QUIET)
     card = card_of(tmp_path / "out")
     front = front_of(card)
     assert (front["base_model"], front["base_model_relation"]) == ("org/name", "quantized")
@@ -233,7 +233,7 @@ def test_a_hub_id_is_the_base_model(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "format": "hf",
     }
     assert "--model SOURCE" not in card
-    export(model="org/name", out=str(tmp_path / "plain"), quant="none", **QUIET)
+    export(model="org/name", download=True, out=str(tmp_path / "plain"), quant="none", **QUIET)
     assert "base_model_relation" not in front_of(card_of(tmp_path / "plain"))
     # Resharded, it is still made of that model, under that licence.
     reshard(checkpoint=str(tmp_path / "out"), out=str(tmp_path / "two"), tp=2, quiet=True)
@@ -244,7 +244,7 @@ def test_a_hub_id_is_the_base_model(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_convert_writes_its_own_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = with_card(tmp_path / "snapshot", FRONT)
     monkeypatch.setattr("modelexport.checkpoints.source._download", lambda model, revision: Path(source))
-    export(model="org/name", out=str(tmp_path / "ct"), quant="int4", **QUIET)
+    export(model="org/name", download=True, out=str(tmp_path / "ct"), quant="int4", **QUIET)
     assert main(["convert", str(tmp_path / "ct"), "--format", "gptq", "--out", str(tmp_path / "gptq"), "--quiet"]) == 0
     card = card_of(tmp_path / "gptq")
     front = front_of(card)

@@ -36,7 +36,7 @@ PANEL, ROWS = 32, 32
 
 
 def __getattr__(name: str) -> Any:
-    """What is not here is the reference's."""
+    """Returns the reference's, for what is not here."""
     return getattr(feedback_reference, name)
 
 

@@ -118,7 +118,7 @@ def _group_errors(groups: Tensor, byte: Tensor, factor: Tensor | None, storage: 
 
 
 def range_of_search(factor: Tensor | None) -> tuple[int, int, int]:
-    """How many scale bytes above and below a search tries, and the least of all."""
+    """The number of scale bytes above and below that a search tries, and the least of all."""
     return (MX_ABOVE, MX_BELOW, 0) if factor is None else (NV_ABOVE, NV_BELOW, 1)
 
 

@@ -33,7 +33,7 @@ SEARCHED = 128
 
 
 def __getattr__(name: str) -> Any:
-    """What is not here is the reference's."""
+    """Returns the reference's, for what is not here."""
     return getattr(microscaling_reference, name)
 
 

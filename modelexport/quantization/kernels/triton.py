@@ -43,7 +43,7 @@ _AMAX_ELEMENTS = 1 << 24
 
 
 def __getattr__(name: str) -> Any:
-    """What is not here is the reference's."""
+    """Returns the reference's, for what is not here."""
     return getattr(reference, name)
 
 
@@ -54,7 +54,7 @@ def bits_alike(tensor: Tensor) -> Tensor:
 
 
 def packing(q: Tensor, bits: int = 8) -> dict[str, Any]:
-    """How numbers are stored in ``q``: the kind of numbers, how many in an element, and the bits of each."""
+    """Returns the way in which numbers are stored in ``q``: the kind of numbers, how many in an element, and the bits of each."""
     if q.dtype == torch.uint8:
         return {"KIND": E2M1, "PER": 2, "BITS": 4}
     if q.dtype == torch.int32:
