@@ -54,7 +54,7 @@ def bits_alike(tensor: Tensor) -> Tensor:
 
 
 def packing(q: Tensor, bits: int = 8) -> dict[str, Any]:
-    """Returns the way in which numbers are stored in ``q``: the kind of numbers, how many in an element, and the bits of each."""
+    """Returns how numbers are stored in ``q``: their kind, how many are in an element, and the bits of each."""
     if q.dtype == torch.uint8:
         return {"KIND": E2M1, "PER": 2, "BITS": 4}
     if q.dtype == torch.int32:
@@ -142,7 +142,7 @@ def encode(
 def _stored_values(
     q, steps, shifts, column, inside, q_column, group, KIND: tl.constexpr, PER: tl.constexpr, BITS: tl.constexpr
 ):
-    """What is stored of some columns of a row, to whose first elements the others point; no steps: it is plain."""
+    """The stored numbers of some columns of a row, to whose first elements the others point; no steps: it is plain."""
     element = tl.load(q + (column // PER).to(tl.int64) * q_column, mask=inside, other=0)
     if KIND == PLAIN:
         number = widened(element)
