@@ -1,6 +1,6 @@
 """An accelerator that this machine does not have: a device of torch's own kind, whose numbers a CPU computes.
 
-    python -m tests.helpers.fake_accelerator ARGUMENTS      modelexport, as one rank, where there is one
+    python -m tests.helpers.fake_accelerator ARGUMENTS      modelexport, as WORLD_SIZE ranks, where there is one
 
 Tensors on it report the device ``fakegpu:0``; an operation on them and on a tensor of the CPU raises, as CUDA's do;
 their memory cannot be read as the host's. So whatever computes on a device runs here, threads and all, and what it
@@ -11,7 +11,9 @@ there is one takes it: for processes of their own.
 from __future__ import annotations
 
 import collections
+import multiprocessing
 import os
+import socket
 import sys
 from typing import Any
 
@@ -115,11 +117,28 @@ _library: library.Library
 
 
 def main() -> int:
-    """Runs modelexport as the only rank of a launcher: in this process."""
+    """Runs modelexport as all ranks of a launcher, WORLD_SIZE of them: the first in this process, others in forks."""
+    world = int(os.environ.setdefault("WORLD_SIZE", "1"))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
+    others = [multiprocessing.get_context("fork").Process(target=_rank, args=(rank,)) for rank in range(1, world)]
+    for other in others:
+        other.start()
+    status = _run(0)
+    for other in others:
+        other.join()
+    return max(status, *(other.exitcode or 0 for other in others), 0)
+
+
+def _rank(rank: int) -> None:
+    sys.exit(_run(rank))
+
+
+def _run(rank: int) -> int:
     from modelexport import cli
 
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     register()
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     return cli.main(sys.argv[1:])
 
 
