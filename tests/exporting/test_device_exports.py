@@ -86,10 +86,10 @@ RANKS = [
 def test_the_bytes_do_not_depend_on_the_number_of_ranks(
     kind: str, quant: str, algorithm: str, rest: tuple[str, ...], tmp_path: Path
 ) -> None:
+    """Those of one rank there are the CPU's, see above."""
     line = settings(kind, quant, algorithm, rest, tmp_path)
     there = exported(tmp_path / "there", *line, "--device", "fakegpu", tp=2)
-    assert weights(there) == weights(exported(tmp_path / "alone", *line, "--device", "fakegpu"))
-    assert weights(there) == weights(exported(tmp_path / "here", *line, "--device", "cpu"))
+    assert weights(there) == weights(exported(tmp_path / "alone", *line, "--device", "cpu"))
 
 
 def test_a_calibrated_export_takes_what_there_is() -> None:
