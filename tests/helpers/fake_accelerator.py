@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import socket
 import sys
+import weakref
 from typing import Any
 
 import torch
@@ -30,6 +31,37 @@ _COPIES = ("aten::copy_", "aten::_to_copy")
 
 operations: collections.Counter[str] = collections.Counter()
 """The operations that ran on it, by name."""
+
+
+class Memory:
+    """The bytes of the storages that lie on the device.
+
+    Attributes:
+        live: at this moment.
+        peak: the most there have been.
+    """
+
+    def __init__(self) -> None:
+        self.live = self.peak = 0
+        self._counted: set[int] = set()
+
+    def count(self, held: torch.Tensor) -> None:
+        """Counts the storage of a tensor, until nothing holds it."""
+        storage = held.untyped_storage()
+        place, size = storage._cdata, storage.nbytes()
+        if place in self._counted:
+            return
+        self._counted.add(place)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._drop, place, size).atexit = False
+
+    def _drop(self, place: int, size: int) -> None:
+        self._counted.discard(place)
+        self.live -= size
+
+
+memory = Memory()
 
 
 class OnDevice(torch.Tensor):
@@ -48,6 +80,7 @@ class OnDevice(torch.Tensor):
                 cls, held.shape, strides=held.stride(), dtype=held.dtype, device=torch.device(KIND, 0)
             )
         made.held = held
+        memory.count(held)
         return made
 
     def __init__(self, held: torch.Tensor) -> None:

@@ -43,6 +43,14 @@ class ActivationAware(Folding):
     Settings = AwqSettings
     wants: ClassVar[frozenset[Want]] = frozenset({"amax", "mean", "sample"})
 
+    @classmethod
+    def device_bytes(cls, rows: int, columns: int) -> int:
+        """See the base: the sample as it is and scaled, all of its outputs, and a tile of the weight."""
+        from modelexport.quantization.algorithms._tiles import TILE
+        from modelexport.quantization.calibration.statistics import SAMPLE
+
+        return 4 * (3 * SAMPLE * columns + SAMPLE * rows + 12 * TILE * columns)
+
     def scales(self, fold: Fold) -> Tensor | None:
         """See the base: the best of the candidates, None where none is better than no scale."""
         from modelexport.quantization.algorithms import _awq_search

@@ -192,6 +192,16 @@ class Algorithm(ABC):
             f"({type(number_format).__module__}) does not define {' and '.join(missing)}"
         )
 
+    @classmethod
+    def device_bytes(cls, rows: int, columns: int) -> int:
+        """Returns the bytes that it takes at most while it works on a linear, beside weight and statistics: for a bound
+        on the memory of a device. 0 where that is no more than rounding the weight to nearest takes.
+
+        Args:
+            rows, columns: of the weight on this rank.
+        """
+        return 0
+
 
 class Folding(Algorithm):
     """Moves scales from activations into weights; and may narrow the ranges of weights."""

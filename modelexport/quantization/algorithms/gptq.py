@@ -105,6 +105,14 @@ class Gptq(Rounding):
                     round_rows(linear, plan, rounded[linear.name])
         return rounded
 
+    @classmethod
+    def device_bytes(cls, rows: int, columns: int) -> int:
+        """See the base: the Hessian, in which its factor is made, the rows that are rounded and their errors."""
+        from modelexport.quantization.calibration.cut import ROWS
+
+        # Of the rows: their columns, what these are rounded to, the errors, some of these once more, and the result.
+        return 4 * columns * (columns + 5 * rows + 2 * ROWS)
+
     def _note(self, linears: Sequence[CalibratedLinear], note: str) -> None:
         self.notes.update((linear.name, note) for linear in linears)
 

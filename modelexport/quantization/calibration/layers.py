@@ -57,9 +57,9 @@ from modelexport.quantization.calibration.sums import ForwardRanks
 from modelexport.quantization.calibration.towers import EmbeddedSample
 from modelexport.quantization.calibration.watch import Activation, LayerInputs, ShardedProducts
 
-__all__ = ["DYNAMIC", "FilledLayer", "LayerRunner", "Observed", "Read"]
+__all__ = ["BATCH_TOKENS", "DYNAMIC", "FilledLayer", "LayerRunner", "Observed", "Read"]
 
-_BATCH_TOKENS = 512  # enough for a matrix product to run at full speed on a thread, few enough to occupy many threads
+BATCH_TOKENS = 512  # enough for a matrix product to run at full speed on a thread, few enough to occupy many threads
 
 
 @dataclass
@@ -159,7 +159,7 @@ class LayerRunner:
         latent = bool(config.get("kv_lora_rank"))
         self.rotary = config.get("qk_rope_head_dim") if latent else None
         self.kv_heads = None if latent else getattr(self.model.config, "num_key_value_heads", None)
-        windows = tokens.split(max(1, _BATCH_TOKENS // tokens.shape[1])) if len(tokens) else ()
+        windows = tokens.split(max(1, BATCH_TOKENS // tokens.shape[1])) if len(tokens) else ()
         self.batches = (*windows, *(sample.tokens for sample in embedded))
         self._begins: list[Batch] = [*windows, *(sample.inputs for sample in embedded)]
         self._by_itself, self._progress = alone, progress or (lambda done, all_: None)
@@ -338,16 +338,20 @@ class LayerRunner:
                 found[name] = Collector(x.shape[1], wanted, together.rank, together.world, pool)
             found[name].add(x.float())
 
+        def take(seen: LayerInputs) -> None:
+            for x, names in seen.inputs:
+                collect(collectors, names[0], x, wants)
+                for name in names:
+                    assert owners.setdefault(name, names[0]) == names[0], "inputs are shared by other linears now"
+            if seen.keys is not None and seen.values is not None and cache_wants:
+                collect(caches, "keys", seen.keys, cache_wants)
+                if seen.values is not seen.keys:
+                    collect(caches, "values", seen.values, cache_wants)
+
         with choosing_all(self.layers[layer.index]) if all_experts else nullcontext():
             for seen in self._seen(layer, keep=advance):
-                for x, names in seen.inputs:
-                    collect(collectors, names[0], x, wants)
-                    for name in names:
-                        assert owners.setdefault(name, names[0]) == names[0], "inputs are shared by other linears now"
-                if seen.keys is not None and seen.values is not None and cache_wants:
-                    collect(caches, "keys", seen.keys, cache_wants)
-                    if seen.values is not seen.keys:
-                        collect(caches, "values", seen.values, cache_wants)
+                take(seen)
+                del seen  # or its inputs would stay while the next batch runs
         done = {name: collector.finish() for name, collector in collectors.items()}
         cached = {name: collector.finish() for name, collector in caches.items()}
         observed = Observed(
