@@ -196,6 +196,9 @@ class ExportRecipe(Settings):
         metavar="NAME",
         decides_bytes=True,
     )
+    device_memory: int | None = setting(
+        None, "bytes that a rank may take on its GPU while samples run (default: 9 tenths of what is free)", metavar="N"
+    )
     tp: int = setting(1, "tensor-parallel rank processes", metavar="N")
     gather: str | None = setting(
         None,
@@ -229,6 +232,12 @@ class ExportRecipe(Settings):
             check_choice("kv-cache", self.kv_cache, KV_CACHES)
         check_choice("draft", self.draft, DRAFTS)
         devices.check_name(self.device)
+        if self.device_memory is not None and self.device_memory < 1:
+            raise UsageError(f"--device-memory {self.device_memory}: a number of bytes is needed, e.g. 20000000000")
+        if self.device_memory is not None and self.device == devices.CPU:
+            raise UsageError(
+                f"--device-memory {self.device_memory} is of GPUs, and --device is {devices.CPU}: leave one of them out"
+            )
         check_choice("unknown-architecture", self.unknown_architecture, UNKNOWN_ARCHITECTURES)
         for name, value in (("samples", self.calib_samples), ("length", self.calib_length)):
             if value < 1:

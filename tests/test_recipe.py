@@ -70,6 +70,7 @@ valid: dict[str, st.SearchStrategy[Any]] = {
     "kv_cache": st.sampled_from([None, "fp8"]),
     "draft": st.sampled_from(["keep", "quantise", "drop"]),
     "unknown_architecture": st.sampled_from(["refuse", "structure"]),
+    "device_memory": st.none() | st.integers(1, 2**40),
     "device": st.sampled_from(["auto", "cpu", "cuda", "cuda:1"]),
     "calib": st.none() | st.text(min_size=1),
     "calib_samples": st.integers(1, 10_000),

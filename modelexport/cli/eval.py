@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from modelexport.inspection.evaluate.record import HELD_OUT, check_record_is_there, save_evaluation
 from modelexport.inspection.evaluate.text import WINDOW, DTypeName, evaluate_on_text
 from modelexport.quantization.calibration.text import DATASET
+from modelexport.quantization.devices import AUTO
 from modelexport.system.terminal import progress_bar, show
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def print_evaluation(
     window: int = WINDOW,
     config: Path | None = None,
     dtype: DTypeName = "float32",
+    device: str = AUTO,
     save: bool = False,
     as_json: bool = False,
 ) -> int:
@@ -41,7 +43,15 @@ def print_evaluation(
         check_record_is_there(checkpoint)
     with _bar(quiet=as_json) as progress:
         result = evaluate_on_text(
-            checkpoint, against, text, windows=windows, window=window, config=config, dtype=dtype, progress=progress
+            checkpoint,
+            against,
+            text,
+            windows=windows,
+            window=window,
+            config=config,
+            dtype=dtype,
+            device=device,
+            progress=progress,
         )
     if save:
         name = HELD_OUT if text is None else str(text) if str(text).startswith(DATASET) else text.name  # without a path

@@ -179,6 +179,12 @@ def _eval() -> Parser:
     _add_config(parser, "CKPT lacks one")
     kinds = ("float32", "bfloat16")
     parser.add_argument("--dtype", choices=kinds, default=kinds[0], help="of the arithmetic (default: float32)")
+    parser.add_argument(
+        "--device",
+        default="auto",
+        metavar="NAME",
+        help="what computes: auto (a GPU where torch sees one), cpu, cuda or cuda:N (default: auto)",
+    )
     parser.add_argument("--save", action="store_true", help="keep the figures in CKPT's modelexport.json and README.md")
     return _with_json(parser)
 

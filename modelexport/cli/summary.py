@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from modelexport.exporting.calibrated.device_memory import DeviceMemory
 from modelexport.exporting.result import CutRow, ExportResult
 from modelexport.quantization import algorithms
 from modelexport.quantization.algorithms.rtn import RoundToNearest
@@ -70,6 +71,8 @@ def summary(result: ExportResult) -> str:
                 f"calibration holds more: a layer in float32, {layer} of weights shared by the ranks, with its "
                 f"statistics; and on each rank {hidden} of the samples' hidden states (--calib-memory bounds them)"
             )
+        if result.device_memory is not None:
+            lines.append(_device_memory(result.device_memory))
     else:
         if result.evaluation is not None:
             lines += result.evaluation.lines()
@@ -77,6 +80,13 @@ def summary(result: ExportResult) -> str:
         if result.pushed is not None:
             lines.append(f"pushed to {result.pushed}")
     return "\n".join(lines)
+
+
+def _device_memory(memory: DeviceMemory) -> str:
+    """The line on what a rank takes of its GPU."""
+    there = "as much as there is" if memory.budget is None else size_text(memory.budget)
+    parts = ", ".join(f"{size_text(size)} for {name}" for name, size in memory.parts.items())
+    return f"device memory: {size_text(memory.predicted)} predicted of {there}, at most in {memory.step}: {parts}"
 
 
 def _unseen(seen: dict[str, Any]) -> dict[str, str]:

@@ -83,7 +83,7 @@ def _exported(recipe: ExportRecipe, source: Source | None = None) -> ExportResul
     result = result_of(prepared, record, seconds)
     first = config is None or config.rank == 0
     if recipe.evaluate and prepared.source.is_demo and first:
-        result = evaluated(result, prepared.source)
+        result = evaluated(result, prepared.source, prepared.recipe.device)
     return pushed(result, recipe) if recipe.push_to_hub is not None and first else result
 
 

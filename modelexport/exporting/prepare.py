@@ -6,6 +6,7 @@ import shlex
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from modelexport import __version__
 from modelexport.checkpoints.adapters import Adapter, adapters_in, parse_setting, read_adapter
@@ -41,6 +42,9 @@ from modelexport.sharding.plan import Parallelism
 from modelexport.system.startup import without_collector
 from modelexport.system.terminal import note
 
+if TYPE_CHECKING:
+    from modelexport.exporting.calibrated.device_memory import DeviceMemory
+
 _ROTATED = "no longer tied to the embedding, which has not taken in the last norm as it has"
 
 __all__ = ["PreparedExport", "check_early", "parse_assignment", "prepare", "quantization_files"]
@@ -52,6 +56,7 @@ class PreparedExport:
 
     Attributes:
         rounded_before: those of the plan's notes that say which numbers were rounded in the source already.
+        device_memory: what calibration takes of a device, where one computes: of a dry run, or with a budget.
     """
 
     recipe: ExportRecipe
@@ -62,6 +67,7 @@ class PreparedExport:
     warnings: tuple[str, ...] = ()
     adapters: tuple[Adapter, ...] = ()
     rounded_before: tuple[str, ...] = ()
+    device_memory: DeviceMemory | None = None
 
     @property
     def layout(self) -> Layout:
@@ -133,7 +139,8 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> PreparedExpor
         notes = (*checkpoint.notes, *merged, *_unmerged(source, adapters), *before, *_device_notes(recipe, calibrated))
         plan = replace(plan, notes=(*plan.notes, *notes))
         target = _target(recipe, checkpoint, plan)
-        prepared = PreparedExport(recipe, source, checkpoint, plan, target, (), adapters, before)
+        memory = _device_memory(recipe, checkpoint, plan) if calibrated else None
+        prepared = PreparedExport(recipe, source, checkpoint, plan, target, (), adapters, before, memory)
         if recipe.quant == KEEP:
             check_source(prepared.target, checkpoint)
         return replace(prepared, warnings=(*dropped, *_warnings(prepared)))
@@ -164,6 +171,20 @@ def _device_notes(recipe: ExportRecipe, calibrated: bool) -> Iterator[str]:
         )
     elif kind != devices.CPU:
         yield f"quantised on {kind}, to the bytes that a CPU gives"
+
+
+def _device_memory(recipe: ExportRecipe, checkpoint: Checkpoint, plan: ExportPlan) -> DeviceMemory | None:
+    """The device memory that calibration takes; None on the CPU, and where it need not be known yet: what is free is
+    for each rank to ask.
+
+    Raises:
+        PlanError: it is more than the recipe, or the device of a dry run, has.
+    """
+    if devices.kind_of(recipe.device) == devices.CPU or (recipe.device_memory is None and not recipe.dry_run):
+        return None
+    from modelexport.exporting.calibrated.device_memory import budget_of, fitted
+
+    return fitted(plan, recipe, language_config(checkpoint.config or {}, checkpoint.infos), budget_of(recipe))
 
 
 def _with_experts_apart(recipe: ExportRecipe, checkpoint: Checkpoint) -> Checkpoint:

@@ -12,6 +12,7 @@ from modelexport.checkpoints.source import Source
 from modelexport.errors import HubError
 from modelexport.exporting.result import ExportResult
 from modelexport.jobs import hub
+from modelexport.quantization import devices
 from modelexport.recipe import ExportRecipe
 from modelexport.system.startup import without_collector
 
@@ -20,8 +21,12 @@ __all__ = ["evaluated", "pushed"]
 EVALUATED_WINDOWS = 32  # of 197; a few seconds, with a standard error that tells the formats apart
 
 
-def evaluated(result: ExportResult, source: Source) -> ExportResult:
-    """Add perplexity and a sentence, before and after: the demo model comes with text that it has not seen."""
+def evaluated(result: ExportResult, source: Source, device: str) -> ExportResult:
+    """Add perplexity and a sentence, before and after: the demo model comes with text that it has not seen.
+
+    Args:
+        device: the one that the export was computed on, see :func:`~modelexport.quantization.devices.chosen`.
+    """
     from modelexport.assets import demo_documents
 
     with without_collector():
@@ -29,7 +34,13 @@ def evaluated(result: ExportResult, source: Source) -> ExportResult:
         from modelexport.inspection.evaluate.record import HELD_OUT, save_evaluation
 
     assert result.out is not None
-    evaluation = evaluate(result.out, source.directory, demo_documents("heldout"), max_windows=EVALUATED_WINDOWS)
+    evaluation = evaluate(
+        result.out,
+        source.directory,
+        demo_documents("heldout"),
+        max_windows=EVALUATED_WINDOWS,
+        device=devices.of_rank(device, 0),
+    )
     save_evaluation(Path(result.out), {**evaluation.as_json(), "text": HELD_OUT, "dtype": "float32"})
     return replace(result, evaluation=evaluation)
 

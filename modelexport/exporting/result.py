@@ -12,6 +12,7 @@ from modelexport.exporting.prepare import PreparedExport
 from modelexport.recipe import ExportRecipe
 
 if TYPE_CHECKING:
+    from modelexport.exporting.calibrated.device_memory import DeviceMemory
     from modelexport.inspection.evaluate import Evaluation
 
 
@@ -75,6 +76,8 @@ class ExportResult:
         calibration: the text that static scales were made with; None where there are none.
         calibrated_bytes: what calibration holds of a model, beside ``peak_rank_bytes``: the largest layer in float32
             (all ranks together), and the samples' hidden states (each rank); None where nothing is calibrated.
+        device_memory: what calibration takes on each rank's GPU; None where none computes, and but for dry runs and
+            exports with ``device_memory``.
         pushed: the address of the hub's repository that it was uploaded to; None where it was not.
         target: lines that say which rank of the written checkpoint holds what; empty where it is whole.
     """
@@ -102,11 +105,16 @@ class ExportResult:
     warnings: list[str] = field(default_factory=list)
     calibration: dict[str, Any] | None = None
     calibrated_bytes: tuple[int, int] | None = None
+    device_memory: DeviceMemory | None = None
     pushed: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         """JSON-able form, for ``--json``."""
-        fields = asdict(replace(self, evaluation=None))
+        fields = asdict(replace(self, evaluation=None, device_memory=None))
+        if self.device_memory is None:  # said only where a device computes
+            del fields["device_memory"]
+        else:
+            fields["device_memory"] = self.device_memory.as_json()
         return {**fields, "evaluation": self.evaluation.as_json() if self.evaluation else None}
 
 
@@ -146,6 +154,7 @@ def _result(
         target=list(target.plan.describe()) if target.plan.parallelism.size > 1 else [],
         warnings=list(prepared.warnings),
         calibrated_bytes=_calibrated_bytes(plan, recipe),
+        device_memory=prepared.device_memory,
         calibration=record.get("calibration") if plan.formats() or plan.kv_cache else None,
     )
 

@@ -18,7 +18,7 @@ from modelexport.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["AUTO", "CPU", "check_name", "chosen", "deterministic", "kind_of", "of_rank"]
+__all__ = ["AUTO", "CPU", "check_name", "chosen", "deterministic", "free_memory", "kind_of", "of_rank"]
 
 AUTO, CPU = "auto", "cpu"
 _NAME = re.compile(r"[a-z]\w*(:\d+)?", re.ASCII)
@@ -76,6 +76,28 @@ def of_rank(name: str, local_rank: int) -> torch.device:
     if name == CPU or ":" in name:
         return torch.device(name)
     return torch.device(name, local_rank % torch.accelerator.device_count())
+
+
+def free_memory(name: str, local_rank: int = 0, local_ranks: int = 1) -> int | None:
+    """The memory that a rank may take of its device: what is free, less a tenth of it for torch's kernels and what its
+    allocator cannot use, in equal parts for the ranks that share the device. None where the device does not say.
+
+    Args:
+        name: what :func:`chosen` returned.
+        local_rank: the rank's number among those of this machine.
+        local_ranks: how many these are.
+    """
+    import torch
+
+    device = of_rank(name, local_rank)
+    if device.type == CPU:
+        return None
+    ask = getattr(getattr(torch, device.type, None), "mem_get_info", None)
+    if ask is None:
+        return None
+    sharing = sum(of_rank(name, other) == device for other in range(local_ranks))
+    free, _ = ask(device)
+    return int(free) * 9 // 10 // max(1, sharing)
 
 
 @contextmanager

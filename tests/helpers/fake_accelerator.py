@@ -1,6 +1,6 @@
 """An accelerator that this machine does not have: a device of torch's own kind, whose numbers a CPU computes.
 
-    python -m tests.helpers.fake_accelerator ARGUMENTS      modelexport, as one rank, where there is one
+    python -m tests.helpers.fake_accelerator ARGUMENTS      modelexport, as WORLD_SIZE ranks, where there is one
 
 Tensors on it report the device ``fakegpu:0``; an operation on them and on a tensor of the CPU raises, as CUDA's do;
 their memory cannot be read as the host's. So whatever computes on a device runs here, threads and all, and what it
@@ -11,8 +11,11 @@ there is one takes it: for processes of their own.
 from __future__ import annotations
 
 import collections
+import multiprocessing
 import os
+import socket
 import sys
+import weakref
 from typing import Any
 
 import torch
@@ -28,6 +31,37 @@ _COPIES = ("aten::copy_", "aten::_to_copy")
 
 operations: collections.Counter[str] = collections.Counter()
 """The operations that ran on it, by name."""
+
+
+class Memory:
+    """The bytes of the storages that lie on the device.
+
+    Attributes:
+        live: at this moment.
+        peak: the most there have been.
+    """
+
+    def __init__(self) -> None:
+        self.live = self.peak = 0
+        self._counted: set[int] = set()
+
+    def count(self, held: torch.Tensor) -> None:
+        """Counts the storage of a tensor, until nothing holds it."""
+        storage = held.untyped_storage()
+        place, size = storage._cdata, storage.nbytes()
+        if place in self._counted:
+            return
+        self._counted.add(place)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._drop, place, size).atexit = False
+
+    def _drop(self, place: int, size: int) -> None:
+        self._counted.discard(place)
+        self.live -= size
+
+
+memory = Memory()
 
 
 class OnDevice(torch.Tensor):
@@ -46,6 +80,7 @@ class OnDevice(torch.Tensor):
                 cls, held.shape, strides=held.stride(), dtype=held.dtype, device=torch.device(KIND, 0)
             )
         made.held = held
+        memory.count(held)
         return made
 
     def __init__(self, held: torch.Tensor) -> None:
@@ -115,11 +150,28 @@ _library: library.Library
 
 
 def main() -> int:
-    """Runs modelexport as the only rank of a launcher: in this process."""
+    """Runs modelexport as all ranks of a launcher, WORLD_SIZE of them: the first in this process, others in forks."""
+    world = int(os.environ.setdefault("WORLD_SIZE", "1"))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
+    others = [multiprocessing.get_context("fork").Process(target=_rank, args=(rank,)) for rank in range(1, world)]
+    for other in others:
+        other.start()
+    status = _run(0)
+    for other in others:
+        other.join()
+    return max(status, *(other.exitcode or 0 for other in others), 0)
+
+
+def _rank(rank: int) -> None:
+    sys.exit(_run(rank))
+
+
+def _run(rank: int) -> int:
     from modelexport import cli
 
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     register()
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     return cli.main(sys.argv[1:])
 
 

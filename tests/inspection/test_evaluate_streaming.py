@@ -173,7 +173,7 @@ class Given:
     def __init__(self, logits: Tensor, batch: int) -> None:
         self.parts = logits.split(batch)
         self.hidden = [torch.zeros(*part.shape[:2], 7) for part in self.parts]
-        self.vocabulary = logits.shape[-1]
+        self.vocabulary, self.device = logits.shape[-1], torch.device("cpu")
 
     def select(self, start: int, stop: int) -> None:
         self.rows = slice(start, stop)

@@ -158,6 +158,9 @@ class CalibratedLayer:
         if ranged or self.job.plan.kv_cache:
             self.runner.check_ranges(self.step.index)
         phase(f"{self.step.id}: samples through the layer, for {what}")
+        self.observed = None  # lets go of what is known, before more is gathered
+        for linear in self.linears.values():
+            linear.inputs = None
         self.observed = self.runner.observe(self.filled, wants, all_experts=self.job.recipe.calib_experts == "all")
         self.seen = wants
         for name, linear in self.linears.items():

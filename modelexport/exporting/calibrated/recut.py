@@ -56,7 +56,7 @@ def to_rows(tasks: Mapping[str, TensorTask], tensors: Mapping[str, Tensor], shar
             wanted.append(ShardedTensor(name, data.dtype, extent(box), whole, offset))
     given = reshard(held, wanted)
     for shard in wanted:
-        found[shard.key] = given[shard.id]
+        found[shard.key] = given[shard.id].to(tensors[shard.key].device)  # it may have travelled by the host's memory
     return {name: found[name] for name in tasks}
 
 

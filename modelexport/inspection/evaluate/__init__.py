@@ -41,6 +41,7 @@ from modelexport.inspection.evaluate.plain_llama import (
 )
 from modelexport.inspection.evaluate.streaming import Measured, Progress, measure, through_layers, workers
 from modelexport.models.opening import open_model
+from modelexport.quantization import devices
 from modelexport.quantization.calibration.text import load_tokenizer
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ __all__ = [
     "tokenise",
 ]
 
+_CPU = torch.device(devices.CPU)
 _LOGITS_PER_BATCH = 1 << 23
 """Logits of one forward pass (32 MB in float32), from which the batch size follows."""
 
@@ -131,6 +133,7 @@ def perplexity_of_checkpoint(
     windows: Windows,
     *,
     dtype: torch.dtype = torch.float32,
+    device: torch.device = _CPU,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Perplexity:
@@ -139,14 +142,16 @@ def perplexity_of_checkpoint(
     Args:
         checkpoint: quantised or not, of any format.
         dtype: of weights and arithmetic. float32 leaves only the quantisation's own error.
-        threads: batches of windows in flight at once; by default one for each core that this process may use.
+        device: what computes.
+        threads: batches of windows in flight at once; by default one for each core that this process may use, one on
+            other devices.
         progress: called with (layers done, layers in all).
 
     Raises:
         CheckpointError: it is damaged, not whole, or cannot be decoded.
         PlanError: transformers has no such model.
     """
-    [losses] = _measure([checkpoint], windows, dtype, threads, progress).losses
+    [losses] = _measure([checkpoint], windows, dtype, device, threads, progress).losses
     return perplexity_of(losses.tolist(), windows.inputs.shape[1])
 
 
@@ -156,6 +161,7 @@ def compare_checkpoints(
     windows: Windows,
     *,
     dtype: torch.dtype = torch.float32,
+    device: torch.device = _CPU,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
@@ -165,7 +171,7 @@ def compare_checkpoints(
         CheckpointError: one is damaged, not whole, or cannot be decoded; or their vocabularies differ.
         PlanError: transformers has no such model.
     """
-    return _comparison(_measure([reference, checkpoint], windows, dtype, threads, progress), windows)
+    return _comparison(_measure([reference, checkpoint], windows, dtype, device, threads, progress), windows)
 
 
 def _comparison(found: Measured, windows: Windows) -> Comparison:
@@ -178,6 +184,7 @@ def _measure(
     checkpoints: Sequence[Checkpoint],
     windows: Windows,
     dtype: torch.dtype,
+    device: torch.device,
     threads: int | None,
     progress: Progress | None,
 ) -> Measured:
@@ -197,7 +204,8 @@ def _measure(
         outputs = []
         for number, each in enumerate(tensors):
             step = partial(done, number)
-            outputs.append(through_layers(each, windows.inputs, dtype=dtype, threads=threads, progress=step))
+            found = through_layers(each, windows.inputs, dtype=dtype, device=device, threads=threads, progress=step)
+            outputs.append(found)
         return measure(outputs, windows.targets, threads=threads)
 
 
@@ -245,11 +253,12 @@ def generate_sentence(model: nn.Module, tokenizer: Any, prompt: str, max_new_tok
     """The prompt continued greedily to the end of its sentence (or ``max_new_tokens``); deterministic."""
     ids = tokenise(tokenizer, prompt)[None]
     model.eval()
+    device = getattr(model, "device", devices.CPU)  # modules of torch's own have none
     written: list[int] = []
     cache = None
     with torch.inference_mode():
         for _ in range(max_new_tokens):
-            out = model(input_ids=ids, past_key_values=cache, use_cache=True)
+            out = model(input_ids=ids.to(device), past_key_values=cache, use_cache=True)
             cache = out.past_key_values
             ids = out.logits[:, -1:].float().argmax(-1)
             if ids.item() == tokenizer.eos_token_id:
@@ -314,6 +323,7 @@ def evaluate(
     max_windows: int | None = 64,
     max_new_tokens: int = 48,
     dtype: torch.dtype = torch.float32,
+    device: torch.device = _CPU,
 ) -> Evaluation:
     """Compare an exported checkpoint with the model it was made from.
 
@@ -324,12 +334,13 @@ def evaluate(
         prompt: what to continue; the default suits the demo model.
         window, max_windows: see :func:`perplexity`; ``None`` takes the whole text.
         dtype: of weights and arithmetic. float32 leaves only the quantisation's own error.
+        device: what computes.
 
     Raises:
         CheckpointError: a checkpoint that cannot be read or decoded.
         UsageError: a text of fewer than two tokens.
     """
-    small = _small(Path(source_dir), Path(checkpoint_dir), dtype)
+    small = _small(Path(source_dir), Path(checkpoint_dir), dtype, device)
     tokenizer: Any = load_tokenizer(Path(source_dir)) if small is None else small[0]
     windows = cut_windows(tokenise(tokenizer, text), window, max_windows)
 
@@ -337,12 +348,13 @@ def evaluate(
         return generate_sentence(model, tokenizer, prompt, max_new_tokens)
 
     if small is None:
-        comparison = compare_checkpoints(open_model(source_dir), open_model(checkpoint_dir), windows, dtype=dtype)
-        before = sentence(load_reference(source_dir, dtype=dtype))
-        after = sentence(load_dequantised(checkpoint_dir, dtype=dtype))
+        opened = open_model(source_dir), open_model(checkpoint_dir)
+        comparison = compare_checkpoints(*opened, windows, dtype=dtype, device=device)
+        before = sentence(load_reference(source_dir, dtype=dtype).to(device))
+        after = sentence(load_dequantised(checkpoint_dir, dtype=dtype).to(device))
     else:
         models = small[1:]
-        with workers(cores()) as pool:
+        with workers(cores()) as pool, devices.deterministic(device):
             outputs = [WholeOutputs(model, windows.inputs, pool) for model in models]
             before, after = pool.map(sentence, models)
         comparison = _comparison(measure(outputs, windows.targets), windows)
@@ -357,12 +369,14 @@ def evaluate(
     )
 
 
-def _small(source: Path, checkpoint: Path, dtype: torch.dtype) -> tuple[FastTokenizer, PlainLlama, PlainLlama] | None:
+def _small(
+    source: Path, checkpoint: Path, dtype: torch.dtype, device: torch.device
+) -> tuple[FastTokenizer, PlainLlama, PlainLlama] | None:
     """The tokenizer and both models without transformers; None where that is not enough for one of them."""
     tokenizer, models = fast_tokenizer(source), []
     for directory in (source, checkpoint) if tokenizer is not None else ():
         with PlainTensors(open_model(directory)) as tensors:
-            models.append(plain_llama(tensors, dtype))
+            models.append(plain_llama(tensors, dtype, device))
     if tokenizer is None or models[0] is None or models[1] is None or models[0].vocabulary != models[1].vocabulary:
         return None
     return tokenizer, models[0], models[1]

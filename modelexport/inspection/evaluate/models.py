@@ -282,6 +282,7 @@ def _rounded(number_format: NumberFormat, small: Mapping[str, Tensor], multiplie
     """
     if multiplied is None:
         return number_format.fake_quantise_activations(x, small)
+    multiplied = multiplied.to(x.device)
     rounded = number_format.fake_quantise_activations(x * multiplied.to(x.dtype), small)
     return torch.where(multiplied == 0, 0.0, rounded / multiplied).to(x.dtype)
 

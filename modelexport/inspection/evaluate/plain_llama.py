@@ -32,10 +32,13 @@ _SIZES = (
     "num_hidden_layers",
     "vocab_size",
 )
+_CPU = torch.device("cpu")
 _Cache = list[tuple[Tensor, Tensor]]
 
 
-def plain_llama(tensors: PlainTensors, dtype: torch.dtype = torch.float32) -> PlainLlama | None:
+def plain_llama(
+    tensors: PlainTensors, dtype: torch.dtype = torch.float32, device: torch.device = _CPU
+) -> PlainLlama | None:
     """Returns the model of a checkpoint; None where it is large, or has any tensor or setting that is not a Llama's."""
     config = tensors.checkpoint.config or {}
     rope = config.get("rope_parameters")
@@ -55,7 +58,7 @@ def plain_llama(tensors: PlainTensors, dtype: torch.dtype = torch.float32) -> Pl
         or {name: tensors.shape(name) for name in tensors.names} != shapes
     ):
         return None
-    return PlainLlama(tensors, config, dtype)
+    return PlainLlama(tensors, config, dtype, device)
 
 
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -89,14 +92,15 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 class PlainLlama:
     """A small Llama, all of it in memory; called as transformers' models are."""
 
-    def __init__(self, tensors: PlainTensors, config: dict[str, Any], dtype: torch.dtype) -> None:
-        self.weights = {name.removesuffix(".weight"): tensors.read(name).to(dtype) for name in tensors.names}
+    def __init__(self, tensors: PlainTensors, config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+        self.device = device
+        self.weights = {name.removesuffix(".weight"): tensors.read(name).to(device, dtype) for name in tensors.names}
         self.weights.setdefault("lm_head", self.weights["model.embed_tokens"])
         self.activations = tensors.activations
         self.layers, self.width, self.epsilon = config["num_hidden_layers"], config["head_dim"], config["rms_norm_eps"]
         self.vocabulary = config["vocab_size"]
         powers = torch.arange(0, self.width, 2, dtype=torch.float32) / self.width
-        self._frequencies = 1.0 / config["rope_parameters"]["rope_theta"] ** powers
+        self._frequencies = (1.0 / config["rope_parameters"]["rope_theta"] ** powers).to(device)
 
     def eval(self) -> PlainLlama:
         """Returns the model, which has no other mode."""
@@ -109,9 +113,10 @@ class PlainLlama:
 
     def hidden(self, input_ids: Tensor, past: _Cache | None = None) -> tuple[Tensor, _Cache]:
         """Returns the final hidden states ``[windows, length, hidden]``, and the keys and values of each layer."""
-        x = functional.embedding(input_ids, self.weights["model.embed_tokens"])
+        x = functional.embedding(input_ids.to(self.device), self.weights["model.embed_tokens"])
         start = 0 if past is None else past[0][0].shape[2]
-        angles = torch.arange(start, start + x.shape[1], dtype=torch.float32)[:, None] * self._frequencies
+        places = torch.arange(start, start + x.shape[1], dtype=torch.float32, device=self.device)
+        angles = places[:, None] * self._frequencies
         angles = torch.cat([angles, angles], dim=-1)
         rotation = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         cache: _Cache = []
@@ -160,6 +165,7 @@ class WholeOutputs:
     Attributes:
         hidden: each batch's, ``[windows, length, hidden]``.
         vocabulary: rows of the head.
+        device: where the model is.
     """
 
     def __init__(self, model: PlainLlama, windows: Tensor, pool: Executor) -> None:
@@ -168,7 +174,7 @@ class WholeOutputs:
                 return model.hidden(part)[0]
 
         self.hidden = list(pool.map(run, windows.split(max(1, _BATCH // windows.shape[1]))))
-        self.vocabulary = model.vocabulary
+        self.vocabulary, self.device = model.vocabulary, model.device
         self._model, self._rows = model, slice(None)
 
     def select(self, start: int, stop: int) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from modelexport.errors import CheckpointError, PlanError
 from modelexport.inspection.evaluate.models import PlainTensors
 from modelexport.inspection.evaluate.plain_llama import WholeOutputs
 from modelexport.models.architecture import declared_family, language_config
+from modelexport.quantization import devices
 from modelexport.quantization.calibration.cut import ForwardShard
 from modelexport.quantization.calibration.layers import DYNAMIC, LayerRunner
 from modelexport.quantization.calibration.model import body, running
@@ -32,6 +34,7 @@ __all__ = ["Measured", "Outputs", "measure", "through_layers", "workers"]
 
 Progress = Callable[[int, int], None]
 
+_CPU = torch.device(devices.CPU)
 _CHUNK_LOGITS = 1 << 20
 """Logits of one batch of windows at a time, of each model: 4 MB in float32."""
 _CHUNK_WEIGHTS = 1 << 23
@@ -42,11 +45,13 @@ class Outputs:
     """The outputs of a checkpoint's last layer, and its head: logits of a chunk of windows at a time.
 
     Attributes:
-        hidden: each batch's final hidden states, ``[windows, length, hidden]`` in ``dtype``.
+        hidden: each batch's final hidden states, ``[windows, length, hidden]`` in ``dtype``, in the host's memory.
         vocabulary: rows of the head.
+        device: where logits are computed.
     """
 
     def __init__(self, tensors: PlainTensors, runner: LayerRunner, hidden: list[Tensor], dtype: torch.dtype) -> None:
+        self.device = runner.device
         model, memory = runner.model, _tied_to(runner.model) or f"{runner.head_name}.weight"
         weight = runner.on_disk.get(memory, memory)
         head = weight.removesuffix(".weight")
@@ -74,8 +79,8 @@ class Outputs:
         """Read rows ``[start, stop)`` of the head: :meth:`logits` are of these from now on."""
         share = ForwardShard(0, ((start, stop),))
         weight = self._tensors.read(self._weight, share) if self._decoded is None else self._decoded[start:stop]
-        weight = weight.to(self.dtype)
-        bias = None if self._bias is None else self._tensors.read(self._bias, share).to(self.dtype)
+        weight = weight.to(self.device, self.dtype)
+        bias = None if self._bias is None else self._tensors.read(self._bias, share).to(self.device, self.dtype)
         rounded = self._tensors.activations.get(self._head)
 
         def head(hidden: Tensor) -> Tensor:
@@ -84,7 +89,7 @@ class Outputs:
         self._model.get_output_embeddings().forward = head
 
     def logits(self, batch: int) -> Tensor:
-        """Of a batch's tokens, float32 ``[tokens, rows selected]``; thread-safe.
+        """Of a batch's tokens, float32 ``[tokens, rows selected]`` on the device; thread-safe.
 
         By the model's own forward pass around its layers and its head, which may scale or cap them.
         """
@@ -94,7 +99,7 @@ class Outputs:
             running(self._model, derived=self._derived, what=what),
             torch.inference_mode(),
         ):
-            out: Tensor = self._model(inputs_embeds=self.hidden[batch], use_cache=False).logits
+            out: Tensor = self._model(inputs_embeds=self.hidden[batch].to(self.device), use_cache=False).logits
         return out.flatten(0, -2).float()
 
 
@@ -141,6 +146,7 @@ def through_layers(
     windows: Tensor,
     *,
     dtype: torch.dtype = torch.float32,
+    device: torch.device = _CPU,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Outputs:
@@ -150,7 +156,9 @@ def through_layers(
         tensors: the checkpoint's.
         windows: token ids, int64 ``[windows, length]``.
         dtype: of weights and arithmetic.
-        threads: batches of windows in flight at once; by default one for each core that this process may use.
+        device: what computes.
+        threads: batches of windows in flight at once; by default one for each core that this process may use, one on
+            other devices.
         progress: called with (layers done, layers in all).
 
     Raises:
@@ -171,6 +179,7 @@ def through_layers(
             windows,
             threads=threads,
             dtype=dtype,
+            device=device,
             derived=derived,
         ) as runner,
     ):
@@ -183,7 +192,7 @@ def through_layers(
             if progress is not None:
                 progress(index + 1, len(runner.layers))
         with running(runner.model, derived=derived):
-            hidden = [x.to(dtype) for x in runner.outputs()]
+            hidden = [x.to(devices.CPU, dtype) for x in runner.outputs()]
         return Outputs(tensors, runner, hidden, dtype)
 
 
@@ -221,10 +230,11 @@ def measure(models: Sequence[Outputs | WholeOutputs], targets: Tensor, *, thread
     """
     first = models[0]
     parts = targets.split([len(hidden) for hidden in first.hidden])
-    sums = [_Sums(len(models), part.flatten()) for part in parts]
+    sums = [_Sums(len(models), part.flatten().to(first.device)) for part in parts]
     most = max(part.numel() for part in parts)
     step = max(1, min(_CHUNK_LOGITS // most, _CHUNK_WEIGHTS // first.hidden[0].shape[-1]))
-    with workers(min(len(parts), threads or cores())) as pool:
+    at_once = threads or (cores() if first.device == _CPU else 1)  # a GPU is busy with one batch
+    with workers(min(len(parts), at_once)) as pool, devices.deterministic(first.device):
         for start in range(0, first.vocabulary, step):
             for model in models:
                 model.select(start, min(first.vocabulary, start + step))
@@ -234,11 +244,14 @@ def measure(models: Sequence[Outputs | WholeOutputs], targets: Tensor, *, thread
 
             list(pool.map(one, range(len(parts))))
     shape = (targets.shape[0], targets.shape[1])
-    losses = tuple(
-        torch.cat([batch.loss(number) for batch in sums]).view(shape).mean(-1) for number in range(len(models))
-    )
-    divergences = torch.cat([batch.divergence() for batch in sums]).view(shape).mean(-1) if len(models) > 1 else None
+    losses = tuple(_means([batch.loss(number) for batch in sums], shape) for number in range(len(models)))
+    divergences = _means([batch.divergence() for batch in sums], shape) if len(models) > 1 else None
     return Measured(losses, divergences)
+
+
+def _means(tokens: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
+    """The means of windows, float64 ``[windows]`` in the host's memory, of the values of each batch's tokens."""
+    return torch.cat([each.cpu() for each in tokens]).view(shape).mean(-1)
 
 
 class _Sums:
@@ -249,11 +262,12 @@ class _Sums:
 
     def __init__(self, models: int, targets: Tensor) -> None:
         self.targets = targets
-        tokens = len(targets)
-        self.largest = [torch.full((tokens,), -torch.inf) for _ in range(models)]
-        self.exponentials = [torch.zeros(tokens, dtype=torch.float64) for _ in range(models)]
-        self.chosen = [torch.zeros(tokens, dtype=torch.float64) for _ in range(models)]
-        self.differences = torch.zeros(tokens, dtype=torch.float64)  # of the logits, weighted by the first's exp()
+        tokens, device = len(targets), targets.device
+        zeros = partial(torch.zeros, tokens, dtype=torch.float64, device=device)
+        self.largest = [torch.full((tokens,), -torch.inf, device=device) for _ in range(models)]
+        self.exponentials = [zeros() for _ in range(models)]
+        self.chosen = [zeros() for _ in range(models)]
+        self.differences = zeros()  # of the logits, weighted by the first's exp()
 
     def add(self, start: int, logits: Sequence[Tensor]) -> None:
         """Logits ``[tokens, rows]`` of each model, for the rows of the vocabulary from ``start``."""

@@ -19,6 +19,7 @@ from modelexport.assets import demo_model_path
 from modelexport.errors import CheckpointError, PlanError, UsageError
 from modelexport.models.architecture import language_config, why_no_language_model
 from modelexport.models.opening import open_model
+from modelexport.quantization import devices
 from modelexport.quantization.calibration.text import TokenDocuments, has_tokenizer
 from modelexport.quantization.methods import read_quantization_config
 from modelexport.system.small_files import read_small
@@ -53,6 +54,7 @@ class TextEvaluation:
         windows_in_text: of how many they were chosen, evenly spread.
         all_of_text: whether that is the whole text; False where it is longer, and only its beginning was looked at.
         dtype: of the arithmetic.
+        device: the kind of device that computed, ``cpu`` or ``cuda``.
         model: the checkpoint's losses.
         comparison: with the source; None without one.
         kv_cache: whether engines round the checkpoint's KV cache, which was not simulated.
@@ -68,6 +70,7 @@ class TextEvaluation:
     windows_in_text: int
     all_of_text: bool
     dtype: str
+    device: str
     model: Perplexity
     comparison: Comparison | None
     kv_cache: bool
@@ -76,6 +79,8 @@ class TextEvaluation:
     def as_json(self) -> dict[str, Any]:
         """JSON-able form: a number that is none (a standard error of one window) is null."""
         value = asdict(self)
+        if self.device == devices.CPU:  # said only where it is another, as in records
+            del value["device"]
         for side in (value["model"], *((value["comparison"] or {}).get(key) for key in ("reference", "model"))):
             if side is not None:
                 del side["window_losses"]
@@ -89,8 +94,9 @@ class TextEvaluation:
         if self.windows == self.windows_in_text:
             chosen = f"{'all' if self.all_of_text else 'the first'} {self.windows}"
         chosen += f" windows of {self.window} tokens"
+        where = "" if self.device == devices.CPU else f" on {self.device}"
         documents = "1 document" if self.documents == 1 else f"{self.documents:,} documents, each begun anew"
-        yield f"{self.text} ({documents}): {chosen}, {self.dtype}"
+        yield f"{self.text} ({documents}): {chosen}, {self.dtype}{where}"
         rows = [] if self.comparison is None else [_row(str(self.against), self.comparison.reference)]
         yield from table(("", "perplexity", "loss, nats a token"), [*rows, _row(self.checkpoint, self.model)])
         if self.comparison is not None:
@@ -114,6 +120,7 @@ def evaluate_on_text(
     window: int = WINDOW,
     config: str | os.PathLike[str] | None = None,
     dtype: DTypeName = "float32",
+    device: str = devices.AUTO,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> TextEvaluation:
@@ -129,10 +136,11 @@ def evaluate_on_text(
         window: tokens of each.
         config: the model's config.json, where the checkpoint has none of its own.
         dtype: of weights and arithmetic.
+        device: what computes: ``auto`` (a GPU where torch sees one), ``cpu``, ``cuda`` or one of several: ``cuda:1``.
         threads, progress: see :func:`~modelexport.inspection.evaluate.compare_checkpoints`.
 
     Raises:
-        UsageError: no such text, no tokenizer, or fewer tokens than one window has.
+        UsageError: no such text, no tokenizer, fewer tokens than one window has, or no such device.
         CheckpointError: a checkpoint that is damaged, cannot be decoded, or is no model; vocabularies that differ.
         PlanError: transformers has no such model.
 
@@ -146,6 +154,7 @@ def evaluate_on_text(
     for name, value in (("windows", windows), ("window", window)):
         if value is not None and value < 1:
             raise UsageError(f"--{name} {value}: at least 1 is needed")
+    devices.check_name(device)
     opened = _open(checkpoint, config)
     source = None if against is None else _open(against, None)
     documents = _documents(opened, source, text)
@@ -166,8 +175,14 @@ def evaluate_on_text(
             "give a longer text with --text, or a shorter --window"
         )
     cut = cut_windows(torch.tensor(ids, dtype=torch.int64), window, windows)
+    place = devices.of_rank(devices.chosen(device, calibrated=True), 0)
     began = time.perf_counter()
-    options: dict[str, Any] = {"dtype": getattr(torch, dtype), "threads": threads, "progress": progress}
+    options: dict[str, Any] = {
+        "dtype": getattr(torch, dtype),
+        "device": place,
+        "threads": threads,
+        "progress": progress,
+    }
     comparison = None if source is None else compare_checkpoints(source, opened, cut, **options)
     model = perplexity_of_checkpoint(opened, cut, **options) if comparison is None else comparison.model
     quantization = read_quantization_config(opened.config)
@@ -181,6 +196,7 @@ def evaluate_on_text(
         windows_in_text=cut.in_text,
         all_of_text=len(found) == len(ids),
         dtype=dtype,
+        device=place.type,
         model=model,
         comparison=comparison,
         kv_cache=quantization is not None and quantization.kv_cache_scheme is not None,

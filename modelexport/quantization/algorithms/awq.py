@@ -14,7 +14,7 @@ it is (0.0525) 0.0502 and 0.0520. With both kinds of candidates, the better of t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from modelexport.errors import UsageError
 from modelexport.quantization.algorithms.base import CalibratedLinear, Fold, Folding, Want
@@ -42,6 +42,14 @@ class ActivationAware(Folding):
     description: ClassVar[str] = "scales up what matters to the outputs, then narrows ranges"
     Settings = AwqSettings
     wants: ClassVar[frozenset[Want]] = frozenset({"amax", "mean", "sample"})
+
+    @classmethod
+    def device_bytes(cls, rows: int, columns: int, settings: Any) -> int:
+        """See the base: the sample as it is and scaled, all of its outputs, and a tile of the weight."""
+        from modelexport.quantization.algorithms._tiles import TILE
+        from modelexport.quantization.calibration.statistics import SAMPLE
+
+        return 4 * (3 * SAMPLE * columns + SAMPLE * rows + 12 * TILE * columns)
 
     def scales(self, fold: Fold) -> Tensor | None:
         """See the base: the best of the candidates, None where none is better than no scale."""

@@ -178,8 +178,14 @@ class Algorithm(ABC):
             seed: of what is random; ``--calib-seed``.
         """
         self.settings = self.Settings() if settings is None else settings
+        self.wants = self.wanted(self.settings)  # type: ignore[misc]
         self.ranks = RankGroup() if ranks is None else ranks
         self.seed = seed
+
+    @classmethod
+    def wanted(cls, settings: Any) -> frozenset[Want]:
+        """Returns the statistics of the linears' inputs that it needs with these settings."""
+        return cls.wants
 
     @classmethod
     def refusal(cls, number_format: NumberFormat) -> str | None:
@@ -191,6 +197,17 @@ class Algorithm(ABC):
             f"{cls.name} rounds to the values that a number format's grid has, and {number_format.name} "
             f"({type(number_format).__module__}) does not define {' and '.join(missing)}"
         )
+
+    @classmethod
+    def device_bytes(cls, rows: int, columns: int, settings: Any) -> int:
+        """Returns the bytes that it takes at most while it works on a linear, beside weight and statistics: for a bound
+        on the memory of a device. 0 where that is no more than rounding the weight to nearest takes.
+
+        Args:
+            rows, columns: of the weight on this rank.
+            settings: an instance of ``Settings``.
+        """
+        return 0
 
 
 class Folding(Algorithm):

@@ -92,8 +92,11 @@ class Gptq(Rounding):
     def __init__(self, settings: Any = None, ranks: RankGroup | None = None, *, seed: int = 0) -> None:
         super().__init__(settings, ranks, seed=seed)
         self._turn = 0
-        if self.settings.asymmetry:
-            self.wants = self.wants | {"cross"}  # type: ignore[misc]
+
+    @classmethod
+    def wanted(cls, settings: Any) -> frozenset[Want]:
+        """See the base."""
+        return cls.wants | {"cross"} if settings.asymmetry else cls.wants
 
     def quantise(self, linears: Sequence[CalibratedLinear]) -> Mapping[str, dict[str, Tensor]]:
         """See the base. Linears without inputs are rounded to nearest, with a note.
@@ -134,6 +137,15 @@ class Gptq(Rounding):
             device = next((panel.device for panel in inputs.cross.panels.values()), None)
             matrix = torch.empty(inputs.features, inputs.features, device=device)
         return self.ranks.broadcast(matrix, source)
+
+    @classmethod
+    def device_bytes(cls, rows: int, columns: int, settings: Any) -> int:
+        """See the base: the Hessian, in which its factor is made, the rows that are rounded and their errors."""
+        from modelexport.quantization.calibration.cut import ROWS
+
+        # Of the rows: their columns, what these are rounded to, the errors, some of these once more, and the result.
+        compared = columns + rows + 4 * ROWS if settings.asymmetry else 0
+        return 4 * columns * (columns + 5 * rows + 2 * ROWS + compared)
 
     def _note(self, linears: Sequence[CalibratedLinear], note: str) -> None:
         self.notes.update((linear.name, note) for linear in linears)

@@ -58,9 +58,9 @@ from modelexport.quantization.calibration.sums import ForwardRanks
 from modelexport.quantization.calibration.towers import EmbeddedSample
 from modelexport.quantization.calibration.watch import Activation, LayerInputs, ShardedProducts
 
-__all__ = ["DYNAMIC", "FilledLayer", "LayerRunner", "Observed", "Read"]
+__all__ = ["BATCH_TOKENS", "DYNAMIC", "FilledLayer", "LayerRunner", "Observed", "Read"]
 
-_BATCH_TOKENS = 512  # enough for a matrix product to run at full speed on a thread, few enough to occupy many threads
+BATCH_TOKENS = 512  # enough for a matrix product to run at full speed on a thread, few enough to occupy many threads
 
 
 @dataclass
@@ -163,7 +163,7 @@ class LayerRunner:
         latent = bool(config.get("kv_lora_rank"))
         self.rotary = config.get("qk_rope_head_dim") if latent else None
         self.kv_heads = None if latent else getattr(self.model.config, "num_key_value_heads", None)
-        windows = tokens.split(max(1, _BATCH_TOKENS // tokens.shape[1])) if len(tokens) else ()
+        windows = tokens.split(max(1, BATCH_TOKENS // tokens.shape[1])) if len(tokens) else ()
         self.batches = (*windows, *(sample.tokens for sample in embedded))
         self._begins: list[Batch] = [*windows, *(sample.inputs for sample in embedded)]
         self._by_itself, self._progress = alone, progress or (lambda done, all_: None)
@@ -359,20 +359,24 @@ class LayerRunner:
                 found[name] = Collector(x.shape[1], wanted, together.rank, together.world, pool)
             found[name].add(x.float(), None if other is None else other.float())
 
+        def take(number: int, seen: LayerInputs, compared: LayerInputs) -> None:
+            unrounded = {names[0]: x for x, names in compared.inputs}
+            for x, names in seen.inputs:
+                # Of experts others may have been chosen: then there is nothing to compare.
+                other = unrounded.get(names[0]) if len(x) == self.batches[number].numel() else None
+                other = None if other is None or other.shape != x.shape else other
+                collect(collectors, names[0], x, wants, other)
+                for name in names:
+                    assert owners.setdefault(name, names[0]) == names[0], "inputs are shared by other linears now"
+            if seen.keys is not None and seen.values is not None and cache_wants:
+                collect(caches, "keys", seen.keys, cache_wants)
+                if seen.values is not seen.keys:
+                    collect(caches, "values", seen.values, cache_wants)
+
         with choosing_all(self.layers[layer.index]) if all_experts else nullcontext():
-            for number, (seen, compared) in enumerate(self._seen(layer, keep=advance, compare="cross" in wants)):
-                unrounded = {names[0]: x for x, names in compared.inputs}
-                for x, names in seen.inputs:
-                    # Of experts others may have been chosen: then there is nothing to compare.
-                    other = unrounded.get(names[0]) if len(x) == self.batches[number].numel() else None
-                    other = None if other is None or other.shape != x.shape else other
-                    collect(collectors, names[0], x, wants, other)
-                    for name in names:
-                        assert owners.setdefault(name, names[0]) == names[0], "inputs are shared by other linears now"
-                if seen.keys is not None and seen.values is not None and cache_wants:
-                    collect(caches, "keys", seen.keys, cache_wants)
-                    if seen.values is not seen.keys:
-                        collect(caches, "values", seen.values, cache_wants)
+            for number, both in enumerate(self._seen(layer, keep=advance, compare="cross" in wants)):
+                take(number, *both)
+                del both  # or its inputs would stay while the next batch runs
         done = {name: collector.finish() for name, collector in collectors.items()}
         cached = {name: collector.finish() for name, collector in caches.items()}
         observed = Observed(

@@ -129,6 +129,7 @@ def observe(
             if observed.keys is not None and observed.values is not None:
                 ranges.keys[index] = static_ranges.choose(observed.keys, method)
                 ranges.values[index] = static_ranges.choose(observed.values, method)
+            del observed, inputs
             if progress is not None:
                 progress(index + 1, len(runner.layers))
         if runner.head_name is not None:

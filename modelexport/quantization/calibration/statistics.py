@@ -19,7 +19,7 @@ from torch import Tensor
 
 from modelexport.distributed import collectives
 
-__all__ = ["BINS", "SAMPLE", "Collector", "Cross", "Hessian", "InputStatistics", "owners", "panel_edges"]
+__all__ = ["BINS", "SAMPLE", "Collector", "Cross", "Hessian", "InputStatistics", "nbytes", "owners", "panel_edges"]
 
 SAMPLE = 512
 """Tokens of :attr:`InputStatistics.sample`."""
@@ -171,6 +171,23 @@ def owners(features: int, world: int) -> list[int]:
     return found
 
 
+def nbytes(features: int, wants: Collection[str], rank: int = 0, world: int = 1) -> int:
+    """Returns the bytes of the statistics of one input on a rank, while they are gathered.
+
+    Args:
+        features, wants, rank, world: see :class:`Collector`.
+    """
+    found = 4 * features  # amax is always taken
+    found += 12 * features if "mean" in wants else 0
+    found += 4 * SAMPLE * features if "sample" in wants else 0
+    found += 8 * BINS if "histogram" in wants else 0
+    dealt = zip(pairwise(panel_edges(features)), owners(features, world), strict=True)
+    spans = [span for span, owner in dealt if owner == rank]
+    found += sum(4 * stop * (stop - start) for start, stop in spans) if "hessian" in wants else 0
+    found += sum(4 * features * (stop - start) for start, stop in spans) if "cross" in wants else 0
+    return found
+
+
 class Collector:
     """Gathers the statistics of one input: :meth:`add` its batches in order, then :meth:`finish`.
 
@@ -288,12 +305,13 @@ class Collector:
         if self._amax is None:
             self._begin(torch.device("cpu"))
         with torch.inference_mode(False):
+            sample, self._sample = self._sample[: self._kept].clone(), self._sample[:0].clone()
             return InputStatistics(
                 self.features,
                 self.tokens,
                 amax=self._amax if "amax" in self.wants else None,
                 mean=(self._sum / max(1, self.tokens)).float() if "mean" in self.wants else None,
-                sample=self._sample[: self._kept].clone() if "sample" in self.wants else None,
+                sample=sample if "sample" in self.wants else None,
                 histogram=self._histogram if "histogram" in self.wants else None,
                 hessian=Hessian(self.features, self._panels) if "hessian" in self.wants else None,
                 cross=Cross(self.features, self._crossed) if "cross" in self.wants else None,
