@@ -102,16 +102,17 @@ class Gptq(Rounding):
             plan = self._plan(inputs, linears)
             for linear in linears:
                 if plan is not None and linear.weight.numel():
-                    round_rows(linear, plan, rounded[linear.name])
+                    round_rows(linear, plan, rounded[linear.name], self.rows_at_once)
         return rounded
 
     @classmethod
-    def device_bytes(cls, rows: int, columns: int) -> int:
+    def device_bytes(cls, rows: int, columns: int, rows_at_once: int | None) -> int:
         """See the base: the Hessian, in which its factor is made, the rows that are rounded and their errors."""
         from modelexport.quantization.calibration.cut import ROWS
 
         # Of the rows: their columns, what these are rounded to, the errors, some of these once more, and the result.
-        return 4 * columns * (columns + 5 * rows + 2 * ROWS)
+        at_once = rows if rows_at_once is None else min(rows, rows_at_once)
+        return 4 * columns * (columns + rows + 4 * at_once + 2 * ROWS)
 
     def _note(self, linears: Sequence[CalibratedLinear], note: str) -> None:
         self.notes.update((linear.name, note) for linear in linears)
@@ -125,7 +126,7 @@ class Gptq(Rounding):
 
         assert inputs.hessian is not None, "gptq wants Hessians"
         source, self._turn = self._turn % self.ranks.world, self._turn + 1
-        matrix = inputs.hessian.whole(source)
+        matrix = inputs.hessian.whole(source, linears[0].weight.device)
         head = torch.zeros(inputs.features + 1)
         if matrix is not None:
             head[1:] = diagonal = matrix.diagonal().clone()
