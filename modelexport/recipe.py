@@ -234,10 +234,6 @@ class ExportRecipe(Settings):
         devices.check_name(self.device)
         if self.device_memory is not None and self.device_memory < 1:
             raise UsageError(f"--device-memory {self.device_memory}: a number of bytes is needed, e.g. 20000000000")
-        if self.device_memory is not None and self.device == devices.CPU:
-            raise UsageError(
-                f"--device-memory {self.device_memory} is of GPUs, and --device is {devices.CPU}: leave one of them out"
-            )
         check_choice("unknown-architecture", self.unknown_architecture, UNKNOWN_ARCHITECTURES)
         for name, value in (("samples", self.calib_samples), ("length", self.calib_length)):
             if value < 1:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from modelexport.exporting.calibrated.device_memory import DeviceMemory
 from modelexport.exporting.result import CutRow, ExportResult
 from modelexport.quantization import algorithms
 from modelexport.quantization.algorithms.rtn import RoundToNearest
@@ -13,6 +12,9 @@ from modelexport.recipe import ExportRecipe
 from modelexport.resharding.result import ReshardResult
 from modelexport.system.tables import size_text, table
 from modelexport.system.terminal import columns
+
+if TYPE_CHECKING:
+    from modelexport.exporting.calibrated.device_memory import DeviceMemory
 
 _ERROR = f"error: {RoundToNearest.name}"
 
@@ -86,7 +88,8 @@ def _device_memory(memory: DeviceMemory) -> str:
     """The line on what a rank takes of its GPU."""
     there = "as much as there is" if memory.budget is None else size_text(memory.budget)
     parts = ", ".join(f"{size_text(size)} for {name}" for name, size in memory.parts.items())
-    return f"device memory: {size_text(memory.predicted)} predicted of {there}, at most in {memory.step}: {parts}"
+    cuts = "".join(f"; {cut}" for cut in memory.cuts())
+    return f"device memory: {size_text(memory.predicted)} predicted of {there}, at most in {memory.step}: {parts}{cuts}"
 
 
 def _unseen(seen: dict[str, Any]) -> dict[str, str]:

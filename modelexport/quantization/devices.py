@@ -78,26 +78,21 @@ def of_rank(name: str, local_rank: int) -> torch.device:
     return torch.device(name, local_rank % torch.accelerator.device_count())
 
 
-def free_memory(name: str, local_rank: int = 0, local_ranks: int = 1) -> int | None:
-    """The memory that a rank may take of its device: what is free, less a tenth of it for torch's kernels and what its
-    allocator cannot use, in equal parts for the ranks that share the device. None where the device does not say.
+def free_memory(name: str, local_ranks: int = 1) -> int | None:
+    """The memory that each rank may take of its device: what is free, less a tenth of it for torch's kernels and what
+    its allocator cannot use, in equal parts for the ranks that share one. None where the device does not say.
 
     Args:
         name: what :func:`chosen` returned.
-        local_rank: the rank's number among those of this machine.
-        local_ranks: how many these are.
+        local_ranks: the number of ranks of this machine.
     """
     import torch
 
-    device = of_rank(name, local_rank)
-    if device.type == CPU:
+    ranks = [of_rank(name, rank) for rank in range(local_ranks)]
+    ask = getattr(getattr(torch, ranks[0].type, None), "mem_get_info", None)
+    if ranks[0].type == CPU or ask is None:
         return None
-    ask = getattr(getattr(torch, device.type, None), "mem_get_info", None)
-    if ask is None:
-        return None
-    sharing = sum(of_rank(name, other) == device for other in range(local_ranks))
-    free, _ = ask(device)
-    return int(free) * 9 // 10 // max(1, sharing)
+    return min(int(ask(device)[0]) * 9 // 10 // ranks.count(device) for device in set(ranks))
 
 
 @contextmanager

@@ -36,7 +36,7 @@ class OutputErrors:
             return
         table = torch.zeros(len(linear.weight), 2, dtype=torch.float64)
         if len(linear.weight):
-            x = linear.inputs.sample[_spread(len(linear.inputs.sample))]
+            x = linear.inputs.sample[_spread(len(linear.inputs.sample))].to(linear.weight.device)
             rounded = linear.number_format.fake_quantise_activations(x, input_tensors(linear.number_format, linear))
             decoded = linear.number_format.dequantise(native)
             for start in range(0, len(table), ROWS):

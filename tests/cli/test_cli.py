@@ -135,7 +135,7 @@ OTHER: dict[str, Any] = {
     "target_pp": 2,
     "target_ep": 2,
     "device": "cuda:1",
-    "device_memory": 1 << 30,
+    "device_memory": 1000,
     "tp": 3,
     "gather": "nfs",
     "workspace": "/shared",

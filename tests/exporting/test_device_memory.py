@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,9 @@ print(json.dumps([plan, fake_accelerator.memory.peak]))
 """
 
 
-def line_of(model: Path, directory: Path, quant: str, algorithm: str, *, length: int = 64) -> list[str]:
+def line_of(
+    model: Path, directory: Path, quant: str, algorithm: str, *, samples: int = 16, length: int = 64
+) -> list[str]:
     text = directory / "samples.jsonl"
     rows = [[(7 * i + 3 * j * j) % 199 + 3 for j in range(length + 30)] for i in range(20)]
     text.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
@@ -56,7 +59,11 @@ def line_of(model: Path, directory: Path, quant: str, algorithm: str, *, length:
         "--calib",
         str(text),
     ]
-    return [*line, "--calib-samples", "16", "--calib-length", str(length)]
+    return [*line, "--calib-samples", str(samples), "--calib-length", str(length)]
+
+
+def weights(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(out.glob("*.safetensors"))}
 
 
 def predicted_and_peak(line: list[str], out: Path) -> tuple[int, int]:
@@ -88,8 +95,45 @@ def test_the_prediction_is_a_bound_in_other_families(kind: str, algorithm: str, 
     assert peak <= predicted
 
 
-def test_a_budget_is_a_number_of_bytes_of_a_device() -> None:
+CUT = [
+    ("moe", "int4", "gptq", 0.65, "experts lie in the host's memory"),
+    ("moe", "int4", "awq", 0.65, "experts lie in the host's memory"),
+    ("moe", "fp8-static", "rtn", 0.9, "experts lie in the host's memory"),
+    ("dense", "int4", "gptq", 0.85, "rows of a linear are rounded at a time"),
+    ("gpt_oss", "int4:32", "awq+gptq", 0.9, "experts lie in the host's memory"),
+]
+
+
+@pytest.mark.parametrize(("name", "quant", "algorithm", "part", "cut"), few(CUT, CUT[0]))
+def test_a_layer_that_does_not_fit_is_cut_and_has_the_same_bytes(
+    name: str, quant: str, algorithm: str, part: float, cut: str, tmp_path: Path
+) -> None:
+    model = tiny_checkpoint(name) if name == "gpt_oss" else make_llama(**(DENSE if name == "dense" else MOE))
+    line = line_of(model, tmp_path, quant, algorithm, samples=2 if name == "dense" else 16)
+    whole, _ = predicted_and_peak(line, tmp_path / "whole")
+    budget = int(whole * part)
+    line += ["--device-memory", str(budget)]
+    predicted, peak = predicted_and_peak(line, tmp_path / "cut")
+    print(f"{name} {algorithm}: {whole:,} whole, {budget:,} allowed, {predicted:,} predicted, {peak:,} seen")
+    assert peak <= predicted <= budget
+    assert weights(tmp_path / "cut") == weights(tmp_path / "whole")
+    said = run_warm("-m", "tests.helpers.fake_accelerator", *line, "--dry-run").stdout
+    assert cut in " ".join(said.split())
+
+
+def test_what_does_not_fit_is_refused_in_one_line(tmp_path: Path) -> None:
+    line = [*line_of(make_llama(**DENSE), tmp_path, "int4", "gptq", samples=2), "--device-memory", "20000000"]
+    done = run_warm("-m", "tests.helpers.fake_accelerator", *line, "--out", str(tmp_path / "out"))
+    assert done.returncode == 1
+    assert re.fullmatch(
+        r"modelexport: model\.layers\.0 needs [\d.]+ MB of device memory, [\d.]+ MB of it for mlp\.down_proj and its "
+        r"Hessian, on which gptq works, and there are 20 MB: type --device-memory \d+ where the device has that, or "
+        r"--device cpu",
+        " ".join(done.stderr.split()),
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_budget_is_a_number_of_bytes() -> None:
     with pytest.raises(UsageError, match="--device-memory 0: a number of bytes is needed"):
         ExportRecipe(device_memory=0)
-    with pytest.raises(UsageError, match="is of GPUs, and --device is cpu"):
-        ExportRecipe(device="cpu", device_memory=1 << 30)

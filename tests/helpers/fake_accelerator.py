@@ -112,21 +112,23 @@ def run(func: Any, *args: Any, **kwargs: Any) -> Any:
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and not isinstance(leaf, OnDevice) and leaf.dim():
                 raise RuntimeError(f"{name}: a tensor {list(leaf.shape)} is on cpu, others are on {KIND}:0")
+    asked = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), None)
     held = [leaf.held if isinstance(leaf, OnDevice) else leaf for leaf in leaves]
+    held = [torch.device("cpu") if isinstance(leaf, torch.device) else leaf for leaf in held]
     args, kwargs = pytree.tree_unflatten(held, structure)
-    asked = kwargs.get("device")
-    if asked is not None:
-        kwargs = {**kwargs, "device": torch.device("cpu")}
     out = func(*args, **kwargs)
     if name == "aten::copy_":
         return leaves[0]
-    here = bool(ours) if asked is None else torch.device(asked).type == KIND
+    here = bool(ours) if asked is None else asked.type == KIND
+    given = {id(leaf) for leaf in held if isinstance(leaf, torch.Tensor)}
 
     def wrapped(value: Any) -> Any:
-        if not here or not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor):
             return value
+        if here != (id(value) in ours) and id(value) in given:
+            value = value.clone()  # it went to the other device, which has memory of its own
         known = ours.get(id(value))  # it wrote into what it was given
-        return OnDevice(value) if known is None else known
+        return value if not here else OnDevice(value) if known is None else known
 
     return pytree.tree_map(wrapped, out)
 

@@ -251,7 +251,7 @@ def test_what_earlier_layers_have_left_is_made_up_for() -> None:
     given = collector.finish()
     gptq = Gptq(Gptq.Settings(asymmetry=0.5))
     plan = gptq._plan(given, [_linear(weight, given, _format("int8"))])
-    changed = made_up(weight, 0, plan, gptq._cross(given), 0.5)
+    changed = made_up(weight, 0, plan, gptq._cross(given, weight.device), 0.5)
     h = x.double().T @ x.double()
     damped = h + 0.01 * h.diagonal().mean() * torch.eye(96, dtype=torch.float64)
     more = weight.double() @ (reference - x).double().T @ x.double() @ torch.linalg.inv(damped)

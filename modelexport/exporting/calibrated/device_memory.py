@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from modelexport.checkpoints.safetensors.file import tensor_nbytes
 from modelexport.errors import PlanError
@@ -21,12 +21,15 @@ from modelexport.quantization import devices
 from modelexport.quantization.algorithms.base import Algorithm, Folding
 from modelexport.quantization.algorithms.rtn import RoundToNearest
 from modelexport.quantization.calibration import static_ranges, statistics
-from modelexport.quantization.calibration.cut import ForwardCut
+from modelexport.quantization.calibration.cut import ROWS, ForwardCut
 from modelexport.quantization.calibration.layers import BATCH_TOKENS
 from modelexport.recipe import ExportRecipe
 from modelexport.system.tables import size_text
 
-__all__ = ["DeviceMemory", "budget_of", "fitted"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["DeviceMemory", "budget_of", "fitted", "memory_of"]
 
 _FLOAT = 4
 _ROUNDING = 4
@@ -52,12 +55,23 @@ class DeviceMemory:
         budget: bytes there are; None where that is not known.
         step: the layer.
         parts: what the bytes are of -> how many.
+        experts_apart: whether experts lie in the host's memory, and on the device one at a time.
+        rows_at_once: rows of a linear that an algorithm rounds at a time, where it can; None for all.
     """
 
     predicted: int
     budget: int | None
     step: str
     parts: Mapping[str, int] = field(default_factory=dict)
+    experts_apart: bool = False
+    rows_at_once: int | None = None
+
+    def cuts(self) -> Iterator[str]:
+        """Yields what is done for it to suffice, in words."""
+        if self.experts_apart:
+            yield "experts lie in the host's memory, one at a time on the device"
+        if self.rows_at_once is not None:
+            yield f"{self.rows_at_once} rows of a linear are rounded at a time"
 
     def as_json(self) -> dict[str, Any]:
         """JSON-able form."""
@@ -65,7 +79,7 @@ class DeviceMemory:
 
 
 @dataclass(frozen=True)
-class _Linear:
+class _HeldLinear:
     """A linear of a layer as a rank has it.
 
     Attributes:
@@ -89,20 +103,30 @@ class _Linear:
     task: TensorTask
 
 
-def budget_of(recipe: ExportRecipe, rank: int = 0, ranks_here: int | None = None) -> int | None:
-    """The device memory that a rank may take, in bytes; None where the device does not say.
-
-    Args:
-        rank: the rank's number on this machine.
-        ranks_here: the ranks of this machine; by default all.
-    """
+def budget_of(recipe: ExportRecipe) -> int | None:
+    """The device memory that each rank may take, in bytes; None where the device does not say."""
     if recipe.device_memory is not None:
         return recipe.device_memory
-    return devices.free_memory(recipe.device, rank, recipe.tp if ranks_here is None else ranks_here)
+    return devices.free_memory(recipe.device, recipe.tp)
+
+
+def memory_of(device: torch.device, plan: ExportPlan, recipe: ExportRecipe, config: Mapping[str, Any]) -> DeviceMemory:
+    """The memory of the device that a rank computes on, and how it is made do with. Nothing is cut on the CPU.
+
+    Each rank asks its own device: cuts do not change what is computed.
+
+    Raises:
+        PlanError: as :func:`fitted`.
+    """
+    if device.type == devices.CPU:
+        return DeviceMemory(0, None, "")
+    return fitted(plan, recipe, config, budget_of(recipe))
 
 
 def fitted(plan: ExportPlan, recipe: ExportRecipe, config: Mapping[str, Any], budget: int | None) -> DeviceMemory:
-    """The prediction for all ranks, within a budget.
+    """The prediction for all ranks, within a budget: if need be with experts one at a time, then with fewer rows.
+
+    Batches of samples stay what they are, since sums over their tokens depend on them.
 
     Args:
         config: config.json of the language model.
@@ -110,8 +134,13 @@ def fitted(plan: ExportPlan, recipe: ExportRecipe, config: Mapping[str, Any], bu
     Raises:
         PlanError: it does not fit.
     """
-    found = _largest(plan, recipe, config)
-    if budget is not None and found.predicted > budget:
+    steps = {_likeness(step): step for step in plan.steps if step.index is not None}
+    for experts_apart, rows_at_once in _ways(plan):
+        found = _largest(plan, recipe, config, list(steps.values()), experts_apart, rows_at_once)
+        if budget is None or found.predicted <= budget:
+            break
+    else:
+        assert budget is not None
         most = max(found.parts, key=lambda name: found.parts[name])
         raise PlanError(
             f"{found.step} needs {size_text(found.predicted)} of device memory, {size_text(found.parts[most])} of it "
@@ -121,27 +150,44 @@ def fitted(plan: ExportPlan, recipe: ExportRecipe, config: Mapping[str, Any], bu
     return replace(found, budget=budget)
 
 
-def _largest(plan: ExportPlan, recipe: ExportRecipe, config: Mapping[str, Any]) -> DeviceMemory:
-    """What the rank and the layer take that take most."""
-    worst = DeviceMemory(0, None, "")
+def _ways(plan: ExportPlan) -> Iterator[tuple[bool, int | None]]:
+    """Yields what can be done for a layer to fit, the least first: whether experts are apart, rows at a time."""
+    yield False, None
+    apart = any(task.module.is_expert for step in plan.steps for task in step.tasks)
+    if apart:
+        yield True, None
+    if plan.calibrated:
+        yield from ((apart, rows * ROWS) for rows in (32, 16, 8, 4, 2, 1))
+
+
+def _likeness(step: ExportStep) -> object:
+    """Equal for layers that take the same memory."""
+    return tuple((task.module.general_path, task.info.shape, task.number_format) for task in step.tasks)
+
+
+def _largest(
+    plan: ExportPlan,
+    recipe: ExportRecipe,
+    config: Mapping[str, Any],
+    steps: Sequence[ExportStep],
+    experts_apart: bool,
+    rows_at_once: int | None,
+) -> DeviceMemory:
+    """The memory of the rank and the layer that take most."""
+    worst = DeviceMemory(0, None, "", {}, experts_apart, rows_at_once)
     for rank in range(plan.parallelism.tp):
         cut = forward_cut(plan.family, plan.dimensions, rank, plan.parallelism.tp)
-        seen = set()
-        for step in plan.steps:
-            if step.index is None:
-                continue
-            alike = tuple((task.module.general_path, task.info.shape, task.number_format) for task in step.tasks)
-            if alike in seen:
-                continue
-            seen.add(alike)
-            for parts in _Layer(plan, recipe, config, step, cut, rank).moments():
+        for step in steps:
+            layer = _LayerMemory(plan, recipe, config, step, cut, rank, experts_apart, rows_at_once)
+            for parts in layer.moments():
                 total = sum(parts.values())
                 if total > worst.predicted:
-                    worst = DeviceMemory(total, None, step.id, {name: size for name, size in parts.items() if size})
+                    parts = {name: size for name, size in parts.items() if size}
+                    worst = replace(worst, predicted=total, step=step.id, parts=parts)
     return worst
 
 
-class _Layer:
+class _LayerMemory:
     """A rank's part of a layer on the device."""
 
     def __init__(
@@ -152,7 +198,10 @@ class _Layer:
         step: ExportStep,
         cut: ForwardCut,
         rank: int,
+        experts_apart: bool,
+        rows_at_once: int | None,
     ) -> None:
+        self.experts_apart, self.rows_at_once = experts_apart, rows_at_once
         self.plan, self.recipe, self.config, self.step = plan, recipe, config, step
         self.rank, self.world = rank, plan.parallelism.tp
         self.samples = max(1, BATCH_TOKENS // recipe.calib_length)
@@ -163,7 +212,7 @@ class _Layer:
         )
         self.stages = [*recipe.of_kind("fold"), *(recipe.of_kind("round") or [RoundToNearest])]
 
-    def _linear(self, task: TensorTask, cut: ForwardCut) -> _Linear:
+    def _linear(self, task: TensorTask, cut: ForwardCut) -> _HeldLinear:
         module, (rows, columns), share = task.module, task.full_shape, cut.share(task.path)
         part = sum(stop - start for start, stop in share.spans)
         held = {None: (rows, columns), 0: (part, columns), 1: (rows, part)}[share.dim]
@@ -171,7 +220,7 @@ class _Layer:
         # Transformers stacks experts, which static ranges read as they are stored.
         stored = module.is_expert and not self.plan.calibrated
         above = task.path.rpartition(".")[0]
-        return _Linear(
+        return _HeldLinear(
             name=task.path,
             inputs=(above, module.fused_into) if module.fused_into else task.path,
             held=held[0] * held[1],
@@ -189,30 +238,34 @@ class _Layer:
 
     def moments(self) -> Iterator[dict[str, int]]:
         """Yields what lies on the device at each of the moments at which that may be most: what for -> bytes."""
-        held = self.others + sum(x.held * x.itemsize for x in self.linears)
+        held = self.others + sum(x.held * x.itemsize for x in self.staying)
         weights = {"the layer's weights": held, "what layers share": self._shared()}
         yield {"the embeddings of the samples": self._embeddings()}
         if not self.plan.calibrated:
             seen = self._statistics(static_ranges.wants(self.recipe.calib_range))
             yield weights | seen | self._forward(seen=True)
-            yield {"a linear while it is rounded": max(map(self._rounding, self.quantised), default=0)}
+            yield self._work(RoundToNearest)
             return
         if self.world > 1:
-            weights["its rows that this rank rounds"] = sum(_FLOAT * x.rows * x.given for x in self.linears)
+            weights["its rows that this rank rounds"] = sum(_FLOAT * x.rows * x.given for x in self.staying)
         clipped = False
         for stage in self.stages:
             seen = self._statistics(stage.wanted(self.recipe.settings_of(stage.name)) | self._always())
             yield weights | seen | self._forward(seen=True)
-            work = max((self._work(stage, x) for x in self.quantised), default=0)
             if issubclass(stage, Folding):
-                yield weights | seen | {f"a linear while {stage.name} looks at it": work}
+                yield weights | seen | self._work(stage)
                 clipped = clipped or stage.clip is not Folding.clip
             else:
-                yield weights | seen | self._made(clipped) | {"a linear while it is rounded": work}
+                yield weights | seen | self._made(clipped) | self._work(stage)
         yield weights | seen | self._made(clipped) | self._forward(seen=False)
 
     @property
-    def quantised(self) -> list[_Linear]:
+    def staying(self) -> list[_HeldLinear]:
+        """The linears that are on the device all the time."""
+        return [x for x in self.linears if not (x.is_expert and self.experts_apart)]
+
+    @property
+    def quantised(self) -> list[_HeldLinear]:
         """Those of the linears that are."""
         return [x for x in self.linears if x.task.quantised]
 
@@ -236,8 +289,12 @@ class _Layer:
         return _FLOAT * self.plan.dimensions.hidden * (rows + 2 * _BUSY * self.tokens)
 
     def _statistics(self, wants: Collection[str]) -> dict[str, int]:
-        inputs = {x.inputs: x.given for x in self.linears}
-        sizes = [statistics.nbytes(each, wants, self.rank, self.world) for each in inputs.values()]
+        inputs = {x.inputs: x for x in self.linears}
+        staying = {x.inputs for x in self.staying}
+        sizes = [
+            statistics.nbytes(x.given, wants, self.rank, self.world, at_rest=key not in staying)
+            for key, x in inputs.items()
+        ]
         cached = 2 * statistics.nbytes(self.plan.dimensions.hidden, {"amax", "histogram"}) if self.plan.kv_cache else 0
         return {"statistics of its linears' inputs": sum(sizes) + cached}
 
@@ -262,25 +319,37 @@ class _Layer:
         if self.world > 1:  # what ranks tell each other
             features += (self.world + 2) * max((x.gives for x in self.linears), default=0)
         found = {"a batch's activations": _FLOAT * self.tokens * features + self._routing()}
+        if self.experts_apart:
+            found["an expert"] = self._expert()
         if any(x.attends for x in self.linears):
             heads = -(-dims.heads // self.world)
             scores = self.samples * heads * self.recipe.calib_length**2
             found["its attention scores"] = _FLOAT * _SCORES * scores
         return found
 
-    def _blocks(self) -> list[list[_Linear]]:
+    def _blocks(self) -> list[list[_HeldLinear]]:
         """The linears that run together: those of an attention, of an MLP, of one expert."""
-        blocks: dict[object, list[_Linear]] = {}
+        blocks: dict[object, list[_HeldLinear]] = {}
         for linear in self.linears:
             key = linear.name.rpartition(".")[0] if linear.is_expert else linear.block
             blocks.setdefault(key, []).append(linear)
         return list(blocks.values())
 
-    def _busy(self, block: Sequence[_Linear], *, seen: bool) -> int:
+    def _busy(self, block: Sequence[_HeldLinear], *, seen: bool) -> int:
         """Numbers of each token while a block runs: outputs, and what is made of them, but for inputs that are kept."""
         heads = max((x.gives for x in block if x.attends), default=0)
         inner = {x.inputs: x.given for x in block if x.inputs != block[0].inputs}
         return 2 * sum(x.gives for x in block) + 2 * heads - (sum(inner.values()) if seen else 0)
+
+    def _expert(self) -> int:
+        """The weights of the largest expert, in float32, or the widest panel of a Hessian of its inputs."""
+        sizes: dict[str, int] = {}
+        for x in self.linears:
+            if x.is_expert:
+                above = x.name.rpartition(".")[0]
+                sizes[above] = sizes.get(above, 0) + _FLOAT * max(x.held, x.rows * x.given)
+        panels = [statistics.widest_panel(x.given) for x in self.linears if x.is_expert]
+        return max([*sizes.values(), *panels], default=0)
 
     def _experts(self) -> int:
         return len({x.name.rpartition(".")[0] for x in self.linears if x.is_expert}) or 1
@@ -309,15 +378,28 @@ class _Layer:
 
     def _made(self, clipped: bool) -> dict[str, int]:
         """What is to be written of the layer, and narrowed copies of weights."""
-        written = sum(out.nbytes for task in self.step.tasks for out in task.outputs) // self.world
-        narrowed = sum(_FLOAT * x.rows * x.given for x in self.quantised) if clipped else 0
+        apart = [task.module.is_expert and self.experts_apart for task in self.step.tasks]
+        tasks = [task for task, away in zip(self.step.tasks, apart, strict=True) if not away]
+        written = sum(out.nbytes for task in tasks for out in task.outputs) // self.world
+        narrowed = sum(_FLOAT * x.rows * x.given for x in self.staying if x.task.quantised) if clipped else 0
         return {"what is written of it": written, "its weights within narrower ranges": narrowed}
 
-    def _work(self, stage: type[Algorithm], linear: _Linear) -> int:
-        settings = self.recipe.settings_of(stage.name)
-        return max(stage.device_bytes(linear.rows, linear.given, settings), self._rounding(linear))
+    def _work(self, stage: type[Algorithm]) -> dict[str, int]:
+        """Of the linear that takes most while an algorithm works on it."""
 
-    def _rounding(self, linear: _Linear) -> int:
+        settings = self.recipe.settings_of(stage.name)
+
+        def size(x: _HeldLinear) -> int:
+            own = stage.device_bytes(x.rows, x.given, self.rows_at_once, settings)
+            return max(own, self._rounding(x)) + (self._expert() if x.is_expert and self.experts_apart else 0)
+
+        largest = max(self.quantised, key=size, default=None)
+        if largest is None:
+            return {}
+        what = f"{largest.name} and its Hessian" if "hessian" in stage.wants else largest.name
+        return {f"{what}, on which {stage.name} works": size(largest)}
+
+    def _rounding(self, linear: _HeldLinear) -> int:
         number_format = linear.task.number_format
         assert number_format is not None
         whole = number_format.searches_whole and self.recipe.observer != "amax"

@@ -136,7 +136,14 @@ class CalibratedLayer:
             module = name.removesuffix(".weight")
             rows = (0, 0) if box is None else box[0]
             found[module] = CalibratedLinear(
-                module, task.module.role, number_format, self.rows[name], rows, task.full_shape, None
+                module,
+                task.module.role,
+                number_format,
+                self.rows[name],
+                rows,
+                task.full_shape,
+                None,
+                device=self.runner.device,
             )
         return found
 
@@ -197,7 +204,7 @@ class CalibratedLayer:
         """The output errors that rounding to nearest would cause, with nothing folded."""
         errors = OutputErrors()
         self._agree(search=False)
-        for linear in self.quantised.values():
+        for linear in map(CalibratedLinear.computing, self.quantised.values()):
             errors.add(linear, linear.rounded())
         return errors
 
@@ -268,7 +275,7 @@ class CalibratedLayer:
         if biases:
             self.rows.update(to_rows(biases, self.filled.tensors, self.share))
         for name, linear in self.quantised.items() if clip else ():
-            narrowed = folding.clip(linear)
+            narrowed = folding.clip(linear.computing())
             if narrowed is not None:
                 self.clips[name] = narrowed
 
@@ -283,12 +290,12 @@ class CalibratedLayer:
             assert linear.number_format is not None
             linear.number_format = replace(linear.number_format, observer=rounding.observer)
             if name in self.clips:
-                linear.weight = _clamped(linear.weight, self.clips[name])
+                linear.weight = _clamped(linear.computing().weight, self.clips[name]).to(linear.weight.device)
         self._agree()
         made = QuantisedLayer(report=self.report)
         after = OutputErrors()
         for group in self._groups():
-            native = rounding.quantise(group)
+            native = rounding.quantise([linear.computing() for linear in group])
             for linear in group:
                 tensors = native[linear.name] if len(linear.weight) else linear.rounded()
                 self._take(made, linear, tensors, after)
@@ -320,12 +327,13 @@ class CalibratedLayer:
         assert number_format is not None
         target = self.rows[name]
         # The outputs are compared with those of the weight before it was narrowed.
-        after.add(replace(linear, weight=target), native)
+        after.add(replace(linear, weight=target).computing(), native)
         if len(target):
             if linear.name not in self.report.changed:
-                made.errors[self.numbers[name]] = number_format.error_sums(target, native)
+                original = target.to(next(iter(native.values())).device)  # experts may be in the host's memory
+                made.errors[self.numbers[name]] = number_format.error_sums(original, native)
             target.copy_(number_format.dequantise(native))
-            made.native[self.numbers[name]] = native
+            made.native[self.numbers[name]] = {suffix: value.to(target.device) for suffix, value in native.items()}
         if number_format.input_arguments() is not None:
             made.activations[linear.name] = self._rounding_of(linear)
 

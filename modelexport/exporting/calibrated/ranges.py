@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from modelexport.checkpoints.safetensors.file import Reader
 from modelexport.distributed import collectives
 from modelexport.distributed.launch import phase
+from modelexport.exporting.calibrated.device_memory import memory_of
 from modelexport.exporting.calibrated.forward import forward_cut
 from modelexport.exporting.calibrated.samples import Samples, forward_reader, shared_samples
 from modelexport.exporting.rank import RankExport, RankJob
@@ -42,12 +43,14 @@ def calibrate(job: RankJob, reader: Reader, samples: Samples, device: torch.devi
     """
     source, plan, recipe = job.source, job.plan, job.recipe
     rank, world = collectives.get_rank(), collectives.get_world_size()
+    config = language_config(source.config or {}, source.infos)
+    memory = memory_of(device, plan, recipe, config)
 
     def progress(done: int, layers: int) -> None:
         phase(f"calibrating: layer {done} of {layers}")
 
     return observe(
-        language_config(source.config or {}, source.infos),
+        config,
         source.infos.keys(),
         forward_reader(source, reader),
         samples.windows,
@@ -58,6 +61,7 @@ def calibrate(job: RankJob, reader: Reader, samples: Samples, device: torch.devi
         all_experts=recipe.calib_experts == "all",
         device=device,
         memory=recipe.calib_memory,
+        experts_apart=memory.experts_apart,
         derived=plan.family.is_derived,
         cached=plan.kv_cache,
         progress=progress,

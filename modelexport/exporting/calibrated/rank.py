@@ -19,6 +19,7 @@ from modelexport.checkpoints.safetensors.reader import begin_reading
 from modelexport.distributed import ranks
 from modelexport.distributed.launch import current_phase, phase, report
 from modelexport.errors import CheckpointError
+from modelexport.exporting.calibrated.device_memory import memory_of
 from modelexport.exporting.calibrated.forward import forward_cut
 from modelexport.exporting.calibrated.layer import CalibratedLayer, QuantisedLayer
 from modelexport.exporting.calibrated.rotation import RotatedReader
@@ -75,11 +76,14 @@ class CalibratedExport(RankExport):
         """Samples and runner, at the first layer that is not done."""
         job = self.job
         phase("preparing the calibration samples")
+        config = language_config(job.source.config or {}, job.source.infos)
+        memory = memory_of(self.device, job.plan, job.recipe, config)
+        self.rounding.rows_at_once = memory.rows_at_once
         samples = shared_samples(job.source, job.recipe, job.tokenizer, self.reader)
         self.samples = samples.facts
         self.ranges = Ranges({}, {}, {})
         self.runner = LayerRunner(
-            language_config(job.source.config or {}, job.source.infos),
+            config,
             job.source.infos.keys(),
             forward_reader(job.source, self.reader),
             samples.windows,
@@ -89,6 +93,7 @@ class CalibratedExport(RankExport):
             progress=self._batch,
             memory=job.recipe.calib_memory,
             directory=None if self.beside is None else self.beside.parent,
+            experts_apart=memory.experts_apart,
             compared="cross" in self.rounding.wants,
             derived=job.plan.family.is_derived,
         )

@@ -34,7 +34,7 @@ def best_scales(fold: Fold, ranks: RankGroup, grid: int) -> Tensor | None:
     for linear, largest in zip(readers, columns, strict=True):
         assert linear.inputs is not None
         assert linear.inputs.sample is not None
-        errors = _errors(linear, linear.inputs, _scaling.per_input(candidates, fold), largest)
+        errors = _errors(linear.computing(), linear.inputs, _scaling.per_input(candidates, fold), largest)
         total = ranks.total(errors, linear.rows, linear.shape[0])
         # An expert that few tokens came to counts for less than its sample alone would make it.
         losses += total * (linear.inputs.tokens / len(linear.inputs.sample))

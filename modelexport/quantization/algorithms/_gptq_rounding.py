@@ -55,14 +55,20 @@ def made_up(weight: Tensor, first: int, plan: ColumnPlan, cross: Tensor, share: 
     return changed
 
 
-def round_rows(linear: CalibratedLinear, plan: ColumnPlan, tensors: dict[str, Tensor]) -> None:
-    """Replaces the values of native tensors whose scales stay."""
+def round_rows(
+    linear: CalibratedLinear, plan: ColumnPlan, tensors: dict[str, Tensor], rows_at_once: int | None = None
+) -> None:
+    """Replaces the values of native tensors whose scales stay.
+
+    Args:
+        rows_at_once: on other devices than the CPU, a multiple of :data:`ROWS`; None for all.
+    """
     assert linear.number_format is not None
     assert linear.rows[0] % ROWS == 0, f"{linear.name}: rows from {linear.rows[0]} on"
     weight, grid = linear.weight, linear.number_format.grid(tensors)
     values = torch.empty_like(weight)
     # What is done column by column costs a GPU as much for a few rows as for all.
-    together = ROWS if weight.device.type == "cpu" else max(ROWS, len(weight))
+    together = ROWS if weight.device.type == "cpu" else rows_at_once or max(ROWS, len(weight))
 
     def work(part: slice) -> None:
         for start in range(part.start, part.stop, together):

@@ -32,7 +32,7 @@ def column_amax(linears: list[CalibratedLinear], ranks: RankGroup) -> Tensor:
         low_high = torch.aminmax(linear.weight, dim=0) if linear.weight.shape[0] else None
         zero = linear.weight.new_zeros(linear.shape[1])
         tables.append(zero if low_high is None else torch.maximum(low_high.min.neg(), low_high.max))
-    return ranks.largest(torch.stack(tables))
+    return ranks.largest(torch.stack([table.to(tables[0].device) for table in tables]))
 
 
 def largest_per_feature(values: Tensor, fold: Fold) -> Tensor:

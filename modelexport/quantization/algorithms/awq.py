@@ -44,7 +44,7 @@ class ActivationAware(Folding):
     wants: ClassVar[frozenset[Want]] = frozenset({"amax", "mean", "sample"})
 
     @classmethod
-    def device_bytes(cls, rows: int, columns: int, settings: Any) -> int:
+    def device_bytes(cls, rows: int, columns: int, rows_at_once: int | None, settings: Any) -> int:
         """See the base: the sample as it is and scaled, all of its outputs, and a tile of the weight."""
         from modelexport.quantization.algorithms._tiles import TILE
         from modelexport.quantization.calibration.statistics import SAMPLE

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from modelexport.quantization.calibration.statistics import InputStatistics
@@ -52,6 +53,8 @@ class CalibratedLinear:
         amax: what the format's widest scale depends on, agreed by all ranks; see ``NumberFormat.quantise``. Given to
             :meth:`Rounding.quantise` only, and None where the format needs none.
         input_amax: largest magnitude of the inputs that a static scale is to cover, where the format stores one.
+        device: that computes; None: the one that the weight is on, which otherwise may be in the host's memory, with
+            the sample and the Hessian of its inputs: see :meth:`computing`.
     """
 
     name: str
@@ -63,6 +66,14 @@ class CalibratedLinear:
     inputs: InputStatistics | None
     amax: Tensor | None = None
     input_amax: float | None = None
+    device: torch.device | None = None
+
+    def computing(self) -> CalibratedLinear:
+        """Returns the linear with its weight on the device that computes with it: itself where it lies there. What is
+        written to another's weight is not written to this one's."""
+        if self.device is None or self.weight.device == self.device:
+            return self
+        return replace(self, weight=self.weight.to(self.device))
 
     def rounded(self) -> dict[str, Tensor]:
         """Returns its rows, rounded to nearest by its number format: the native tensors.
@@ -199,12 +210,13 @@ class Algorithm(ABC):
         )
 
     @classmethod
-    def device_bytes(cls, rows: int, columns: int, settings: Any) -> int:
+    def device_bytes(cls, rows: int, columns: int, rows_at_once: int | None, settings: Any) -> int:
         """Returns the bytes that it takes at most while it works on a linear, beside weight and statistics: for a bound
         on the memory of a device. 0 where that is no more than rounding the weight to nearest takes.
 
         Args:
             rows, columns: of the weight on this rank.
+            rows_at_once: see :class:`Rounding`.
             settings: an instance of ``Settings``.
         """
         return 0
@@ -232,13 +244,20 @@ class Folding(Algorithm):
 
 
 class Rounding(Algorithm):
-    """Rounds weights."""
+    """Rounds weights.
+
+    Attributes:
+        notes: linear -> what was out of the ordinary.
+        rows_at_once: rows of a weight to work on at a time on a device whose memory is short, a multiple of
+            :data:`~modelexport.quantization.calibration.cut.ROWS`; None for as many as are quickest.
+    """
 
     kind: ClassVar[Kind] = "round"
 
     def __init__(self, settings: Any = None, ranks: RankGroup | None = None, *, seed: int = 0) -> None:
         super().__init__(settings, ranks, seed=seed)
-        self.notes: dict[str, str] = {}  # linear -> what was out of the ordinary
+        self.rows_at_once: int | None = None
+        self.notes: dict[str, str] = {}
 
     def quantise(self, linears: Sequence[CalibratedLinear]) -> Mapping[str, dict[str, Tensor]]:
         """Returns the native tensors of each linear's rows on this rank: name -> suffix -> tensor.

@@ -14,6 +14,7 @@ from modelexport.quantization.algorithms.base import CalibratedLinear, RankGroup
 from modelexport.settings import setting
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from modelexport.quantization.algorithms._gptq_rounding import ColumnPlan
@@ -114,7 +115,7 @@ class Gptq(Rounding):
             return rounded
         with one_thread_an_operation():
             plan = self._plan(inputs, linears)
-            cross = None if plan is None else self._cross(inputs)
+            cross = None if plan is None else self._cross(inputs, linears[0].weight.device)
             for linear in linears:
                 if plan is None or not linear.weight.numel():
                     continue
@@ -122,30 +123,30 @@ class Gptq(Rounding):
                     weight = made_up(linear.weight, linear.rows[0], plan, cross, self.settings.asymmetry)
                     linear = replace(linear, weight=weight)
                     rounded[linear.name] = linear.rounded()
-                round_rows(linear, plan, rounded[linear.name])
+                round_rows(linear, plan, rounded[linear.name], self.rows_at_once)
         return rounded
 
-    def _cross(self, inputs: InputStatistics) -> Tensor | None:
+    def _cross(self, inputs: InputStatistics, device: torch.device) -> Tensor | None:
         """The sum over tokens of what earlier layers have left, on all ranks; None where it is not known."""
         import torch
 
         if inputs.cross is None:
             return None
         source = (self._turn - 1) % self.ranks.world
-        matrix = inputs.cross.whole(source)
+        matrix = inputs.cross.whole(source, device)
         if matrix is None:
-            device = next((panel.device for panel in inputs.cross.panels.values()), None)
             matrix = torch.empty(inputs.features, inputs.features, device=device)
         return self.ranks.broadcast(matrix, source)
 
     @classmethod
-    def device_bytes(cls, rows: int, columns: int, settings: Any) -> int:
+    def device_bytes(cls, rows: int, columns: int, rows_at_once: int | None, settings: Any) -> int:
         """See the base: the Hessian, in which its factor is made, the rows that are rounded and their errors."""
         from modelexport.quantization.calibration.cut import ROWS
 
         # Of the rows: their columns, what these are rounded to, the errors, some of these once more, and the result.
+        at_once = rows if rows_at_once is None else min(rows, rows_at_once)
         compared = columns + rows + 4 * ROWS if settings.asymmetry else 0
-        return 4 * columns * (columns + 5 * rows + 2 * ROWS + compared)
+        return 4 * columns * (columns + rows + 4 * at_once + 2 * ROWS + compared)
 
     def _note(self, linears: Sequence[CalibratedLinear], note: str) -> None:
         self.notes.update((linear.name, note) for linear in linears)
@@ -159,7 +160,7 @@ class Gptq(Rounding):
 
         assert inputs.hessian is not None, "gptq wants Hessians"
         source, self._turn = self._turn % self.ranks.world, self._turn + 1
-        matrix = inputs.hessian.whole(source)
+        matrix = inputs.hessian.whole(source, linears[0].weight.device)
         head = torch.zeros(inputs.features + 1)
         if matrix is not None:
             head[1:] = diagonal = matrix.diagonal().clone()

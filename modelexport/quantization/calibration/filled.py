@@ -72,8 +72,12 @@ def fill(
     dtype: torch.dtype,
     device: torch.device,
     stacked_as_stored: bool,
+    experts_apart: bool = False,
 ) -> tuple[dict[str, Tensor], FilledLayer]:
     """Read a layer's tensors into new memory: what to load into transformers' module, and the layer as others see it.
+
+    Args:
+        experts_apart: the weights of experts are in the host's memory.
 
     Raises:
         CheckpointError: a tensor has another shape than the module's.
@@ -89,12 +93,19 @@ def fill(
             if out is None:
                 stacked = stacked_as_stored and source.expert is not None
                 as_is = stacked or not value.is_floating_point()
-                out = _empty(shape.shape, source, value.dtype if as_is else dtype, device)
+                apart = experts_apart and value.dim() == 2 and is_expert(source)
+                place = torch.device("cpu") if apart else device
+                out = _empty(shape.shape, source, value.dtype if as_is else dtype, place)
             source.view(out).copy_(value)
             tensors[source.name] = source.view(out)
         assert out is not None, "made of nothing"
         state[key] = out
     return state, FilledLayer(index, prefix, made_of, tensors, cut)
+
+
+def is_expert(source: TensorSource) -> bool:
+    """Returns whether a tensor is the weight of one of a layer's experts."""
+    return source.name.endswith(".weight") and general(source.name) != source.name
 
 
 def _empty(shape: torch.Size, source: TensorSource, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -38,7 +38,7 @@ from modelexport.errors import CheckpointError, PlanError
 from modelexport.quantization import devices
 from modelexport.quantization.calibration.arguments import Given, HandedOver, replaced
 from modelexport.quantization.calibration.around import Batch, FirstInput, ModelShell
-from modelexport.quantization.calibration.cut import ForwardCut, ForwardShard
+from modelexport.quantization.calibration.cut import ForwardCut, ForwardShard, general
 from modelexport.quantization.calibration.filled import FilledLayer, Read, fill
 from modelexport.quantization.calibration.hidden_states import CarriedTensors, HiddenStates
 from modelexport.quantization.calibration.model import (
@@ -109,6 +109,8 @@ class LayerRunner:
         memory: bytes of hidden states to keep in memory; None for all. The rest goes through a file.
         directory: of that file.
         stacked_as_stored: experts that transformers stacks keep the dtype in which they are read.
+        experts_apart: experts' weights, and the large statistics of what they are given, are in the host's memory, and
+            come to the device one at a time.
         alone: whether other ranks, if there are any, have no part in it.
         compared: whether the samples go through the unrounded model besides, for the statistic ``cross``: twice the
             hidden states, and one more pass through each layer.
@@ -142,6 +144,7 @@ class LayerRunner:
         memory: int | None = None,
         directory: str | os.PathLike[str] | None = None,
         stacked_as_stored: bool = False,
+        experts_apart: bool = False,
         alone: bool = False,
         compared: bool = False,
         derived: bool = False,
@@ -149,6 +152,7 @@ class LayerRunner:
     ) -> None:
         self.names, self.read, self.dtype, self.device = names, read, dtype, torch.device(device)
         self.cut, self.stacked_as_stored, self.derived = cut or ForwardCut(), stacked_as_stored, derived
+        self.experts_apart = experts_apart
         self.model = build(config, self.cut.config)
         modules = {module: name for name, module in self.model.named_modules()}
         stack = decoder_layers(self.model)
@@ -303,6 +307,7 @@ class LayerRunner:
             dtype=self.dtype,
             device=self.device,
             stacked_as_stored=self.stacked_as_stored,
+            experts_apart=self.experts_apart,
         )
         module.load_state_dict(state, assign=True)
         layer.find_products(module)
@@ -356,7 +361,8 @@ class LayerRunner:
             found: dict[str, Collector], name: str, x: Tensor, wanted: frozenset[str], other: Tensor | None = None
         ) -> None:
             if name not in found:
-                found[name] = Collector(x.shape[1], wanted, together.rank, together.world, pool)
+                at_rest = self.experts_apart and general(name) != name
+                found[name] = Collector(x.shape[1], wanted, together.rank, together.world, pool, at_rest=at_rest)
             found[name].add(x.float(), None if other is None else other.float())
 
         def take(number: int, seen: LayerInputs, compared: LayerInputs) -> None:

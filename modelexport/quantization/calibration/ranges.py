@@ -62,6 +62,7 @@ def observe(
     all_experts: bool = False,
     device: str | torch.device = "cpu",
     memory: int | None = None,
+    experts_apart: bool = False,
     derived: bool = False,
     cached: bool = False,
     progress: Callable[[int, int], None] | None = None,
@@ -86,7 +87,7 @@ def observe(
         all_experts: every expert sees every token, whichever the router chose for it.
         device: what computes.
         memory: bytes of hidden states to keep in memory; None for all.
-        derived: see :class:`LayerRunner`.
+        experts_apart, derived: see :class:`LayerRunner`.
         cached: whether keys and values have static scales.
         progress: called with (layers done, layers in all).
 
@@ -110,6 +111,7 @@ def observe(
         device=device,
         memory=memory,
         stacked_as_stored=True,
+        experts_apart=experts_apart,
         derived=derived,
     ) as runner:
         for index in range(len(runner.layers)):

@@ -71,8 +71,12 @@ class Panels:
     features: int
     panels: dict[int, Tensor] = field(default_factory=dict)
 
-    def whole(self, rank: int) -> Tensor | None:
+    def whole(self, rank: int, device: torch.device | None = None) -> Tensor | None:
         """The full matrix, new memory, on that rank; None on the others, which take part.
+
+        Args:
+            rank: who gets it.
+            device: where it is to be; None: where this rank's panels are.
 
         All ranks call it for the same matrices in the same order. It ends when the panels have been handed over, so
         where several ranks are to have one each, let them gather all before the first computes with its own.
@@ -80,12 +84,13 @@ class Panels:
         Without a process group nothing is sent, and this rank holds all panels, wherever they were cut.
         """
         world = collectives.get_world_size()
+        device = self._device() if device is None else device
         if world == 1:
-            return self._assembled(sorted(self.panels.items()))
+            return self._assembled(sorted(self.panels.items()), device)
         edges = panel_edges(self.features)
         owner = dict(zip(edges[:-1], owners(self.features, world), strict=True))
         if collectives.get_rank() == rank:
-            return self._assembled(self._received(edges, owner, rank))
+            return self._assembled(self._received(edges, owner, rank), device)
         sent = [collectives.isend(self.panels[start], rank) for start in sorted(self.panels)]
         for request in sent:
             assert request is not None, "this rank does not belong to the job"
@@ -113,7 +118,7 @@ class Panels:
         """The rows that the panel of the columns up to ``stop`` has."""
         raise NotImplementedError
 
-    def _assembled(self, panels: Iterable[tuple[int, Tensor]]) -> Tensor:
+    def _assembled(self, panels: Iterable[tuple[int, Tensor]], device: torch.device | None) -> Tensor:
         raise NotImplementedError
 
 
@@ -125,8 +130,8 @@ class Hessian(Panels):
         """See the base."""
         return stop
 
-    def _assembled(self, panels: Iterable[tuple[int, Tensor]]) -> Tensor:
-        out = torch.empty(self.features, self.features, device=self._device())
+    def _assembled(self, panels: Iterable[tuple[int, Tensor]], device: torch.device | None) -> Tensor:
+        out = torch.empty(self.features, self.features, device=device)
         for start, panel in panels:
             stop = panel.shape[0]
             out[:stop, start:stop] = panel
@@ -144,8 +149,8 @@ class Cross(Panels):
         """See the base."""
         return self.features
 
-    def _assembled(self, panels: Iterable[tuple[int, Tensor]]) -> Tensor:
-        out = torch.empty(self.features, self.features, device=self._device())
+    def _assembled(self, panels: Iterable[tuple[int, Tensor]], device: torch.device | None) -> Tensor:
+        out = torch.empty(self.features, self.features, device=device)
         for start, panel in panels:
             out[:, start : start + panel.shape[1]] = panel
         return out
@@ -171,21 +176,28 @@ def owners(features: int, world: int) -> list[int]:
     return found
 
 
-def nbytes(features: int, wants: Collection[str], rank: int = 0, world: int = 1) -> int:
-    """Returns the bytes of the statistics of one input on a rank, while they are gathered.
+def nbytes(features: int, wants: Collection[str], rank: int = 0, world: int = 1, *, at_rest: bool = False) -> int:
+    """Returns the bytes of the statistics of one input on a rank's device, while they are gathered.
 
     Args:
-        features, wants, rank, world: see :class:`Collector`.
+        features, wants, rank, world, at_rest: see :class:`Collector`.
     """
     found = 4 * features  # amax is always taken
     found += 12 * features if "mean" in wants else 0
-    found += 4 * SAMPLE * features if "sample" in wants else 0
     found += 8 * BINS if "histogram" in wants else 0
+    if at_rest:
+        return found
+    found += 4 * SAMPLE * features if "sample" in wants else 0
     dealt = zip(pairwise(panel_edges(features)), owners(features, world), strict=True)
     spans = [span for span, owner in dealt if owner == rank]
     found += sum(4 * stop * (stop - start) for start, stop in spans) if "hessian" in wants else 0
     found += sum(4 * features * (stop - start) for start, stop in spans) if "cross" in wants else 0
     return found
+
+
+def widest_panel(features: int) -> int:
+    """Returns the bytes of the largest panel of a Hessian."""
+    return max((4 * stop * (stop - start) for start, stop in pairwise(panel_edges(features))), default=0)
 
 
 class Collector:
@@ -198,16 +210,25 @@ class Collector:
         pool: computes panels next to each other; None: one after the other. Its threads, like the caller's, must run
             each of torch's operations on one thread, or the bits depend on the machine. :meth:`add` must not be called
             from within it.
+        at_rest: keep what is large, the sample and the Hessian, in the host's memory: it comes to the device where it
+            is added to, a panel at a time.
     """
 
     def __init__(
-        self, features: int, wants: Collection[str], rank: int = 0, world: int = 1, pool: Executor | None = None
+        self,
+        features: int,
+        wants: Collection[str],
+        rank: int = 0,
+        world: int = 1,
+        pool: Executor | None = None,
+        *,
+        at_rest: bool = False,
     ) -> None:
         if unknown := sorted(set(wants) - _WANTS):
             raise ValueError(f"no statistic {unknown[0]!r}; there are {', '.join(sorted(_WANTS))}")
         if not 0 <= rank < world:
             raise ValueError(f"rank {rank} of {world}")
-        self.features, self.wants, self.pool = features, frozenset(wants), pool
+        self.features, self.wants, self.pool, self.at_rest = features, frozenset(wants), pool, at_rest
         self.tokens = 0
         edges = panel_edges(features)
         dealt = zip(pairwise(edges), owners(features, world), strict=True)
@@ -220,12 +241,13 @@ class Collector:
         with torch.inference_mode(False):
             self._amax = torch.zeros(self.features, device=device)
             self._sum = torch.zeros(self.features if "mean" in self.wants else 0, dtype=torch.float64, device=device)
-            self._sample = torch.zeros(SAMPLE if "sample" in self.wants else 0, self.features, device=device)
+            large = torch.device("cpu") if self.at_rest else device
+            self._sample = torch.zeros(SAMPLE if "sample" in self.wants else 0, self.features, device=large)
             self._histogram = torch.zeros(BINS if "histogram" in self.wants else 0, dtype=torch.int64, device=device)
             spans = self._spans if "hessian" in self.wants else []
-            self._panels = {start: torch.zeros(stop, stop - start, device=device) for start, stop in spans}
+            self._panels = {start: torch.zeros(stop, stop - start, device=large) for start, stop in spans}
             spans = self._spans if "cross" in self.wants else []
-            self._crossed = {start: torch.zeros(self.features, stop - start, device=device) for start, stop in spans}
+            self._crossed = {start: torch.zeros(self.features, stop - start, device=large) for start, stop in spans}
 
     @torch.no_grad()
     def add(self, x: Tensor, reference: Tensor | None = None) -> None:
@@ -256,7 +278,10 @@ class Collector:
             start, panel = item
             stop = panel.shape[0]
             with torch.no_grad():  # which is a setting of each thread
-                panel.addmm_(x[:, :stop].T, x[:, start:stop])
+                sums = panel.to(x.device)
+                sums.addmm_(x[:, :stop].T, x[:, start:stop])
+                if sums is not panel:
+                    panel.copy_(sums)
 
         _each(self.pool, multiply, self._panels.items())
         if reference is None or not self._crossed:
@@ -266,7 +291,10 @@ class Collector:
         def cross(item: tuple[int, Tensor]) -> None:
             start, panel = item
             with torch.no_grad():
-                panel.addmm_(apart, x[:, start : start + panel.shape[1]])
+                sums = panel.to(x.device)
+                sums.addmm_(apart, x[:, start : start + panel.shape[1]])
+                if sums is not panel:
+                    panel.copy_(sums)
 
         _each(self.pool, cross, self._crossed.items())
 

@@ -104,7 +104,7 @@ class ShardedProducts(TorchFunctionMode):
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         parts = self.products.get(weight.data_ptr())
-        weight = weight.to(input.dtype)  # stacked experts may be as stored
+        weight = weight.to(input.device, input.dtype)  # experts may be in the host's memory, stacked ones as stored
         if parts is None or not input.numel():
             return functional.linear(input, weight, bias)
         x = input.reshape(-1, input.shape[-1])
