@@ -47,18 +47,7 @@ def line_of(
     text = directory / "samples.jsonl"
     rows = [[(7 * i + 3 * j * j) % 199 + 3 for j in range(length + 30)] for i in range(20)]
     text.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
-    line = [
-        "--model",
-        str(model),
-        "--quant",
-        quant,
-        "--algorithm",
-        algorithm,
-        "--device",
-        "fakegpu",
-        "--calib",
-        str(text),
-    ]
+    line = f"--model {model} --quant {quant} --algorithm {algorithm} --device fakegpu --calib {text}".split()
     return [*line, "--calib-samples", str(samples), "--calib-length", str(length)]
 
 

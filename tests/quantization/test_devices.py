@@ -76,3 +76,35 @@ def test_the_device_that_a_setting_means() -> None:
     assert [line.partition(": torch")[0] for line in lines] == ["--device fakegpu:1", "--device cuda"]
     words = "sees no such device with float64 (1 of fakegpu): leave it out, or type --device cpu"
     assert all(words in line for line in lines)
+
+
+@pytest.mark.skipif("not __import__('torch').cuda.is_available()", reason="there is no GPU of CUDA")
+def test_hidden_states_are_page_locked_for_cuda() -> None:
+    import torch
+
+    from modelexport.quantization.calibration.hidden_states import HiddenStates
+
+    given = [torch.randn(2, 3, 4) for _ in range(2)]
+    states = HiddenStates([(2, 3, 4)] * 2, torch.float32, torch.device("cuda"))
+    for number, value in enumerate(given):
+        states[number] = value.cuda()
+    assert all(torch.equal(found.cpu(), value) for found, value in zip(states, given, strict=True))
+
+
+SHARED = """
+import torch
+from modelexport.quantization import devices
+from tests.helpers import fake_accelerator
+fake_accelerator.register()
+assert devices.free_memory("fakegpu") is None
+torch.fakegpu.mem_get_info = lambda device: (1000, 2000)
+print(devices.free_memory("fakegpu"), devices.free_memory("fakegpu", 3), devices.free_memory("cpu"))
+"""
+
+
+@pytest.mark.skipif("__import__('torch').accelerator.is_available()", reason="there is an accelerator")
+def test_ranks_share_what_is_free() -> None:
+    """Three of them are on the one device that there is."""
+    done = run_warm("-c", SHARED)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["900", "300", "None"]

@@ -164,7 +164,7 @@ class _Given:
     def __init__(self, matrix: Tensor) -> None:
         self.matrix = matrix
 
-    def whole(self, rank: int) -> Tensor:
+    def whole(self, rank: int, device: torch.device) -> Tensor:
         return self.matrix.clone()
 
 

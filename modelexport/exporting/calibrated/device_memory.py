@@ -377,7 +377,7 @@ class _LayerMemory:
         return 0 if not bits else _ROUNDED_INPUT if min(bits) >= 8 else _PACKED_INPUT
 
     def _made(self, clipped: bool) -> dict[str, int]:
-        """What is to be written of the layer, and narrowed copies of weights."""
+        """The tensors to be written of the layer, and narrowed copies of weights."""
         apart = [task.module.is_expert and self.experts_apart for task in self.step.tasks]
         tasks = [task for task, away in zip(self.step.tasks, apart, strict=True) if not away]
         written = sum(out.nbytes for task in tasks for out in task.outputs) // self.world

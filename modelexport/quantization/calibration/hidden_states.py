@@ -75,7 +75,7 @@ class HiddenStates(Sequence[Tensor]):
         """Batch ``number``; new memory where it came from the file."""
         number = range(len(self))[number]  # IndexError ends loops
         if number not in self._places:
-            return self._kept[number].to(self._device)
+            return _to_device(self._kept[number], self._device)
         assert self._file is not None
         out = torch.empty(self._shapes[number], dtype=self._dtype)
         _read(self._file.fileno(), _bytes_of(out), self._places[number])
@@ -86,7 +86,7 @@ class HiddenStates(Sequence[Tensor]):
         assert tuple(value.shape) == tuple(self._shapes[number])
         assert value.dtype == self._dtype
         if number not in self._places:
-            self._kept[number] = value.cpu()
+            self._kept[number] = _to_host(value, self._device)
             return
         assert self._file is not None
         _write(self._file.fileno(), _bytes_of(value), self._places[number])
@@ -189,7 +189,7 @@ class CarriedTensors:
     def __getitem__(self, key: Hashable) -> Tensor:
         """The tensor; new memory where it came from the file."""
         if key not in self._places:
-            return self._kept[key].to(self._device)
+            return _to_device(self._kept[key], self._device)
         place, shape, dtype = self._places[key]
         out = torch.empty(shape, dtype=dtype)
         _read(self._file.fileno(), _bytes_of(out), place)
@@ -218,7 +218,7 @@ class CarriedTensors:
         if self._memory is None or self._used + size <= self._memory:
             self._used += size
             # A view would keep all that it is a part of.
-            self._kept[key] = value.cpu().contiguous()
+            self._kept[key] = _to_host(value.contiguous(), self._device)
             return None
         self._kept.pop(key, None)
         if self._file is None:
@@ -234,6 +234,21 @@ class CarriedTensors:
         self._kept.clear()
         if self._file is not None:
             self._file.close()
+
+
+def _to_host(value: Tensor, device: torch.device) -> Tensor:
+    """The tensor in the host's memory; itself where it is there, and the device is not a GPU of CUDA.
+
+    That copies to and from page-locked memory while the host goes on: it is read by :func:`_to_device`, in whose stream
+    the copy is done before.
+    """
+    if device.type != "cuda":
+        return value.cpu()
+    return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+
+
+def _to_device(value: Tensor, device: torch.device) -> Tensor:
+    return value.to(device, non_blocking=device.type == "cuda")
 
 
 def _index_in(header: bytes) -> int | None:
