@@ -28,7 +28,8 @@ PLAN = {
 
 
 def sharded(model: Any, how: str) -> Any:
-    """The model with parts of its tensors on each rank: by FSDP2, or on a mesh of two dims."""
+    """The model with parts of its tensors on each rank: by FSDP2, or on a mesh of two dims. (transformers' own way,
+    "auto", is taken as a model is loaded.)"""
     world = distributed.get_world_size()
     layers = getattr(model.model, "language_model", model.model).layers
     if how == "fsdp":
@@ -48,8 +49,12 @@ def main() -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
     [architecture] = json.loads(Path(source, "config.json").read_text())["architectures"]
-    model = sharded(getattr(transformers, architecture).from_pretrained(source, dtype=torch.bfloat16), how)
-    assert sum(isinstance(tensor, DTensor) for tensor in model.state_dict().values()) > 10
+    kind = getattr(transformers, architecture)
+    if how == "auto":
+        model = kind.from_pretrained(source, dtype=torch.bfloat16, tp_plan="auto")
+    else:
+        model = sharded(kind.from_pretrained(source, dtype=torch.bfloat16), how)
+    assert sum(isinstance(tensor, DTensor) for tensor in model.state_dict().values()) >= 10
     try:
         if settings.startswith("quantise "):
             tensors = dict(modelexport.quantise(model=model, **json.loads(settings.removeprefix("quantise "))))

@@ -135,6 +135,9 @@ SHARDED = [
     ("llama", "mesh", 4, {"quant": "nvfp4", "algorithm": "awq"}),
     ("mixtral", "fsdp", 2, {"quant": "int4", "group_size": 32}),
     ("qwen3_5_moe", "fsdp", 2, {"quant": "fp8"}),
+    ("llama", "auto", 4, {"quant": "int4", "algorithm": "gptq"}),
+    ("qwen3_moe", "auto", 2, {"quant": "int8"}),
+    ("phi3", "auto", 2, {"quant": "fp8"}),
 ]
 
 
