@@ -79,7 +79,7 @@ RANKS = [
     ("qwen3_moe", "fp8-static", "awq", ()),
     ("llama", "fp8", "rtn", ()),
     ("llama", "", "autoquant", ()),
-    ("qwen3_moe", "int4", "awq+gptq", ("--group-size", "32", "--device-memory", "8000000")),
+    ("qwen3_moe", "int4", "awq+gptq", ("--group-size", "32", "--device-memory", "4000000")),
 ]
 
 
