@@ -33,7 +33,8 @@ def export(recipe: ExportRecipe | None = None, **settings: Any) -> ExportResult:
         recipe: the settings; or give them as keyword arguments, named like the fields of
             :class:`~modelexport.recipe.ExportRecipe`. ``model`` may then be a module of transformers, or a dict of
             tensors by the names that they have in a checkpoint; with ``config`` (a dict or transformers' object) for
-            what has none, and ``tokenizer`` (the object, or a directory) where samples are read. Such a model is
+            what has none, and ``tokenizer`` (the object, or a directory) where samples are read; and with ``plan``
+            (pattern of names -> dim) where each rank has a part of plain tensors. Such a model is
             exported by this process, to the bytes that saving it and exporting that gives.
 
     Returns:
@@ -60,7 +61,7 @@ def export(recipe: ExportRecipe | None = None, **settings: Any) -> ExportResult:
     if recipe is not None and settings:
         raise UsageError("export(): give a recipe or settings, not both")
     if is_in_memory(settings.get("model")):
-        with opened(*(settings.pop(name, None) for name in ("model", "config", "tokenizer"))) as source:
+        with opened(*(settings.pop(name, None) for name in ("model", "config", "tokenizer", "plan"))) as source:
             return _exported(ExportRecipe.from_mapping(settings, where="export()"), source)
     return _exported(recipe or ExportRecipe.from_mapping(settings, where="export()"))
 

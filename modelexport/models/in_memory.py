@@ -17,11 +17,13 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelexport.checkpoints.safetensors.file import Checkpoint, Reader, TensorInfo, tensor_nbytes
 from modelexport.checkpoints.source import Source
+from modelexport.distributed.dtensors import as_sharded
 from modelexport.errors import CheckpointError, UsageError, quoted
 from modelexport.sharding.plan import Range
 from modelexport.system.dtypes import dtype_name
@@ -34,6 +36,7 @@ __all__ = ["MemoryTensor", "forget_layers", "gather_layers", "is_gathered", "is_
 
 LABEL = "a model in memory"
 _TOKENIZER = ("*token*.json", "*.model", "vocab*", "merges.txt", "chat_template*", "*processor_config.json")
+_DIMS = {"colwise": 0, "rowwise": 1}
 _LAYER = re.compile(r".*?\.\d+(?=\.)")
 Convert = Callable[[Mapping[str, "Tensor"]], Mapping[str, "Tensor"]]
 
@@ -144,7 +147,9 @@ def is_in_memory(model: object) -> bool:
 
 
 @contextmanager
-def opened(model: Any, config: Any = None, tokenizer: Any = None) -> Iterator[Source]:
+def opened(
+    model: Any, config: Any = None, tokenizer: Any = None, plan: Mapping[str, int | str] | None = None
+) -> Iterator[Source]:
     """A model as a source of exports: its tensors stay where they are, and its small files are written to a temporary
     directory.
 
@@ -152,6 +157,8 @@ def opened(model: Any, config: Any = None, tokenizer: Any = None) -> Iterator[So
         model: a module of transformers; or tensors by the names that they have in a checkpoint.
         config: of the latter, or of another kind of module: config.json as a dict, or transformers' object.
         tokenizer: transformers' object, or a directory that holds one: for calibration, and to lie beside the weights.
+        plan: where each rank has a part of plain tensors: pattern of their names, as ``fnmatch`` has them -> the dim
+            that is cut, or "colwise" (0) or "rowwise" (1). The first that matches counts; others are whole.
 
     Raises:
         UsageError: there is no config, or the model is quantised.
@@ -168,7 +175,7 @@ def opened(model: Any, config: Any = None, tokenizer: Any = None) -> Iterator[So
         if content.get("quantization_config"):
             raise UsageError(f"{LABEL} is quantised: give the directory that it was loaded from")
         try:
-            yield Source(directory, LABEL, checkpoint=_checkpoint(directory, model, content))
+            yield Source(directory, LABEL, checkpoint=_checkpoint(directory, model, content, plan))
         finally:
             forget_layers()
 
@@ -199,7 +206,9 @@ def _write_tokenizer(directory: Path, tokenizer: Any) -> None:
             write_small(directory / path.name, read_small(path, largest=LARGEST_JSON))
 
 
-def _checkpoint(directory: Path, model: Any, config: dict[str, Any]) -> Checkpoint:
+def _checkpoint(
+    directory: Path, model: Any, config: dict[str, Any], plan: Mapping[str, int | str] | None = None
+) -> Checkpoint:
     """The tensors of a model as those of a checkpoint that lies nowhere."""
     import torch
 
@@ -207,6 +216,8 @@ def _checkpoint(directory: Path, model: Any, config: dict[str, Any]) -> Checkpoi
     wrong = next((name for name, value in held.items() if not isinstance(value, torch.Tensor)), None)
     if wrong is not None:
         raise UsageError(f"{LABEL}: {quoted(wrong)} is a {type(held[wrong]).__name__}, where a tensor is needed")
+    if plan is not None:
+        held = as_sharded(held, _cut_dims(held, plan))
     layers: dict[str, dict[str, Tensor]] = {}
     for name, tensor in held.items():
         match = _LAYER.match(name)
@@ -224,6 +235,33 @@ def _checkpoint(directory: Path, model: Any, config: dict[str, Any]) -> Checkpoi
     if not infos:
         raise CheckpointError(f"{LABEL} holds no tensor")
     return Checkpoint(directory, infos, config, {}, computed=computed)
+
+
+def _cut_dims(held: Mapping[str, Tensor], plan: Mapping[str, int | str]) -> dict[str, int]:
+    """The dims along which tensors are cut.
+
+    Raises:
+        UsageError: a pattern names none, or a dim that its tensors do not have.
+    """
+    dims: dict[str, int] = {}
+    used: set[str] = set()
+    for name, tensor in held.items():
+        pattern = next((pattern for pattern in plan if fnmatchcase(name, pattern)), None)
+        if pattern is None:
+            continue
+        used.add(pattern)
+        asked = plan[pattern]
+        dim = _DIMS.get(asked) if isinstance(asked, str) else asked
+        if not isinstance(dim, int) or not 0 <= dim < tensor.dim():
+            raise UsageError(
+                f"plan: {plan[pattern]!r} of {pattern!r} is no dim of {name} {list(tensor.shape)}: give 0 or 1, or "
+                f"{' or '.join(_DIMS)}"
+            )
+        dims[name] = dim
+    unused = next((pattern for pattern in plan if pattern not in used), None)
+    if unused is not None:
+        raise UsageError(f"plan: no tensor of the model matches {unused!r}; it has {next(iter(held))!r} and others")
+    return dims
 
 
 def _untied(model: Any) -> dict[str, Tensor]:

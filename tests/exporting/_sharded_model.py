@@ -44,24 +44,47 @@ def sharded(model: Any, how: str) -> Any:
     return model
 
 
+def plain(model: Any, settings: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """This rank's parts of the tensors, and the settings with the plan by which they were cut."""
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    dims = {"*.q_proj.weight": "colwise", "*.up_proj.weight": 0, "*.down_proj.weight": "rowwise"}
+    dims.update(settings.pop("more", {}))
+    held = {}
+    for name, tensor in model.state_dict().items():
+        dim = next((d for pattern, d in dims.items() if pattern.strip("*") in name), None)
+        number = {"colwise": 0, "rowwise": 1}.get(dim, dim)
+        held[name] = tensor if number is None else tensor.chunk(world, number)[rank].clone()
+    held.pop("lm_head.weight") if model.config.tie_word_embeddings else None
+    return held, {
+        **settings,
+        "config": model.config.to_dict() | {"architectures": [type(model).__name__]},
+        "plan": dims,
+    }
+
+
 def main() -> None:
     source, out, how, settings = sys.argv[1:]
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
     [architecture] = json.loads(Path(source, "config.json").read_text())["architectures"]
     kind = getattr(transformers, architecture)
+    given: dict[str, Any] = {}
     if how == "auto":
         model = kind.from_pretrained(source, dtype=torch.bfloat16, tp_plan="auto")
+    elif how == "plain":
+        model, given = plain(kind.from_pretrained(source, dtype=torch.bfloat16), json.loads(settings))
+        settings = "{}"
     else:
         model = sharded(kind.from_pretrained(source, dtype=torch.bfloat16), how)
-    assert sum(isinstance(tensor, DTensor) for tensor in model.state_dict().values()) >= 10
+    if how != "plain":
+        assert sum(isinstance(tensor, DTensor) for tensor in model.state_dict().values()) >= 10
     try:
         if settings.startswith("quantise "):
             tensors = dict(modelexport.quantise(model=model, **json.loads(settings.removeprefix("quantise "))))
             save_file(tensors, f"{out}-{distributed.get_rank()}.safetensors")
         else:
             tp = distributed.get_world_size()
-            modelexport.export(model=model, tp=tp, out=out, quiet=True, **json.loads(settings))
+            modelexport.export(model=model, tp=tp, out=out, quiet=True, **given, **json.loads(settings))
     except modelexport.UsageError as error:
         print(f"REFUSED {error}")
     distributed.destroy_process_group()

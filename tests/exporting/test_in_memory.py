@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -135,6 +136,7 @@ SHARDED = [
     ("llama", "mesh", 4, {"quant": "nvfp4", "algorithm": "awq"}),
     ("mixtral", "fsdp", 2, {"quant": "int4", "group_size": 32}),
     ("qwen3_5_moe", "fsdp", 2, {"quant": "fp8"}),
+    ("llama", "plain", 2, {"quant": "int8", "more": {"*.gate_proj.weight": 0}}),
     ("llama", "auto", 4, {"quant": "int4", "algorithm": "gptq"}),
     ("qwen3_moe", "auto", 2, {"quant": "int8"}),
     ("phi3", "auto", 2, {"quant": "fp8"}),
@@ -148,7 +150,8 @@ def test_ranks_that_hold_parts_write_the_same(
 ) -> None:
     source = make_llama() if kind == "llama" else tiny_checkpoint(kind)
     settings = {**settings, "calib": text, "calib_samples": 2, "calib_length": 16}
-    modelexport.export(model=str(source), out=str(tmp_path / "of-files"), quiet=True, **settings)
+    of_files = {name: value for name, value in settings.items() if name != "more"}
+    modelexport.export(model=str(source), out=str(tmp_path / "of-files"), quiet=True, **of_files)
     by_ranks(world, source, tmp_path / "of-ranks", how, settings)
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("of-files", "of-ranks")]
     assert weights[0] == weights[1]
@@ -178,3 +181,19 @@ def test_every_rank_is_given_all_tensors(tmp_path: Path, text: str) -> None:
         assert all(torch.equal(tensor, written[name]) for name, tensor in found.items())
     said = by_ranks(2, source, tmp_path / "no", "fsdp", {"quant": "fp8-static", "calib": text}, "quantise ")
     assert said.startswith("REFUSED this process is one of 2 ranks, and quantise() calibrates in one process")
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ({"*.nothing.weight": 0}, "no tensor of the model matches '*.nothing.weight'"),
+        ({"model.norm.weight": "rowwise"}, "'rowwise' of 'model.norm.weight' is no dim of model.norm.weight"),
+        ({"*.q_proj.weight": "colwise"}, "says how ranks have cut a model, and this process is none"),
+    ],
+)
+def test_a_plan_that_cannot_be(plan: dict[str, Any], words: str, tmp_path: Path) -> None:
+    config = json.loads((make_llama() / "config.json").read_text())
+    with pytest.raises(modelexport.UsageError, match=re.escape(words)):
+        modelexport.export(
+            model=load_file(make_llama() / "model.safetensors"), config=config, plan=plan, out=str(tmp_path / "out")
+        )
