@@ -97,13 +97,15 @@ def free_memory(name: str, local_ranks: int = 1) -> int | None:
 
 @contextmanager
 def deterministic(device: torch.device) -> Iterator[None]:
-    """Has torch choose kernels that give the same bits every time, where it has the choice."""
+    """Has torch choose kernels that give the same bits every time, where it has the choice; those of the CPU do."""
+    if device.type == CPU:  # the setting itself imports torch's compiler, which takes a second
+        yield
+        return
     import torch
 
     before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    if device.type != CPU:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product is computed
-        torch.use_deterministic_algorithms(True, warn_only=True)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product is computed
+    torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
