@@ -42,8 +42,15 @@ _BUSY = 5
 """Hidden states of a batch that a layer has at once, beside what its linears are given and give."""
 _ROUNDED_INPUT, _PACKED_INPUT = 4, 9
 """Copies of a linear's input while it is rounded as engines round it: to 8 bits, to fewer."""
+_CLAMPED = 5
+"""Times the outputs of an MLP's linears that it has at once where its gate is clamped, as gpt-oss' is; else 2."""
+_TOGETHER = ("llama4_text",)
+"""Models of which transformers computes all experts at once, for all tokens."""
 _CHOSEN = re.compile(r"experts?_per_tok|moe_top_?k|top_k_experts")
 """The keys of config.json that say how many experts a token goes to."""
+_CHUNK = re.compile(r"(mamba_)?chunk_size")
+_STATE = re.compile(r"mamba_d_state|(ssm_)?state_size")
+"""The keys that say how many tokens a Mamba layer scans together, and how many numbers a channel's state has."""
 
 
 @dataclass(frozen=True)
@@ -310,7 +317,8 @@ class _LayerMemory:
         others = {x.inputs: x.given for x in self.linears if not x.is_expert}
         widest = max((x.given for x in self.linears), default=0)
         blocks = [self._busy(block, seen=seen) for block in self._blocks()]
-        features = _BUSY * dims.hidden + max(blocks, default=0)
+        streams = int(self.config.get("altup_num_inputs") or self.config.get("hc_mult") or 1)
+        features = _BUSY * streams * dims.hidden + max(*blocks, self._scan(), 0)
         if seen:  # the inputs are kept, and when the batch has run, copied for their magnitudes
             kept = sum(others.values()) + math.ceil(routed * sum(experts.values()))
             features = kept + max(features, 2 * widest)
@@ -331,7 +339,8 @@ class _LayerMemory:
         """The linears that run together: those of an attention, of an MLP, of one expert."""
         blocks: dict[object, list[_HeldLinear]] = {}
         for linear in self.linears:
-            key = linear.name.rpartition(".")[0] if linear.is_expert else linear.block
+            apart = linear.is_expert and self.config.get("model_type") not in _TOGETHER
+            key = linear.name.rpartition(".")[0] if apart else linear.block
             blocks.setdefault(key, []).append(linear)
         return list(blocks.values())
 
@@ -339,7 +348,26 @@ class _LayerMemory:
         """Numbers of each token while a block runs: outputs, and what is made of them, but for inputs that are kept."""
         heads = max((x.gives for x in block if x.attends), default=0)
         inner = {x.inputs: x.given for x in block if x.inputs != block[0].inputs}
-        return 2 * sum(x.gives for x in block) + 2 * heads - (sum(inner.values()) if seen else 0)
+        times = 2 if any(x.attends for x in block) or not self.config.get("swiglu_limit") else _CLAMPED
+        return times * sum(x.gives for x in block) + 3 * heads - (sum(inner.values()) if seen else 0)
+
+    def _scan(self) -> int:
+        """Numbers of each token while a Mamba layer's states are scanned by torch's own operations.
+
+        Mamba-2 (Dao and Gu, 2024) has scores between the tokens of a chunk, by head, and a head's own copy of what
+        goes in and out of its state; Mamba-1 (Gu and Dao, 2023) a state of each channel at each token.
+        """
+        shapes = [task.info.shape for task in self.step.tasks if task.parameter == "A_log"]
+        chunk, state = (
+            next((int(x) for key, x in self.config.items() if found.fullmatch(key) and x), 0)
+            for found in (_CHUNK, _STATE)
+        )
+        if not shapes or not state:
+            return 0
+        inner = max((x.given for x in self.linears if x.name.endswith("out_proj")), default=0)
+        if len(shapes[0]) == 2:
+            return 3 * math.prod(shapes[0]) + 10 * inner
+        return 4 * shapes[0][0] * (chunk + state) + 8 * inner
 
     def _expert(self) -> int:
         """The weights of the largest expert, in float32, or the widest panel of a Hessian of its inputs."""

@@ -310,6 +310,9 @@ class LayerRunner:
             experts_apart=self.experts_apart,
         )
         module.load_state_dict(state, assign=True)
+        for part in module.modules():  # buffers that no checkpoint holds, such as Falcon-H1's multipliers
+            for name in part._non_persistent_buffers_set:
+                part._buffers[name] = None if (buffer := part._buffers[name]) is None else buffer.to(self.device)
         layer.find_products(module)
         try:
             yield layer
