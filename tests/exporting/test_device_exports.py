@@ -58,7 +58,9 @@ def settings(kind: str, quant: str, algorithm: str, rest: tuple[str, ...], direc
     return [*line, "--calib", str(text), "--calib-samples", "2", "--calib-length", "16", "--quiet"]
 
 
-@pytest.mark.parametrize(("kind", "quant", "algorithm", "rest"), few(CASES, CASES[4]))
+@pytest.mark.parametrize(
+    ("kind", "quant", "algorithm", "rest"), few(CASES, CASES[4], slow=(CASES[2], CASES[12], CASES[14]))
+)
 def test_the_bytes_are_those_of_the_cpu(
     kind: str, quant: str, algorithm: str, rest: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -64,7 +64,7 @@ def predicted_and_peak(line: list[str], out: Path) -> tuple[int, int]:
     return plan["predicted"], peak
 
 
-@pytest.mark.parametrize(("name", "quant", "algorithm"), few(CASES, CASES[0]))
+@pytest.mark.parametrize(("name", "quant", "algorithm"), few(CASES, CASES[0], slow=(CASES[1], CASES[3], CASES[4])))
 def test_the_prediction_is_a_bound_within_half_as_much_again(
     name: str, quant: str, algorithm: str, tmp_path: Path
 ) -> None:
@@ -74,15 +74,14 @@ def test_the_prediction_is_a_bound_within_half_as_much_again(
     assert peak <= predicted <= 1.5 * peak
 
 
-FAMILIES = [
-    *("gpt_oss", "deepseek_v3", "granitemoehybrid", "gemma3_text", "gemma3n_text", "gemma4_text", "qwen3_next"),
-    *("mixtral", "llama4_text", "nemotron_h", "jamba", "falcon_h1"),
+KINDS = [
+    *("gpt_oss", "jamba", "llama4_text", "granitemoehybrid", "deepseek_v3", "gemma3_text", "gemma3n_text"),
+    *("gemma4_text", "qwen3_next", "mixtral", "nemotron_h", "falcon_h1"),
 ]
+FAMILIES = [(kind, algorithm) for algorithm in ("smoothquant+mse", "gptq") for kind in KINDS]
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("algorithm", ["gptq", "smoothquant+mse"])
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize(("kind", "algorithm"), few(FAMILIES, slow=FAMILIES[4:]))
 def test_the_prediction_is_a_bound_in_other_families(kind: str, algorithm: str, tmp_path: Path) -> None:
     line = [*line_of(tiny_checkpoint(kind), tmp_path, "int4", algorithm, length=128), "--group-size", "32"]
     predicted, peak = predicted_and_peak(line, tmp_path / "out")
@@ -99,7 +98,7 @@ CUT = [
 ]
 
 
-@pytest.mark.parametrize(("name", "quant", "algorithm", "part", "cut"), few(CUT, CUT[0]))
+@pytest.mark.parametrize(("name", "quant", "algorithm", "part", "cut"), few(CUT, CUT[0], slow=(CUT[1], CUT[3], CUT[4])))
 def test_a_layer_that_does_not_fit_is_cut_and_has_the_same_bytes(
     name: str, quant: str, algorithm: str, part: float, cut: str, tmp_path: Path
 ) -> None:

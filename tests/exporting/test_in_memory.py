@@ -144,7 +144,9 @@ SHARDED = [
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("kind", "how", "world", "settings"), few(SHARDED))
+@pytest.mark.parametrize(
+    ("kind", "how", "world", "settings"), few(SHARDED, slow=[each for each in SHARDED if each[2] == 4])
+)
 def test_ranks_that_hold_parts_write_the_same(
     kind: str, how: str, world: int, settings: dict[str, Any], tmp_path: Path, text: str
 ) -> None:

@@ -46,7 +46,11 @@ def peak(source: Path, out: Path, *arguments: object) -> int:
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("tp", "gather", "more"),
-    few([(2, "shm", 6), (1, "direct", 16), (4, "direct", 16), (4, "shm", 16)], (2, "shm", 6)),
+    few(
+        [(2, "shm", 6), (1, "direct", 16), (4, "direct", 16), (4, "shm", 16)],
+        (2, "shm", 6),
+        slow=[(1, "direct", 16), (4, "direct", 16)],
+    ),
 )
 def test_memory_does_not_grow_with_the_model(tmp_path: Path, tp: int, gather: str, more: int) -> None:
     arguments = ("--tp", tp, "--gather", gather, "--quant", "int8")
