@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from torch import Tensor
 from modelexport.checkpoints.safetensors.file import torch_dtype
 from modelexport.distributed.launch import phase
 from modelexport.errors import ValuesError
+from modelexport.exporting.calibrated.gradients import SharedGradients
 from modelexport.exporting.calibrated.recut import from_rows, to_rows
 from modelexport.exporting.plan import ExportStep, full_name
 from modelexport.exporting.scales import ScaleAgreement
@@ -294,8 +295,9 @@ class CalibratedLayer:
         self._agree()
         made = QuantisedLayer(report=self.report)
         after = OutputErrors()
-        for group in self._groups():
-            native = rounding.quantise([linear.computing() for linear in group])
+        for group in [list(self.quantised.values())] if rounding.learns else self._groups():
+            computing = [linear.computing() for linear in group]
+            native = self._learn(rounding, computing) if rounding.learns else rounding.quantise(computing)
             for linear in group:
                 tensors = native[linear.name] if len(linear.weight) else linear.rounded()
                 self._take(made, linear, tensors, after)
@@ -307,6 +309,21 @@ class CalibratedLayer:
         self.report.notes |= self._not_run()
         self._cached(made)
         return made
+
+    def _learn(self, rounding: Rounding, linears: Sequence[CalibratedLinear]) -> Mapping[str, dict[str, Tensor]]:
+        """Rounds all linears by the gradients of the layer."""
+        weights = {linear.name: linear.weight for linear in linears}
+        ranks = range(self.job.plan.parallelism.tp)
+        boxes = {name: [self.tasks[f"{name}.weight"].owned_box(rank) for rank in ranks] for name in weights}
+        spans = {name: [(0, 0) if box is None else box[0] for box in each] for name, each in boxes.items()}
+        activations = {
+            linear.name: self._rounding_of(linear)
+            for linear in self.quantised.values()
+            if linear.number_format is not None and linear.number_format.input_arguments() is not None
+        }
+        with SharedGradients(self.runner, self.filled, weights, spans, activations) as layer:
+            own = [replace(linear, weight=layer.unrounded[linear.name]) for linear in linears]
+            return rounding.learn(own, layer)
 
     def _not_run(self) -> dict[str, str]:
         """Linear -> why no sample came to it, of a layer that text does not pass through."""

@@ -35,6 +35,7 @@ from modelexport.quantization import algorithms
 from modelexport.quantization.algorithms.base import Algorithm, Folding, Rounding
 from modelexport.quantization.algorithms.rotation import Rotation
 from modelexport.quantization.algorithms.rtn import RoundToNearest
+from modelexport.quantization.calibration.cut import ForwardCut
 from modelexport.quantization.calibration.layers import LayerRunner
 from modelexport.quantization.calibration.ranges import Ranges
 
@@ -88,13 +89,13 @@ class CalibratedExport(RankExport):
             forward_reader(job.source, self.reader),
             samples.windows,
             embedded=samples.embedded,
-            cut=forward_cut(job.plan.family, job.plan.dimensions, self.rank, self.world),
+            cut=self._cut(),
             device=self.device,
             progress=self._batch,
             memory=job.recipe.calib_memory,
             directory=None if self.beside is None else self.beside.parent,
             experts_apart=memory.experts_apart,
-            compared="cross" in self.rounding.wants,
+            compared="cross" in self.rounding.wants or self.rounding.learns,
             derived=job.plan.family.is_derived,
         )
         left = [step.index for step in self.decoder if step.id not in job.done]
@@ -108,6 +109,12 @@ class CalibratedExport(RankExport):
         if left:
             phase("reading the embeddings of the calibration samples")
             self.open.enter_context(self.runner)
+
+    def _cut(self) -> ForwardCut:
+        """This rank's part of the layers: of those whose gradients are followed all, for some of the samples."""
+        if self.rounding.learns:
+            return ForwardCut()
+        return forward_cut(self.job.plan.family, self.job.plan.dimensions, self.rank, self.world)
 
     def _restored(self, index: int) -> bool:
         """Returns whether the samples go on from the states that an earlier run kept: on all ranks, or on none."""

@@ -13,7 +13,7 @@ algorithm's imports it at the top, but in the functions that compute.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -24,7 +24,17 @@ if TYPE_CHECKING:
     from modelexport.quantization.calibration.statistics import InputStatistics
     from modelexport.quantization.formats.base import NumberFormat
 
-__all__ = ["KINDS", "Algorithm", "CalibratedLinear", "Fold", "Folding", "NoSettings", "RankGroup", "Rounding"]
+__all__ = [
+    "KINDS",
+    "Algorithm",
+    "CalibratedLinear",
+    "Fold",
+    "Folding",
+    "LayerGradients",
+    "NoSettings",
+    "RankGroup",
+    "Rounding",
+]
 
 Kind = Literal["rotate", "assign", "fold", "round"]
 KINDS: tuple[Kind, ...] = ("rotate", "assign", "fold", "round")
@@ -151,6 +161,31 @@ class Fold:
     features: int
 
 
+class LayerGradients(ABC):
+    """A layer as a function of its weights, and how far its outputs are from what they should be.
+
+    Attributes:
+        batches: how many there are of the samples.
+        batch_samples: samples of each.
+    """
+
+    batches: int
+    batch_samples: int
+
+    @abstractmethod
+    def at(self, values: Callable[[str], Tensor], numbers: Sequence[int]) -> tuple[float, Mapping[str, Tensor]]:
+        """Returns the sum of the squared distances over some batches, and its gradients. All ranks call it together.
+
+        Args:
+            values: called with each linear's name, for its weight's rows of this rank: float32 ``[rows, in_features]``.
+            numbers: of the batches.
+
+        Returns:
+            The distance, and linear -> gradient, of these rows, of those that the samples came to. The same numbers,
+            whatever the number of ranks.
+        """
+
+
 class Algorithm(ABC):
     """Base of all; a module of this package, or of a plugin, has one, as ``ALGORITHM``.
 
@@ -247,17 +282,24 @@ class Rounding(Algorithm):
     """Rounds weights.
 
     Attributes:
+        learns: whether it rounds by the gradients of a whole layer: :meth:`learn` is called in place of
+            :meth:`quantise`, and each rank has all of the layer's weights.
         notes: linear -> what was out of the ordinary.
         rows_at_once: rows of a weight to work on at a time on a device whose memory is short, a multiple of
             :data:`~modelexport.quantization.calibration.cut.ROWS`; None for as many as are quickest.
     """
 
     kind: ClassVar[Kind] = "round"
+    learns: ClassVar[bool] = False
 
     def __init__(self, settings: Any = None, ranks: RankGroup | None = None, *, seed: int = 0) -> None:
         super().__init__(settings, ranks, seed=seed)
         self.rows_at_once: int | None = None
         self.notes: dict[str, str] = {}
+
+    def learn(self, linears: Sequence[CalibratedLinear], layer: LayerGradients) -> Mapping[str, dict[str, Tensor]]:
+        """Returns what :meth:`quantise` does, for all quantised linears of a layer at once, where ``learns``."""
+        raise NotImplementedError(f"{self.name} follows no gradients")
 
     def quantise(self, linears: Sequence[CalibratedLinear]) -> Mapping[str, dict[str, Tensor]]:
         """Returns the native tensors of each linear's rows on this rank: name -> suffix -> tensor.

@@ -198,6 +198,12 @@ class LayerRunner:
         self._carried = CarriedTensors(self.device, memory=left, directory=self._directory)
         self._handed = [{} for _ in shapes]
 
+    def _room(self) -> HiddenStates:
+        """Room for the states of all batches between two layers."""
+        return HiddenStates(
+            self._around.shapes, self.dtype, self.device, memory=self._memory, directory=self._directory
+        )
+
     def _read_renamed(self, name: str, share: ForwardShard) -> Tensor:
         return self.read(self.on_disk.get(name, name), share)
 
@@ -425,6 +431,70 @@ class LayerRunner:
         for done, _ in enumerate(self._pool.map(one, numbers) if at_once else map(one, numbers), 1):
             self._progress(done, len(numbers))
 
+    def aim(self, layer: FilledLayer) -> HiddenStates:
+        """Run all samples through a layer that is not rounded yet, for the outputs that :meth:`gradients` aim at.
+
+        Where the runner has ``compared``, they are those of the unrounded model, and its inputs of the next layer.
+        """
+        unrounded = None if self.hands_over else self.reference
+        aims = unrounded
+        if aims is None:
+            aims = self._room()
+
+        def one(number: int) -> None:
+            aims[number] = self._run(layer, number, None, states=unrounded)
+
+        for done, _ in enumerate(self._each(one, range(len(self.batches))), 1):
+            self._progress(done, len(self.batches))
+        return aims
+
+    def gradients(
+        self,
+        layer: FilledLayer,
+        numbers: Sequence[int],
+        aims: HiddenStates,
+        activations: Mapping[str, Activation] | None = None,
+    ) -> Iterator[tuple[float, dict[str, Tensor]]]:
+        """Yields of each batch the squared distance of a layer's outputs from their aims, and its gradients.
+
+        Args:
+            layer: a filled one, with the weights at which the gradients are taken.
+            numbers: of the batches; each rank may have others.
+            aims: see :meth:`aim`.
+            activations: as for :meth:`advance`.
+
+        Returns:
+            In the order of ``numbers``: the distance, and linear -> gradient by its weight, float32 ``[out_features,
+            in_features]``, of those that the batch came to.
+        """
+        assert not self.cut.shares, "a rank that has a part of the layer knows no gradients"
+
+        def one(number: int) -> tuple[float, dict[str, Tensor]]:
+            leaves: dict[int, Tensor] = {}
+            out = self._run(layer, number, None, activations, leaves=leaves)
+            if not leaves:
+                return 0.0, {}
+            loss = (out - _ordinary(aims[number])).square().sum()
+            found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+            gradients = {
+                part.name: gradient[part.rows]
+                for address, gradient in zip(leaves, found, strict=True)
+                for part in layer.products[address]
+                if gradient is not None
+            }
+            return loss.item(), gradients
+
+        yield from self._each(one, numbers)
+
+    def _each(self, work: Callable[[int], Any], numbers: Sequence[int]) -> Iterator[Any]:
+        """Yields what a function makes of batches, in their order; as many at once as there are threads, which each
+        rank has for itself."""
+        if self.threads == 1:
+            yield from map(work, numbers)
+            return
+        for start in range(0, len(numbers), self.threads):  # what has been made and not taken is bounded
+            yield from self._pool.map(work, numbers[start : start + self.threads])
+
     def outputs(self) -> Iterator[Tensor]:
         """Yields the output embedding's inputs, batch by batch, after the last layer has run."""
         return self._around.outputs(self.batches, self.hidden)
@@ -470,6 +540,7 @@ class LayerRunner:
         *,
         keep: bool = False,
         states: HiddenStates | None = None,
+        leaves: dict[int, Tensor] | None = None,
     ) -> Tensor:
         hidden = (self.hidden if states is None else states)[number]
         index, around = layer.index, self._around
@@ -479,17 +550,21 @@ class LayerRunner:
             hidden = hidden + self._carried[number, added.number]
         mappings: dict[int, Any] = {}
         args, kwargs = replaced(around.calls[number][index], (Given, HandedOver), partial(self._own, number, mappings))
+        if leaves is not None:
+            hidden = _ordinary(hidden)
+            args, kwargs = replaced((args, kwargs), (Tensor,), _ordinary)
         assert self._together is not None
         watch = ShardedProducts(
             layer.products,
             self._together,
             activations=activations,
             seen=seen,
+            leaves=leaves,
             kv_heads=self.kv_heads,
             rotary=self.rotary,
         )
         with running(self.model, derived=self.derived):
-            with torch.inference_mode(), watch:
+            with torch.inference_mode() if leaves is None else torch.enable_grad(), watch:
                 out = self.layers[index](hidden, *args, **kwargs)
             around.returns = len(out) if isinstance(out, (tuple, list)) else 0
             after: Tensor = out[0] if around.returns else out
@@ -530,6 +605,11 @@ class LayerRunner:
                     "calibration cannot show every token to every expert of transformers' "
                     f"{type(self.model).__name__}: {name} got {observed.tokens[name]} of {total}; leave that option out"
                 )
+
+
+def _ordinary(value: Tensor) -> Tensor:
+    """A tensor that autograd may keep, which those of inference mode are not."""
+    return value.clone() if value.is_inference() else value
 
 
 def _beside(path: str | os.PathLike[str]) -> Path:

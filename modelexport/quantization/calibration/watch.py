@@ -67,6 +67,8 @@ class ShardedProducts(TorchFunctionMode):
         together: the ranks.
         activations: linear -> what its whole input is put through first.
         seen: filled with what the linears get; None: nothing is kept.
+        leaves: filled with the weights that are multiplied by, each as a leaf of autograd's graph, by their addresses;
+            functions of ``activations`` then have the gradient 1. None: nothing is differentiated.
         kv_heads: that this rank's attention has.
         rotary: of latent attention: the last so many columns of a key are what the cache holds of it.
     """
@@ -78,12 +80,13 @@ class ShardedProducts(TorchFunctionMode):
         *,
         activations: Mapping[str, Activation] | None = None,
         seen: LayerInputs | None = None,
+        leaves: dict[int, Tensor] | None = None,
         kv_heads: int | None = None,
         rotary: int | None = None,
     ) -> None:
         super().__init__()
         self.products, self.together, self.activations = products, together, activations or {}
-        self.seen, self.kv_heads, self.rotary = seen, kv_heads, rotary
+        self.seen, self.leaves, self.kv_heads, self.rotary = seen, leaves, kv_heads, rotary
         self._places: dict[tuple[int, int, int], int] = {}  # of inputs that were seen
         self._alive: list[Tensor] = []  # so that no address is used twice
 
@@ -103,10 +106,13 @@ class ShardedProducts(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        parts = self.products.get(weight.data_ptr())
+        address = weight.data_ptr()
+        parts = self.products.get(address)
         weight = weight.to(input.device, input.dtype)  # experts may be in the host's memory, stacked ones as stored
         if parts is None or not input.numel():
             return functional.linear(input, weight, bias)
+        if self.leaves is not None:
+            weight = self.leaves.setdefault(address, weight.detach().requires_grad_())
         x = input.reshape(-1, input.shape[-1])
         first = parts[0]
         functions = [self.activations.get(part.name) for part in parts]
@@ -121,7 +127,7 @@ class ShardedProducts(TorchFunctionMode):
             given = x
             if function is not None:
                 if id(function) not in rounded:
-                    rounded[id(function)] = self.together.own_columns(function(whole), part.share)
+                    rounded[id(function)] = self.together.own_columns(self._put_through(function, whole), part.share)
                 given = rounded[id(function)]
             outputs.append(self.together.product(given, weight[part.rows], part.path, part.share))
         out = outputs[0] if len(outputs) == 1 else x.new_empty(x.shape[0], sum(each.shape[1] for each in outputs))
@@ -131,6 +137,12 @@ class ShardedProducts(TorchFunctionMode):
         if bias is not None:
             out = out + bias
         return out.view(*input.shape[:-1], out.shape[-1])
+
+    def _put_through(self, function: Activation, whole: Tensor) -> Tensor:
+        """What a function makes of a linear's input. It is rounding, whose own gradient is 0 nearly everywhere."""
+        if self.leaves is None:
+            return function(whole)
+        return whole + (function(whole.detach()) - whole.detach())
 
     def _product(self, input: Tensor, other: Tensor) -> Tensor | None:
         """``input @ other``, where the second is an expert's ``[in, out]`` or a stack of them; None where it is not."""

@@ -49,6 +49,25 @@ class Grid:
         """The values that can be stored which are nearest to those given: float32 ``[rows, cols]``."""
         return self.values(self.numbers(values))
 
+    def spacing(self, values: Tensor) -> Tensor:
+        """The distances between the values that can be stored on both sides of those given.
+
+        float32 ``[rows, cols]``, or what can be broadcast to that.
+        """
+        step, _ = self._spread(values.shape[1])
+        if self.storage == torch.int8:
+            return step
+        # Of a float, the distance is 2^(exponent - mantissa bits), and that of the subnormals at least.
+        bits, least = (1, 0) if self.storage == torch.uint8 else (3, -6)
+        _, exponent = torch.frexp((values / step).abs().clamp(max=self.high))
+        return torch.ldexp(step, (exponent - 1).clamp(min=least) - bits)
+
+    def within(self, values: Tensor) -> Tensor:
+        """Which values are not beyond the greatest and the least that can be stored: bool ``[rows, cols]``."""
+        step, zero = self._spread(values.shape[1])
+        numbers = values / step if zero is None else values / step + zero
+        return (numbers >= self.low) & (numbers <= self.high)
+
     def _spread(self, cols: int) -> tuple[Tensor, Tensor | None]:
         """Steps and zero points, one for each column (or one for all)."""
         if self.step.shape[1] == 1:

@@ -1,0 +1,112 @@
+"""autoround: weights are rounded up or down as signed gradients of their layer's output error say.
+
+"Optimize Weight Rounding via Signed Gradient Descent for the Quantization of LLMs" (Cheng et al., 2023), known as
+SignRound, and by the name of the authors' program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from modelexport.errors import UsageError
+from modelexport.quantization.algorithms.base import CalibratedLinear, LayerGradients, Rounding, Want
+from modelexport.settings import setting
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["ALGORITHM", "AutoRound", "AutoRoundSettings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoRoundSettings:
+    """The settings of :class:`AutoRound`."""
+
+    steps: int = setting(200, "steps down the gradients of each layer", metavar="N")
+    batch_size: int = setting(8, "samples of each step", metavar="N")
+    rate: float = setting(
+        0.0, "the first step's size, in distances between two numbers (default: 1 / steps)", metavar="R"
+    )
+
+    def __post_init__(self) -> None:
+        for name, value in (("steps", self.steps), ("batch-size", self.batch_size)):
+            if value < 1:
+                raise UsageError(f"--autoround-{name} {value}: at least 1 is needed")
+        if not 0 <= self.rate <= 1:
+            raise UsageError(
+                f"--autoround-rate {self.rate:g}: a number from 0 to 1 is needed, e.g. --autoround-rate 0.005"
+            )
+
+
+class AutoRound(Rounding):
+    """Rounding that minimises the squared error of a layer's outputs, by signed gradient descent."""
+
+    name: ClassVar[str] = "autoround"
+    description: ClassVar[str] = "rounded up or down as signed gradients of each layer's output error say; takes long"
+    Settings = AutoRoundSettings
+    wants: ClassVar[frozenset[Want]] = frozenset()
+    observer: ClassVar[str] = "mse"
+    compensates: ClassVar[bool] = True
+    uses_grid: ClassVar[bool] = True
+    learns: ClassVar[bool] = True
+
+    def learn(self, linears: Sequence[CalibratedLinear], layer: LayerGradients) -> Mapping[str, dict[str, Tensor]]:
+        """See the base. Linears to which no sample comes are rounded to nearest."""
+        learnt = {linear.name: _Offsets(linear) for linear in linears}
+        steps, first = self.settings.steps, self.settings.rate or 1 / self.settings.steps
+        for step, numbers in zip(range(steps), self._batches(layer), strict=False):
+            _, gradients = layer.at(lambda name: learnt[name].values(), numbers)
+            for name, gradient in gradients.items():
+                learnt[name].descend(gradient, first * (1 - step / steps))
+        return {name: each.stored() for name, each in learnt.items()}
+
+    def _batches(self, layer: LayerGradients) -> Iterator[list[int]]:
+        """Yields the batches of each step: all of them once, in an order drawn anew each time."""
+        import torch
+
+        generator = torch.Generator().manual_seed(self.seed)
+        count = min(layer.batches, max(1, self.settings.batch_size // layer.batch_samples))
+        while True:
+            order = torch.randperm(layer.batches, generator=generator).tolist()
+            for start in range(0, layer.batches - count + 1, count):
+                yield order[start : start + count]
+
+
+class _Offsets:
+    """What is added to the rows of a weight before they are rounded.
+
+    Attributes:
+        native: the native tensors, whose scales stay.
+        offset: float32 ``[rows, in_features]``, from -0.5 to 0.5, in distances between two numbers of the grid.
+    """
+
+    def __init__(self, linear: CalibratedLinear) -> None:
+        import torch
+
+        assert linear.number_format is not None
+        self._number_format, self._weight = linear.number_format, linear.weight
+        self.native = linear.rounded()
+        self.offset = torch.zeros_like(self._weight)
+        self._grid = self._number_format.grid(self.native)
+
+    def values(self) -> Tensor:
+        """What the rows are rounded to."""
+        return self._grid.nearest(self._moved())
+
+    def _moved(self) -> Tensor:
+        return self._weight + self.offset * self._grid.spacing(self._weight)
+
+    def descend(self, gradient: Tensor, rate: float) -> None:
+        """Moves the offsets of what is not beyond the grid, by the signs of the weights' gradients: those of the
+        offsets are these, times distances."""
+        self.offset.sub_(gradient.sign() * self._grid.within(self._moved()), alpha=rate).clamp_(-0.5, 0.5)
+
+    def stored(self) -> dict[str, Tensor]:
+        """The native tensors, with what the rows are rounded to."""
+        self._number_format.store(self._moved(), self.native)
+        return self.native
+
+
+ALGORITHM = AutoRound
