@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from modelexport.checkpoints.safetensors.file import tensor_nbytes
 from modelexport.errors import PlanError
-from modelexport.exporting.calibrated.forward import forward_cut
+from modelexport.exporting.calibrated.forward import layer_cut
 from modelexport.exporting.plan import ExportPlan, ExportStep, TensorTask
 from modelexport.quantization import devices
 from modelexport.quantization.algorithms.base import Algorithm, Folding
@@ -183,7 +183,7 @@ def _largest(
     """The memory of the rank and the layer that take most."""
     worst = DeviceMemory(0, None, "", {}, experts_apart, rows_at_once)
     for rank in range(plan.parallelism.tp):
-        cut = forward_cut(plan.family, plan.dimensions, rank, plan.parallelism.tp)
+        cut = layer_cut(plan, rank, learns=any(stage.learns for stage in recipe.of_kind("round")))
         for step in steps:
             layer = _LayerMemory(plan, recipe, config, step, cut, rank, experts_apart, rows_at_once)
             for parts in layer.moments():
@@ -262,6 +262,8 @@ class _LayerMemory:
             if issubclass(stage, Folding):
                 yield weights | seen | self._work(stage)
                 clipped = clipped or stage.clip is not Folding.clip
+            elif stage.learns:
+                yield weights | seen | self._learning(self.recipe.settings_of(stage.name))
             else:
                 yield weights | seen | self._made(clipped) | self._work(stage)
         yield weights | seen | self._made(clipped) | self._forward(seen=False)
@@ -330,9 +332,7 @@ class _LayerMemory:
         if self.experts_apart:
             found["an expert"] = self._expert()
         if any(x.attends for x in self.linears):
-            heads = -(-dims.heads // self.world)
-            scores = self.samples * heads * self.recipe.calib_length**2
-            found["its attention scores"] = _FLOAT * _SCORES * scores
+            found["its attention scores"] = self._scores()
         return found
 
     def _blocks(self) -> list[list[_HeldLinear]]:
@@ -426,6 +426,32 @@ class _LayerMemory:
             return {}
         what = f"{largest.name} and its Hessian" if "hessian" in stage.wants else largest.name
         return {f"{what}, on which {stage.name} works": size(largest)}
+
+    def _learning(self, settings: Any) -> dict[str, int]:
+        """Of gradients that are followed: a batch on its way through the layer and back, what its linears' weights were
+        and are, and the sums of gradients that wait for others."""
+        batches = -(-max(1, settings.batch_size // self.samples) // self.world)
+        gradients = sum(x.held for x in self.quantised) * (2 + math.ceil(math.log2(batches)))
+        own = sum(x.rows * x.given for x in self.quantised)
+        most = max((max(x.held, x.rows * x.given) for x in self.quantised), default=0)
+        routed, kept = self._times_routed(), 2 * _BUSY * self.plan.dimensions.hidden + 2 * self._scan()
+        for block in self._blocks():
+            inputs = sum({x.inputs: x.given for x in block}.values())
+            numbers = self._busy(block, seen=False) + inputs * (1 + self._copies_of_input())
+            kept += math.ceil(numbers * (routed if block[0].is_expert else 1))
+        found = {
+            "a batch's activations": _FLOAT * self.tokens * kept + self._routing(),
+            "gradients": _FLOAT * gradients,
+            "what is learnt": _FLOAT * (2 * own + _ROUNDING * most),
+        }
+        if any(x.attends for x in self.linears):
+            found["its attention scores"] = self._scores()
+        return found
+
+    def _scores(self) -> int:
+        """Bytes of the attention's scores, of which there are several copies at once."""
+        heads = -(-self.plan.dimensions.heads // self.world)
+        return _FLOAT * _SCORES * self.samples * heads * self.recipe.calib_length**2
 
     def _rounding(self, linear: _HeldLinear) -> int:
         number_format = linear.task.number_format

@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from modelexport.errors import PlanError
+from modelexport.exporting.plan import ExportPlan
 from modelexport.models.architecture import Dimensions, Family, Module
 from modelexport.quantization.calibration.cut import ForwardCut, ForwardShard, Range, even_ranges
 
-__all__ = ["forward_cut"]
+__all__ = ["forward_cut", "layer_cut"]
 
 _TILES = 16
 """Along an axis at most: as many ranks can share the work, and the products are large enough to run at full speed."""
@@ -49,6 +50,17 @@ class _Held:
         """The same for units of ``size`` features, in features."""
         tiles = tuple((start * size, stop * size) for start, stop in self.tiles)
         return _Held((self.span[0] * size, self.span[1] * size), tiles, self.first, self.count)
+
+
+def layer_cut(plan: ExportPlan, rank: int, *, learns: bool) -> ForwardCut:
+    """The part of each decoder layer that a rank holds while samples run through it.
+
+    Args:
+        learns: whether the gradients of layers are followed: then it is all of them, for some of the samples.
+    """
+    if learns:
+        return ForwardCut()
+    return forward_cut(plan.family, plan.dimensions, rank, plan.parallelism.tp)
 
 
 def forward_cut(family: Family, dimensions: Dimensions, rank: int, world: int) -> ForwardCut:

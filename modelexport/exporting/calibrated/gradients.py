@@ -66,7 +66,7 @@ class SharedGradients(LayerGradients):
         count = len(numbers)
         shares = even_ranges(count, self.world)
         first, stop = shares[self.rank]
-        found = self._runner.gradients(self._layer, numbers[first:stop], self._aims, self._activations)
+        found = self._runner.gradients(self._layer, numbers[first:stop], self._aims, self._rows, self._activations)
 
         def batch(node: Range) -> tuple[float, Gradients] | None:
             return next(found) if node[1] - node[0] == 1 else None

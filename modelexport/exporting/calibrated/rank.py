@@ -20,7 +20,7 @@ from modelexport.distributed import ranks
 from modelexport.distributed.launch import current_phase, phase, report
 from modelexport.errors import CheckpointError
 from modelexport.exporting.calibrated.device_memory import memory_of
-from modelexport.exporting.calibrated.forward import forward_cut
+from modelexport.exporting.calibrated.forward import layer_cut
 from modelexport.exporting.calibrated.layer import CalibratedLayer, QuantisedLayer
 from modelexport.exporting.calibrated.rotation import RotatedReader
 from modelexport.exporting.calibrated.samples import forward_reader, shared_samples
@@ -35,7 +35,6 @@ from modelexport.quantization import algorithms
 from modelexport.quantization.algorithms.base import Algorithm, Folding, Rounding
 from modelexport.quantization.algorithms.rotation import Rotation
 from modelexport.quantization.algorithms.rtn import RoundToNearest
-from modelexport.quantization.calibration.cut import ForwardCut
 from modelexport.quantization.calibration.layers import LayerRunner
 from modelexport.quantization.calibration.ranges import Ranges
 
@@ -89,7 +88,7 @@ class CalibratedExport(RankExport):
             forward_reader(job.source, self.reader),
             samples.windows,
             embedded=samples.embedded,
-            cut=self._cut(),
+            cut=layer_cut(job.plan, self.rank, learns=self.rounding.learns),
             device=self.device,
             progress=self._batch,
             memory=job.recipe.calib_memory,
@@ -109,12 +108,6 @@ class CalibratedExport(RankExport):
         if left:
             phase("reading the embeddings of the calibration samples")
             self.open.enter_context(self.runner)
-
-    def _cut(self) -> ForwardCut:
-        """This rank's part of the layers: of those whose gradients are followed all, for some of the samples."""
-        if self.rounding.learns:
-            return ForwardCut()
-        return forward_cut(self.job.plan.family, self.job.plan.dimensions, self.rank, self.world)
 
     def _restored(self, index: int) -> bool:
         """Returns whether the samples go on from the states that an earlier run kept: on all ranks, or on none."""

@@ -202,6 +202,8 @@ class Algorithm(ABC):
         observer: how number formats choose scales under it, see :class:`NumberFormat`.
         compensates: whether it makes the error of a linear's outputs small at the cost of the weights' own.
         uses_grid: whether it rounds by itself to what ``NumberFormat.grid`` says can be stored.
+        learns: whether it rounds by the gradients of a whole layer: :meth:`Rounding.learn` is called in place of
+            :meth:`Rounding.quantise`, and each rank has all of the layer's weights.
         in_words: the end of "quantised to int4, ...", where it is not "by" and its name.
     """
 
@@ -215,6 +217,7 @@ class Algorithm(ABC):
     compensates: ClassVar[bool] = False
     uses_grid: ClassVar[bool] = False
     in_words: ClassVar[str] = ""
+    learns: ClassVar[bool] = False
 
     def __init__(self, settings: Any = None, ranks: RankGroup | None = None, *, seed: int = 0) -> None:
         """
@@ -282,15 +285,12 @@ class Rounding(Algorithm):
     """Rounds weights.
 
     Attributes:
-        learns: whether it rounds by the gradients of a whole layer: :meth:`learn` is called in place of
-            :meth:`quantise`, and each rank has all of the layer's weights.
         notes: linear -> what was out of the ordinary.
         rows_at_once: rows of a weight to work on at a time on a device whose memory is short, a multiple of
             :data:`~modelexport.quantization.calibration.cut.ROWS`; None for as many as are quickest.
     """
 
     kind: ClassVar[Kind] = "round"
-    learns: ClassVar[bool] = False
 
     def __init__(self, settings: Any = None, ranks: RankGroup | None = None, *, seed: int = 0) -> None:
         super().__init__(settings, ranks, seed=seed)

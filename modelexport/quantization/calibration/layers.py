@@ -453,6 +453,7 @@ class LayerRunner:
         layer: FilledLayer,
         numbers: Sequence[int],
         aims: HiddenStates,
+        linears: Collection[str],
         activations: Mapping[str, Activation] | None = None,
     ) -> Iterator[tuple[float, dict[str, Tensor]]]:
         """Yields of each batch the squared distance of a layer's outputs from their aims, and its gradients.
@@ -461,6 +462,7 @@ class LayerRunner:
             layer: a filled one, with the weights at which the gradients are taken.
             numbers: of the batches; each rank may have others.
             aims: see :meth:`aim`.
+            linears: by whose weights.
             activations: as for :meth:`advance`.
 
         Returns:
@@ -472,14 +474,16 @@ class LayerRunner:
         def one(number: int) -> tuple[float, dict[str, Tensor]]:
             leaves: dict[int, Tensor] = {}
             out = self._run(layer, number, None, activations, leaves=leaves)
-            if not leaves:
+            named = {address: [part for part in layer.products[address] if part.name in linears] for address in leaves}
+            wanted = [address for address, parts in named.items() if parts]
+            if not wanted:
                 return 0.0, {}
             loss = (out - _ordinary(aims[number])).square().sum()
-            found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+            found = torch.autograd.grad(loss, [leaves[address] for address in wanted], allow_unused=True)
             gradients = {
                 part.name: gradient[part.rows]
-                for address, gradient in zip(leaves, found, strict=True)
-                for part in layer.products[address]
+                for address, gradient in zip(wanted, found, strict=True)
+                for part in named[address]
                 if gradient is not None
             }
             return loss.item(), gradients
