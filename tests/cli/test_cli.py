@@ -101,7 +101,7 @@ def flag_for(name: str, value: Any) -> list[str]:
     return [flag, str(value)]
 
 
-# Every field with a value that is not its default; together they are free of contradictions.
+# Every field with a value that is not its default; with one algorithm that rounds they are free of contradictions.
 OTHER: dict[str, Any] = {
     "model": "org/name",
     "revision": "main",
@@ -110,11 +110,14 @@ OTHER: dict[str, Any] = {
     "out": "ckpt",
     "quant": "int4",
     "group_size": 64,
-    "algorithm": "rotation+autoquant+smoothquant+awq+gptq",
+    "algorithm": "rotation+autoquant+smoothquant+awq",
     "smoothquant_alpha": 0.75,
     "awq_grid": 10,
     "gptq_damping": 0.05,
     "gptq_asymmetry": 0.5,
+    "autoround_steps": 100,
+    "autoround_batch_size": 4,
+    "autoround_rate": 0.01,
     "gptq_block_size": 64,
     "gptq_act_order": False,
     "autoquant_bits": 4.5,
@@ -166,13 +169,16 @@ def test_every_field_is_a_flag_a_key_and_a_setting(asked: list[ExportRecipe], tm
         assert asked == [expected] * 3, name
 
 
-def test_all_fields_together(asked: list[ExportRecipe], tmp_path: Path) -> None:
-    flags = [word for name, value in OTHER.items() for word in flag_for(name, value)]
+@pytest.mark.parametrize(("rounding", "other"), [("gptq", "autoround"), ("autoround", "gptq")])
+def test_all_fields_together(asked: list[ExportRecipe], tmp_path: Path, rounding: str, other: str) -> None:
+    fields = {name: value for name, value in OTHER.items() if not name.startswith(f"{other}_")}
+    fields["algorithm"] = f"{OTHER['algorithm']}+{rounding}"
+    flags = [word for name, value in fields.items() for word in flag_for(name, value)]
     path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(OTHER))
+    path.write_text(yaml.safe_dump(fields))
     for way in (flags, ["--recipe", str(path)], ["--recipe", str(path), *flags]):
         assert main(way) == 0
-    assert asked == [ExportRecipe(**OTHER)] * 3
+    assert asked == [ExportRecipe(**fields)] * 3
 
 
 @pytest.mark.parametrize("value", [[["*.mlp.*", "int4:64"], ["*", "fp8"]], [{"*.mlp.*": "int4:64"}, {"*": "fp8"}]])

@@ -32,6 +32,8 @@ pytestmark = pytest.mark.timeout(300)
 FEW: dict[str, Any] = {"calib_samples": 6, "calib_length": 96, "evaluate": False, "quiet": True}
 FEWER = {**FEW, "calib_samples": 2, "calib_length": 48}
 """Where two exports are compared, and not how good they are."""
+LEARNING = {"calib_samples": 24, "autoround_steps": 3, "autoround_batch_size": 30}
+"""Three batches in each step, for ranks to share."""
 TINY = {
     "mixtral": {"model_type": "mixtral", "hidden": 256, "heads": 4},
     "qwen3_moe": {"model_type": "qwen3_moe", "hidden": 256, "heads": 4},
@@ -56,13 +58,19 @@ def ids(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("algorithm", few(["gptq", "gptq 0.5", "rotation+smoothquant"], "rotation+smoothquant"))
-def test_the_bytes_do_not_depend_on_the_number_of_ranks(tmp_path: Path, algorithm: str) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "settings"),
+    few(
+        [("gptq", {}), ("gptq", {"gptq_asymmetry": 0.5}), ("rotation+smoothquant", {}), ("autoround", LEARNING)],
+        ("rotation+smoothquant", {}),
+    ),
+)
+def test_the_bytes_do_not_depend_on_the_number_of_ranks(
+    tmp_path: Path, algorithm: str, settings: dict[str, Any]
+) -> None:
     found = []
-    name, _, asymmetry = algorithm.partition(" ")
-    settings = {"gptq_asymmetry": float(asymmetry)} if asymmetry else {}
     for tp in (1, 3):
-        export(out=str(tmp_path / f"tp{tp}"), quant="int4", algorithm=name, tp=tp, **settings, **FEWER)
+        export(out=str(tmp_path / f"tp{tp}"), quant="int4", algorithm=algorithm, tp=tp, **(FEWER | settings))
         found.append(digests(tmp_path / f"tp{tp}"))
     assert found[0] == found[1]
     assert not verify_checkpoint(tmp_path / "tp3", demo_model_path()).problems
@@ -72,12 +80,16 @@ def test_the_bytes_do_not_depend_on_the_number_of_ranks(tmp_path: Path, algorith
 @pytest.mark.parametrize(
     "quant", ["int4", "int4:-1", "int4-asym", "int8-static", "fp8-static", "nvfp4", "mxfp4", "fp8-block"]
 )
-@pytest.mark.parametrize("algorithm", ["smoothquant", "awq", "gptq", "rotation+gptq", "smoothquant+awq+mse"])
+@pytest.mark.parametrize(
+    "algorithm", ["smoothquant", "awq", "gptq", "rotation+gptq", "smoothquant+awq+mse", "autoround"]
+)
 def test_every_algorithm_at_every_parallelism(tmp_path: Path, algorithm: str, quant: str) -> None:
     expected = None
     for tp in (1, 2, 4, 8):
         out = tmp_path / f"tp{tp}"
-        export(out=str(out), quant=quant, algorithm=algorithm, tp=tp, kv_cache="fp8", calib_range="mse", **FEW)
+        own = LEARNING if algorithm == "autoround" else {}
+        settings = {**FEW, "kv_cache": "fp8", "calib_range": "mse", **own}
+        export(out=str(out), quant=quant, algorithm=algorithm, tp=tp, **settings)
         found = digests(out)
         expected = expected or found
         assert found == expected
@@ -96,11 +108,11 @@ def test_every_way_out(tmp_path: Path, gather: str, format: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["gptq", "awq", "rotation+smoothquant+gptq"])
+@pytest.mark.parametrize("algorithm", ["gptq", "awq", "rotation+smoothquant+gptq", "autoround"])
 @pytest.mark.parametrize("family", TINY)
 def test_every_family_at_every_parallelism(tmp_path: Path, ids: str, family: str, algorithm: str) -> None:
     model, expected = str(make_llama(**TINY[family])), None
-    settings = {"model": model, "quant": "int4:32", "algorithm": algorithm, "calib": ids, **FEW}
+    settings = {"model": model, "quant": "int4:32", "algorithm": algorithm, "calib": ids, **FEW, "autoround_steps": 5}
     for tp in (1, 2, 4):
         export(out=str(tmp_path / f"tp{tp}"), tp=tp, **settings)
         found = digests(tmp_path / f"tp{tp}")
@@ -146,11 +158,14 @@ def test_what_runs_is_what_is_written(
     assert differences[0] < (1e-5 if quant == "int4" else 0.01 * differences[1])
 
 
-@pytest.mark.parametrize("kind", few(["raise", "kill"], "kill"))
+@pytest.mark.parametrize(
+    ("kind", "algorithm"), few([("raise", "gptq"), ("kill", "gptq"), ("kill", "autoround")], ("kill", "gptq"))
+)
 def test_a_run_that_is_cut_off_is_taken_up_at_its_layer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, algorithm: str
 ) -> None:
-    settings: dict[str, Any] = {"quant": "int4", "algorithm": "gptq", "gptq_asymmetry": 0.5, **FEWER}
+    own = LEARNING if algorithm == "autoround" else {"gptq_asymmetry": 0.5}
+    settings: dict[str, Any] = {"quant": "int4", "algorithm": algorithm, **FEWER, **own}
     monkeypatch.setenv("FAULT", f"{kind} 1 3")
     with monkeypatch.context() as patch:
         patch.setattr(export_rank, "run_rank", faults.misbehave)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(300)
 DENSE = {"hidden": 512, "heads": 8, "kv_heads": 4, "intermediate": 1536, "layers": 1}
 MOE = {**DENSE, "model_type": "qwen3_moe", "experts": 8, "expert_intermediate": 256}
 CASES = [(name, quant, algorithm) for name in ("dense", "moe") for quant, algorithm in (
-    ("int4", "gptq"), ("int4", "awq"), ("fp8-static", "rtn"),
+    ("int4", "gptq"), ("int4", "awq"), ("fp8-static", "rtn"), ("nvfp4", "autoround"),
 )]  # fmt: skip
 
 EXPORT = """
@@ -48,6 +48,8 @@ def line_of(
     rows = [[(7 * i + 3 * j * j) % 199 + 3 for j in range(length + 30)] for i in range(20)]
     text.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
     line = f"--model {model} --quant {quant} --algorithm {algorithm} --device fakegpu --calib {text}".split()
+    if algorithm == "autoround":
+        line += ["--autoround-steps", "2"]
     return [*line, "--calib-samples", str(samples), "--calib-length", str(length)]
 
 
@@ -64,7 +66,7 @@ def predicted_and_peak(line: list[str], out: Path) -> tuple[int, int]:
     return plan["predicted"], peak
 
 
-@pytest.mark.parametrize(("name", "quant", "algorithm"), few(CASES, CASES[0], slow=(CASES[1], CASES[3], CASES[4])))
+@pytest.mark.parametrize(("name", "quant", "algorithm"), few(CASES, CASES[0], slow=(CASES[1], CASES[4], CASES[5])))
 def test_the_prediction_is_a_bound_within_half_as_much_again(
     name: str, quant: str, algorithm: str, tmp_path: Path
 ) -> None:

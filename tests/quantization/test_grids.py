@@ -98,3 +98,25 @@ def test_the_format_that_is_for_comparison_only(group):
         assert float(number_format.squared_error(weight, stored)[:, 0].sum()) == pytest.approx(errors[-1])
         assert number_format.bits_per_weight((64, 128), torch.bfloat16) == 3 + 16 / (128 if group == -1 else group)
     assert errors[1] < errors[0]
+
+
+@pytest.mark.parametrize(("name", "group"), QUANTISED)
+def test_spacings_reach_from_a_number_to_the_next(name, group):
+    number_format = formats.get(name, group_size=group)
+    weight = random_weight(136, 384, torch.bfloat16)
+    grid = number_format.grid(quantise(number_format, weight))
+    values = grid.nearest(weight.float())
+    smaller = grid.within(2 * values)  # what is next to the greatest number is on one side only
+    away = torch.where(values < 0, -1.0, 1.0) * grid.spacing(values)
+    assert torch.equal(grid.nearest(values + 0.49 * away), values)
+    reached = grid.nearest(values + 0.51 * away)
+    assert torch.equal((reached != values)[smaller], torch.ones_like(smaller)[smaller])
+    assert torch.allclose(reached[smaller], (values + away)[smaller])
+
+
+def test_what_is_beyond_the_grid():
+    number_format = formats.get("int4", group_size=32)
+    weight = random_weight(8, 32, torch.float32)
+    grid = number_format.grid(quantise(number_format, weight))
+    given = torch.tensor([[-8.1, -8.0, 0.0, 7.0, 7.1]]) * grid.step[:, :1]
+    assert grid.within(given.repeat(1, 7)[:, :32])[:, :5].tolist() == [[False, True, True, True, False]] * 8

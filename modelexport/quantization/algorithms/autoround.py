@@ -75,7 +75,7 @@ class AutoRound(Rounding):
 
 
 class _Offsets:
-    """What is added to the rows of a weight before they are rounded.
+    """The offsets that are added to the rows of a weight before they are rounded.
 
     Attributes:
         native: the native tensors, whose scales stay.

@@ -57,10 +57,11 @@ class Grid:
         step, _ = self._spread(values.shape[1])
         if self.storage == torch.int8:
             return step
-        # Of a float, the distance is 2^(exponent - mantissa bits), and that of the subnormals at least.
-        bits, least = (1, 0) if self.storage == torch.uint8 else (3, -6)
-        _, exponent = torch.frexp((values / step).abs().clamp(max=self.high))
-        return torch.ldexp(step, (exponent - 1).clamp(min=least) - bits)
+        # Of a float 2^e * 1.m, the distance is 2^e / 2^(bits of m); below the normal numbers, that of the least of them.
+        bits, least = (1, 2.0**0) if self.storage == torch.uint8 else (3, 2.0**-6)
+        numbers = (values / step).abs().clamp(min=least, max=self.high)
+        power = numbers / torch.frexp(numbers).mantissa  # 2^(e + 1), exactly: no function is asked for it
+        return step * (power * 0.5 ** (bits + 1))
 
     def within(self, values: Tensor) -> Tensor:
         """Which values are not beyond the greatest and the least that can be stored: bool ``[rows, cols]``."""
