@@ -50,6 +50,7 @@ ALGORITHMS = (
     "smoothquant",
     "awq",
     "gptq",
+    "autoround",
     "rotation+rtn",
     "rotation+gptq",
     "smoothquant+gptq",

@@ -57,7 +57,7 @@ class Grid:
         step, _ = self._spread(values.shape[1])
         if self.storage == torch.int8:
             return step
-        # Of a float 2^e * 1.m, the distance is 2^e / 2^(bits of m); below the normal numbers, that of the least of them.
+        # Of a float 2^e * 1.m, the distance is 2^(e - bits of m); below the normal numbers, that of the least of them.
         bits, least = (1, 2.0**0) if self.storage == torch.uint8 else (3, 2.0**-6)
         numbers = (values / step).abs().clamp(min=least, max=self.high)
         power = numbers / torch.frexp(numbers).mantissa  # 2^(e + 1), exactly: no function is asked for it
