@@ -139,7 +139,7 @@ class ShardedProducts(TorchFunctionMode):
         return out.view(*input.shape[:-1], out.shape[-1])
 
     def _put_through(self, function: Activation, whole: Tensor) -> Tensor:
-        """What a function makes of a linear's input. It is rounding, whose own gradient is 0 nearly everywhere."""
+        """Returns a function's value of a linear's input; its gradient is 1, since rounding has 0 nearly everywhere."""
         if self.leaves is None:
             return function(whole)
         return whole + (function(whole.detach()) - whole.detach())

@@ -64,7 +64,7 @@ class Grid:
         return step * (power * 0.5 ** (bits + 1))
 
     def within(self, values: Tensor) -> Tensor:
-        """Which values are not beyond the greatest and the least that can be stored: bool ``[rows, cols]``."""
+        """Returns where values are not beyond the greatest and the least that can be stored: bool ``[rows, cols]``."""
         step, zero = self._spread(values.shape[1])
         numbers = values / step if zero is None else values / step + zero
         return (numbers >= self.low) & (numbers <= self.high)
