@@ -122,8 +122,7 @@ def assign(
     weights = {group[0]: sum(math.prod(shapes[name]) for name in group) for group in flat}
     bits = {
         group[0]: {
-            name: math.fsum(found.bits_per_weight(shapes[x], dtype) * math.prod(shapes[x]) for x in group)
-            / weights[group[0]]
+            name: sum(_bits(found, shapes[x], dtype) for x in group) / weights[group[0]]
             for name, found in _fitting(group, shapes, candidates).items()
         }
         for group in flat
@@ -135,6 +134,12 @@ def assign(
     spent = math.fsum(bits[group][name] * weights[group] for group, name in chosen.items()) / sum(weights.values())
     formats = {name: chosen[group[0]] for group in flat for name in group}
     return Assigned(autoquant.patterns(formats, runner.layers_on_disk), formats, spent, found)
+
+
+def _bits(number_format: NumberFormat, shape: tuple[int, int], dtype: torch.dtype) -> int:
+    """The bits of a linear, but for tensors of a fixed size, such as its shape: with these, the format that takes 8.125
+    bits of a large model would be beyond a budget of 8.125 in a small one."""
+    return sum(8 * spec.nbytes for spec in number_format.specs(shape, dtype) if any(spec.axes))
 
 
 def measure(

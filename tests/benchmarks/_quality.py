@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 from modelexport.assets import demo_documents, demo_model_path
 from modelexport.inspection.evaluate import load_dequantised, load_reference, mean_kl, tokenise
 from modelexport.inspection.evaluate.losses import Comparison, comparison_of, cut_windows
+from modelexport.inspection.evaluate.text import evaluate_on_text
 from modelexport.quantization.calibration.text import token_batches_from
 
 WINDOW = 256
@@ -50,9 +53,24 @@ def write_samples(path: Path, windows: Tensor) -> Path:
 
 
 def demo_samples(model: Path, samples: int, length: int) -> Tensor:
-    """Of the text that comes with the package, the ones that ``--calib-seed 0`` draws."""
+    """Of the text beside a model, or else of the text that comes with the package, the ones of ``--calib-seed 0``."""
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
-    return token_batches_from(None, model, vocabulary=vocabulary, samples=samples, length=length)
+    own = model / "calibration.txt"
+    text = str(own) if own.exists() else None
+    return token_batches_from(text, model, vocabulary=vocabulary, samples=samples, length=length)
+
+
+def trained_model(kind: str, cache: Path) -> Path:
+    """A model that ``recipes/train_demo.py`` makes, with its texts beside it; once, which takes half an hour."""
+    directory = cache / kind
+    if not (directory / "model.safetensors").exists():
+        print(f"training {directory}, once: about half an hour on two cores", file=sys.stderr, flush=True)
+        recipe = Path(__file__).resolve().parents[2] / "recipes" / "train_demo.py"
+        making = directory.with_name(f"{kind}.making")
+        command = [sys.executable, str(recipe), "--kind", kind, "--text", "python", "--out", str(making)]
+        subprocess.run(command, check=True, stdout=sys.stderr)
+        making.rename(directory)
+    return directory
 
 
 def random_samples(model: Path, samples: int, length: int) -> Tensor:
@@ -120,6 +138,7 @@ class Reference:
     def __init__(self, directory: Path, windows: int | None) -> None:
         self.ids = heldout_ids(directory)
         self.windows = cut_windows(self.ids, WINDOW, windows)
+        self.count = len(self.windows.inputs)
         model = load_reference(directory)
         self._kept = [_log_probabilities(model, inputs) for inputs, _ in self._batches()]
         targets = [targets for _, targets in self._batches()]
@@ -143,6 +162,25 @@ class Reference:
 
     def _batches(self) -> list[tuple[Tensor, Tensor]]:
         return list(zip(self.windows.inputs.split(_BATCH), self.windows.targets.split(_BATCH), strict=True))
+
+
+class OwnText:
+    """A source on the held-out text beside it, layer by layer, whatever transformers stacks; anew for each checkpoint.
+
+    Args:
+        directory: of the unquantised model, with its tokenizer and ``heldout.txt``.
+        windows: how many windows of :data:`WINDOW` tokens, spread over the text; None: 128.
+    """
+
+    def __init__(self, directory: Path, windows: int | None) -> None:
+        self._directory, self.count = directory, windows or 128
+
+    def judge_checkpoint(self, directory: Path) -> Figures:
+        """A checkpoint, quantised or not."""
+        text = self._directory / "heldout.txt"
+        found = evaluate_on_text(directory, self._directory, text, windows=self.count, window=WINDOW).comparison
+        assert found is not None
+        return Figures.of(found)
 
 
 def _log_probabilities(model: nn.Module, inputs: Tensor) -> Tensor:

@@ -6,9 +6,13 @@
     python tests/benchmarks/bench_quality.py --json FILE       what FILE has already is not made again (delete it when
                                                                the code has changed)
 
-Models: the demo model, and the same made hard (``tests/helpers/hard_model.py``: the same function, with the activation
-outliers that large models have). Each cell is an export of 64 x 256 calibration tokens, in this process, decoded into
-float32 again and held against the source, whose log-probabilities are computed once.
+Models: the demo model; the same made hard (``tests/helpers/hard_model.py``: the same function, with the activation
+outliers that large models have); and two that ``recipes/train_demo.py`` makes of Python's own library, once, in half an
+hour each, kept in --cache: a mixture of 16 experts and a shared one (Qwen2-MoE), and one with normed queries and keys
+and sliding windows (Gemma 3). Each is calibrated and judged on texts of its own.
+
+Each cell is an export of 64 x 256 calibration tokens, in this process, decoded into float32 again and held against the
+source, whose log-probabilities are computed once.
 
 int3 has no checkpoint format. Its integers, -4..3, are among int4's: what is exported is an int4 checkpoint of a format
 that rounds to those only (``three_bits``).
@@ -39,23 +43,25 @@ from modelexport.quantization.formats.base import Grid
 from modelexport.quantization.kernels import reference
 from tests.benchmarks._fake_formats import Int3Format
 from tests.benchmarks._measuring import add_write_option, written
-from tests.benchmarks._quality import Figures, Reference, demo_samples, write_samples
+from tests.benchmarks._quality import Figures, OwnText, Reference, demo_samples, trained_model, write_samples
 from tests.helpers.hard_model import make_hard
 
 SAMPLES, LENGTH = 64, 256
-MODELS = ("demo", "hard")
-ALGORITHMS = (
-    "rtn",
-    "mse",
-    "smoothquant",
-    "awq",
-    "gptq",
-    "autoround",
-    "rotation+rtn",
-    "rotation+gptq",
-    "smoothquant+gptq",
-    "awq+gptq",
-)
+MODELS = ("demo", "hard", "moe", "sliding")
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "rtn": {},
+    "mse": {},
+    "smoothquant": {},
+    "awq": {},
+    "gptq": {},
+    "gptq, asymmetry 0.5": {"algorithm": "gptq", "gptq_asymmetry": 0.5},
+    "autoround": {},
+    "rotation+rtn": {},
+    "rotation+gptq": {},
+    "smoothquant+gptq": {},
+    "awq+gptq": {},
+}
+"""Name -> settings, of those that are more than the name."""
 FORMATS: dict[str, dict[str, Any]] = {
     "int4 g128": {"quant": "int4", "group_size": 128},
     "int4 per channel": {"quant": "int4", "group_size": -1},
@@ -118,10 +124,12 @@ class Cell:
         return (self.model, self.number_format, self.algorithm, self.windows)
 
 
-def measured(key: tuple[str, str, str], directory: Path, samples: Path, out: Path, yardstick: Reference) -> Cell:
+def measured(
+    key: tuple[str, str, str], directory: Path, samples: Path, out: Path, yardstick: OwnText | Reference
+) -> Cell:
     """Export a model, and judge what came of it."""
     _, number_format, algorithm = key
-    began, windows = time.perf_counter(), len(yardstick.windows.inputs)
+    began, windows = time.perf_counter(), yardstick.count
     settings: dict[str, Any] = {
         "model": str(directory),
         "out": str(out),
@@ -132,6 +140,7 @@ def measured(key: tuple[str, str, str], directory: Path, samples: Path, out: Pat
         "evaluate": False,
         "quiet": True,
         "overwrite": True,
+        **ALGORITHMS[algorithm],
         **FORMATS[number_format],
     }
     try:
@@ -158,7 +167,7 @@ def read_cells(path: Path | None) -> dict[tuple[str, str, str, int], Cell]:
 
 
 def report(cells: list[Cell]) -> Iterator[str]:
-    """For each model a table of KL and one of loss; then what is not below rounding to nearest."""
+    """For each model a table of KL and one of loss; what is not below rounding to nearest; one table of all models."""
     for model in dict.fromkeys(cell.model for cell in cells):
         own = {(cell.number_format, cell.algorithm): cell for cell in cells if cell.model == model}
         windows = next(iter(own.values())).windows
@@ -168,6 +177,23 @@ def report(cells: list[Cell]) -> Iterator[str]:
         yield from _markdown(own, lambda found: f"{1e3 * found.loss:+.1f} +- {1e3 * found.loss_error:.1f}")
         yield ""
         yield from _verdict(own)
+
+
+def together(cells: list[Cell]) -> Iterator[str]:
+    """One table of all models: KL as a part of that of rounding to nearest, by formats and algorithms."""
+    found = {(cell.model, cell.number_format, cell.algorithm): cell.figures for cell in cells}
+    models = list(dict.fromkeys(cell.model for cell in cells))
+    yield "\nKL as a part of rtn's\n"
+    yield "| | " + " | ".join(models) + " |"
+    yield "|---" * (len(models) + 1) + "|"
+    for number_format, algorithm in dict.fromkeys((cell.number_format, cell.algorithm) for cell in cells):
+        if algorithm == "rtn":
+            continue
+        shown = []
+        for model in models:
+            nearest, own = (found.get((model, number_format, name)) for name in ("rtn", algorithm))
+            shown.append(f"{own.kl / nearest.kl:.2f}" if own and nearest else "")
+        yield f"| {number_format}, {algorithm} | " + " | ".join(shown) + " |"
 
 
 def _markdown(cells: Mapping[tuple[str, str], Cell], text: Any) -> Iterator[str]:
@@ -202,9 +228,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=list(FORMATS), metavar="FORMAT")
-    parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS), choices=ALGORITHMS, metavar="NAME")
+    parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS), choices=list(ALGORITHMS), metavar="NAME")
     parser.add_argument("--quick", action="store_true", help="32 windows of held-out text rather than all 197")
     parser.add_argument("--windows", type=int, help="so many windows")
+    parser.add_argument("--cache", type=Path, help="of trained models (default: ~/.cache/modelexport/yardsticks)")
     parser.add_argument("--scratch", type=Path, help="where targets go (default: a temporary directory)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every cell here, and take what is there")
     add_write_option(parser)
@@ -212,14 +239,20 @@ def main() -> int:
     known, cells = read_cells(options.json), []
     with tempfile.TemporaryDirectory(prefix="bench_quality.", dir=options.scratch) as temporary:
         scratch = Path(temporary)
-        samples = write_samples(scratch / "samples.jsonl", demo_samples(demo_model_path(), SAMPLES, LENGTH))
-        # The hard model's function is the demo's: one yardstick for both.
-        yardstick = Reference(demo_model_path(), options.windows or (32 if options.quick else None))
-        windows = len(yardstick.windows.inputs)
+        cache = options.cache or Path.home() / ".cache" / "modelexport" / "yardsticks"
+        yardsticks: dict[Path, OwnText | Reference] = {}
         for model in options.models:
-            directory = demo_model_path()
+            trained = model not in ("demo", "hard")
+            source = trained_model(model, cache) if trained else demo_model_path()
+            if source not in yardsticks:  # the hard model's function is the demo's: one for both
+                count = options.windows or (32 if options.quick else None)
+                yardsticks = {source: OwnText(source, count) if trained else Reference(source, count)}
+            yardstick = yardsticks[source]
+            windows = yardstick.count
+            samples = write_samples(scratch / f"{model}.jsonl", demo_samples(source, SAMPLES, LENGTH))
+            directory = source
             if model == "hard":
-                directory = make_hard(directory, scratch / "hard")
+                directory = make_hard(source, scratch / "hard")
                 print(f"hard, not quantised: KL {yardstick.judge_checkpoint(directory).kl_text()}", flush=True)
             for number_format in options.formats:
                 for algorithm in options.algorithms:
@@ -234,7 +267,7 @@ def main() -> int:
                     if options.json:
                         options.json.write_text(json.dumps([asdict(c) for c in known.values()], indent=1) + "\n")
     with written(__file__, options.write):
-        print("\n".join(report(cells)))
+        print("\n".join([*report(cells), *together(cells)]))
     return 0
 
 

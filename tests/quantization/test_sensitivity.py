@@ -240,11 +240,18 @@ def test_assign(llama: Model) -> None:
     for layer in llama.groups:
         for group in layer:
             assert len({found.formats[name] for name in group}) == 1
+    each = {"int4:32": 4 + 16 / 32, "none": 16.0}
     stored = sum(
-        candidates(chosen)[chosen].bits_per_weight(llama.shapes[name], torch.bfloat16) * math.prod(llama.shapes[name])
+        each.get(chosen, 8 + 16 / llama.shapes[name][1]) * math.prod(llama.shapes[name])
         for name, chosen in found.formats.items()
     )
     assert found.bits == pytest.approx(stored / sum(map(math.prod, llama.shapes.values())))
+
+
+def test_a_format_takes_its_bits_however_small_the_model(llama: Model) -> None:
+    """What has one size for a linear of any size, such as its shape, does not count."""
+    found = assigned(llama, tokens(1), 4.5, "int4:32", "fp8", by="output")
+    assert (set(found.formats.values()), found.bits) == ({"int4:32"}, 4.5)
 
 
 def test_refusals(llama: Model) -> None:
