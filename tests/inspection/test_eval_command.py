@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,14 @@ def test_what_is_printed(int4: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert 5 < source < ours < 100
     assert lines[4].startswith("loss +")
     assert "mean KL 0." in lines[4]
-    assert lines[5].endswith("tokens/s")
-    assert len(lines) == 6
+    assert re.fullmatch(
+        r"same top token \d\d\.\d\d % \+- \d\.\d\d; mean KL of the worst 1 % of tokens 0\.\d{4}", lines[5]
+    )
+    assert re.fullmatch(
+        r"KL percentiles: 50 % 0\.\d{4}, 95 % 0\.\d{4}, 99 % 0\.\d{4}, 99\.9 % 0\.\d{4}; maximum 0\.\d{4}", lines[6]
+    )
+    assert lines[7].endswith("tokens/s")
+    assert len(lines) == 8
 
 
 def test_json(int4: Path, ids: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,7 +80,10 @@ def test_json(int4: Path, ids: Path, capsys: pytest.CaptureFixture[str]) -> None
     two = json.loads(run(capsys, int4, "--against", demo_model_path(), "--text", ids, "--window", 50, "--json"))
     assert (two["windows"], two["model"]["tokens"]) == (2, 100)
     assert two["comparison"]["model"]["loss"] == two["model"]["loss"]
-    assert two["comparison"]["mean_kl"] > 0
+    found = two["comparison"]
+    assert 0 < found["mean_kl"] < found["worst_kl"] <= found["max_kl"]
+    assert list(found["kl_percentiles"].values()) == sorted(found["kl_percentiles"].values())
+    assert 0 < found["same_top"] <= 1
     assert two["model"]["standard_error"] > 0
 
 

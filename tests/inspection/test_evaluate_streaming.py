@@ -188,14 +188,19 @@ def test_any_chunks_give_the_same(step: int, monkeypatch: pytest.MonkeyPatch) ->
     one, other = torch.randn(2, 5, 6, 50) * torch.tensor([3.0, 20.0])[:, None, None, None]
     one[0, 0] += 300  # exponentials overflow float32 unless they are taken relative to the largest
     one[0, 1, :40] -= 300
+    one[1], other[1] = one[1].round(), other[1] / 30  # of equal logits the first is the top one
+    one[2:4] = other[2:4] = 2.0
     targets = torch.randint(50, (5, 6))
     monkeypatch.setattr("modelexport.inspection.evaluate.streaming._CHUNK_LOGITS", step * 12)
     found = measure([Given(one, 2), Given(other, 2)], targets)  # type: ignore[list-item]
     first, second = (torch.distributions.Categorical(logits=x.double()) for x in (one, other))
     assert found.divergences is not None
     torch.testing.assert_close(
-        found.divergences, torch.distributions.kl_divergence(first, second).mean(-1), rtol=1e-5, atol=1e-5
+        found.divergences, torch.distributions.kl_divergence(first, second), rtol=1e-5, atol=1e-5
     )
+    assert found.same_top is not None
+    assert found.same_top.tolist() == (one.argmax(-1) == other.argmax(-1)).tolist()
+    assert 0 < found.same_top.sum() < 30
     for got, expected in zip(found.losses, (first, second), strict=True):
         torch.testing.assert_close(got, -expected.log_prob(targets).mean(-1), rtol=1e-5, atol=1e-5)
     [alone], nothing = (lambda m: (m.losses, m.divergences))(measure([Given(one, 5)], targets))  # type: ignore[list-item]

@@ -210,15 +210,17 @@ def _in_words(tensors: PlainTensors) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Measured:
-    """Means over each window's tokens, float64 ``[windows]``, in nats.
+    """What models have made of the windows, in the host's memory; in nats.
 
     Attributes:
-        losses: of each model, in the order given.
-        divergences: KL(first || second); None for one model.
+        losses: of each model, in the order given: means over each window's tokens, float64 ``[windows]``.
+        divergences: KL(first || second) of each token, float64 ``[windows, length]``; None for one model.
+        same_top: whether both expect the same next token most, bool ``[windows, length]``; None for one model.
     """
 
     losses: tuple[Tensor, ...]
     divergences: Tensor | None
+    same_top: Tensor | None
 
 
 def measure(models: Sequence[Outputs | WholeOutputs], targets: Tensor, *, threads: int | None = None) -> Measured:
@@ -244,14 +246,16 @@ def measure(models: Sequence[Outputs | WholeOutputs], targets: Tensor, *, thread
 
             list(pool.map(one, range(len(parts))))
     shape = (targets.shape[0], targets.shape[1])
-    losses = tuple(_means([batch.loss(number) for batch in sums], shape) for number in range(len(models)))
-    divergences = _means([batch.divergence() for batch in sums], shape) if len(models) > 1 else None
-    return Measured(losses, divergences)
+    losses = tuple(_joined([batch.loss(number) for batch in sums], shape).mean(-1) for number in range(len(models)))
+    if len(models) == 1:
+        return Measured(losses, None, None)
+    divergences = _joined([batch.divergence() for batch in sums], shape)
+    return Measured(losses, divergences, _joined([batch.same_top() for batch in sums], shape) & ~divergences.isnan())
 
 
-def _means(tokens: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
-    """The means of windows, float64 ``[windows]`` in the host's memory, of the values of each batch's tokens."""
-    return torch.cat([each.cpu() for each in tokens]).view(shape).mean(-1)
+def _joined(tokens: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
+    """The values of each batch's tokens as one tensor ``[windows, length]`` in the host's memory."""
+    return torch.cat([each.cpu() for each in tokens]).view(shape)
 
 
 class _Sums:
@@ -265,6 +269,7 @@ class _Sums:
         tokens, device = len(targets), targets.device
         zeros = partial(torch.zeros, tokens, dtype=torch.float64, device=device)
         self.largest = [torch.full((tokens,), -torch.inf, device=device) for _ in range(models)]
+        self.top = [torch.zeros(tokens, dtype=torch.int64, device=device) for _ in range(models)]
         self.exponentials = [zeros() for _ in range(models)]
         self.chosen = [zeros() for _ in range(models)]
         self.differences = zeros()  # of the logits, weighted by the first's exp()
@@ -275,7 +280,10 @@ class _Sums:
         inside = (self.targets >= start) & (self.targets < start + rows)
         column = (self.targets - start).clamp(0, rows - 1)[:, None]
         for number, values in enumerate(logits):
-            largest = torch.maximum(self.largest[number], values.amax(-1))
+            highest, place = values.max(-1)
+            # Of equal ones the first, as argmax has it, in whatever chunks the vocabulary comes.
+            self.top[number] = torch.where(highest > self.largest[number], place + start, self.top[number])
+            largest = torch.maximum(self.largest[number], highest)
             shrunk = (self.largest[number] - largest).double().exp()
             weights = (values - largest[:, None]).exp_()
             self.exponentials[number] = self.exponentials[number] * shrunk + weights.sum(-1)
@@ -290,6 +298,10 @@ class _Sums:
     def loss(self, number: int) -> Tensor:
         """Negative log-likelihood of each target, float64 ``[tokens]``."""
         return self._normaliser(number) - self.chosen[number]
+
+    def same_top(self) -> Tensor:
+        """Returns whether the first and the second expect the same token most, bool ``[tokens]``."""
+        return self.top[0] == self.top[1]
 
     def divergence(self) -> Tensor:
         """KL(first || second) of each token, float64 ``[tokens]``."""

@@ -105,6 +105,13 @@ class TextEvaluation:
                 f"loss {c.loss_difference:+.4f} +- {_error(c.loss_standard_error)}, "
                 f"mean KL {c.mean_kl:.4f} +- {_error(c.kl_standard_error)} nats a token"
             )
+            same, error = 100 * c.same_top, 100 * c.same_top_standard_error
+            yield (
+                f"same top token {same:.2f} % +- {_error(error, '.2f')}; mean KL of the worst 1 % of tokens "
+                f"{c.worst_kl:.4f}"
+            )
+            parts = ", ".join(f"{name} % {value:.4f}" for name, value in c.kl_percentiles.items())
+            yield f"KL percentiles: {parts}; maximum {c.max_kl:.4f}"
         if self.kv_cache:
             yield "the KV cache was not rounded, as engines will round this checkpoint's"
         tokens = self.windows * self.window * (1 if self.comparison is None else 2)
@@ -243,8 +250,8 @@ def _row(name: str, losses: Perplexity) -> tuple[str, str, str]:
     return name, f"{losses.perplexity:.2f}", f"{losses.loss:.4f} +- {_error(losses.standard_error)}"
 
 
-def _error(value: float) -> str:
-    return "?" if math.isnan(value) else f"{value:.4f}"
+def _error(value: float, digits: str = ".4f") -> str:
+    return "?" if math.isnan(value) else format(value, digits)
 
 
 def _finite(value: Any) -> Any:
