@@ -182,9 +182,9 @@ def ids_of(directory: Path) -> Path:
 
 def test_the_word_demo_is_a_directory_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert eval_command._open("demo", None).directory == demo_model_path()
+    assert eval_command.opened_model("demo", None).directory == demo_model_path()
     shutil.copytree(make_llama(**SHAPE), tmp_path / "demo")
-    assert eval_command._open("demo", None).directory == Path("demo")
+    assert eval_command.opened_model("demo", None).directory == Path("demo")
 
 
 def test_a_text_in_one_piece_is_one_document(tmp_path: Path) -> None:

@@ -180,8 +180,8 @@ def _evaluation(figures: EvaluationFigures) -> Iterator[str]:
     )
     if figures.same_top is not None:
         yield (
-            f"  The most likely next token is the source's after {100 * figures.same_top:.2f} % of the tokens; in the 1 % "
-            f"where it is largest, KL divergence is {_number(figures.worst_kl, '.4f')} nats on average."
+            f"  The most likely next token is the source's after {100 * figures.same_top:.2f} % of the tokens; in the "
+            f"1 % where it is largest, KL divergence is {_number(figures.worst_kl, '.4f')} nats on average."
         )
 
 

@@ -30,7 +30,7 @@ from modelexport.quantization.calibration.cut import ForwardShard
 from modelexport.quantization.calibration.layers import DYNAMIC, LayerRunner
 from modelexport.quantization.calibration.model import body, running
 
-__all__ = ["Measured", "Outputs", "measure", "through_layers", "workers"]
+__all__ = ["Measured", "Outputs", "measure", "through_layers", "token_losses", "workers"]
 
 Progress = Callable[[int, int], None]
 
@@ -143,7 +143,7 @@ class _Hidden:
 
 def through_layers(
     tensors: PlainTensors,
-    windows: Tensor,
+    windows: Tensor | Sequence[Tensor],
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device = _CPU,
@@ -154,7 +154,7 @@ def through_layers(
 
     Args:
         tensors: the checkpoint's.
-        windows: token ids, int64 ``[windows, length]``.
+        windows: token ids, int64 ``[windows, length]``; or batches of that shape, each of its own length.
         dtype: of weights and arithmetic.
         device: what computes.
         threads: batches of windows in flight at once; by default one for each core that this process may use, one on
@@ -230,8 +230,33 @@ def measure(models: Sequence[Outputs | WholeOutputs], targets: Tensor, *, thread
         models: one, or the reference and another; of the same windows and vocabulary.
         targets: int64 ``[windows, length]``, what each token is followed by.
     """
+    parts = targets.split([len(hidden) for hidden in models[0].hidden])
+    sums = _added_up(models, parts, threads)
+    shape = (targets.shape[0], targets.shape[1])
+    losses = tuple(_joined([batch.loss(number) for batch in sums], shape).mean(-1) for number in range(len(models)))
+    if len(models) == 1:
+        return Measured(losses, None, None)
+    divergences = _joined([batch.divergence() for batch in sums], shape)
+    return Measured(losses, divergences, _joined([batch.same_top() for batch in sums], shape) & ~divergences.isnan())
+
+
+def token_losses(model: Outputs, targets: Sequence[Tensor], *, threads: int | None = None) -> tuple[Tensor, Tensor]:
+    """What one model makes of each token.
+
+    Args:
+        model: whose ``hidden`` may be those of any tokens.
+        targets: of each of its batches, int64 ``[windows, length]``: what each token is followed by.
+
+    Returns:
+        The loss of each token, float64 ``[tokens]``; and whether it is the one that the model expects most, bool.
+    """
+    sums = _added_up([model], targets, threads)
+    return torch.cat([batch.loss(0).cpu() for batch in sums]), torch.cat([batch.is_top().cpu() for batch in sums])
+
+
+def _added_up(models: Sequence[Outputs | WholeOutputs], parts: Sequence[Tensor], threads: int | None) -> list[_Sums]:
+    """The sums of each batch over the whole vocabulary; ``parts``: the targets of each."""
     first = models[0]
-    parts = targets.split([len(hidden) for hidden in first.hidden])
     sums = [_Sums(len(models), part.flatten().to(first.device)) for part in parts]
     most = max(part.numel() for part in parts)
     step = max(1, min(_CHUNK_LOGITS // most, _CHUNK_WEIGHTS // first.hidden[0].shape[-1]))
@@ -245,12 +270,7 @@ def measure(models: Sequence[Outputs | WholeOutputs], targets: Tensor, *, thread
                 sums[batch].add(start, [model.logits(batch) for model in models])
 
             list(pool.map(one, range(len(parts))))
-    shape = (targets.shape[0], targets.shape[1])
-    losses = tuple(_joined([batch.loss(number) for batch in sums], shape).mean(-1) for number in range(len(models)))
-    if len(models) == 1:
-        return Measured(losses, None, None)
-    divergences = _joined([batch.divergence() for batch in sums], shape)
-    return Measured(losses, divergences, _joined([batch.same_top() for batch in sums], shape) & ~divergences.isnan())
+    return sums
 
 
 def _joined(tokens: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
@@ -298,6 +318,10 @@ class _Sums:
     def loss(self, number: int) -> Tensor:
         """Negative log-likelihood of each target, float64 ``[tokens]``."""
         return self._normaliser(number) - self.chosen[number]
+
+    def is_top(self) -> Tensor:
+        """Returns whether the first expects the target most, bool ``[tokens]``."""
+        return self.top[0] == self.targets
 
     def same_top(self) -> Tensor:
         """Returns whether the first and the second expect the same token most, bool ``[tokens]``."""

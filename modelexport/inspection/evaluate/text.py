@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from modelexport.inspection.evaluate.losses import Comparison, Perplexity
     from modelexport.inspection.evaluate.streaming import Progress
 
-__all__ = ["DEMO", "TextEvaluation", "evaluate_on_text"]
+__all__ = ["DEMO", "TextEvaluation", "evaluate_on_text", "opened_model"]
 
 DEMO = "demo"
 """Names the embedded model, where there is no directory of that name."""
@@ -162,8 +162,8 @@ def evaluate_on_text(
         if value is not None and value < 1:
             raise UsageError(f"--{name} {value}: at least 1 is needed")
     devices.check_name(device)
-    opened = _open(checkpoint, config)
-    source = None if against is None else _open(against, None)
+    opened = opened_model(checkpoint, config)
+    source = None if against is None else opened_model(against, None)
     documents = _documents(opened, source, text)
     documents.check()
     import torch
@@ -211,7 +211,14 @@ def evaluate_on_text(
     )
 
 
-def _open(path: str | os.PathLike[str], config: str | os.PathLike[str] | None) -> Checkpoint:
+def opened_model(path: str | os.PathLike[str], config: str | os.PathLike[str] | None) -> Checkpoint:
+    """Returns the checkpoint that somebody named, or the embedded model; of which the headers have been read.
+
+    Raises:
+        UsageError: there is no such directory.
+        CheckpointError: it has no config.json, or is damaged.
+        PlanError: it is no language model.
+    """
     directory = Path(path)
     if os.fspath(path) == DEMO and not directory.exists():
         directory = demo_model_path()

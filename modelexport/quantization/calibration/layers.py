@@ -100,7 +100,7 @@ class LayerRunner:
         read: this rank's part of one of them (the spans of the share, joined along its dim), in any floating-point
             dtype. Biases are asked for with dim 0 where their linear is column-parallel, and else whole; of the
             embedding only the tokens' rows.
-        tokens: int64 ``[samples, length]``.
+        tokens: int64 ``[samples, length]``; or batches of that shape, each of its own length.
         embedded: samples of one batch each behind these, which begin with embeddings.
         cut: this rank's part of the layers.
         threads: batches, or panels of a Hessian, at once; by default what cores there are for each rank.
@@ -134,7 +134,7 @@ class LayerRunner:
         config: Mapping[str, Any],
         names: Collection[str],
         read: Read,
-        tokens: Tensor,
+        tokens: Tensor | Sequence[Tensor],
         *,
         embedded: Sequence[EmbeddedSample] = (),
         cut: ForwardCut | None = None,
@@ -167,7 +167,10 @@ class LayerRunner:
         latent = bool(config.get("kv_lora_rank"))
         self.rotary = config.get("qk_rope_head_dim") if latent else None
         self.kv_heads = None if latent else getattr(self.model.config, "num_key_value_heads", None)
-        windows = tokens.split(max(1, BATCH_TOKENS // tokens.shape[1])) if len(tokens) else ()
+        if not isinstance(tokens, Tensor):
+            windows = tuple(tokens)
+        else:
+            windows = tokens.split(max(1, BATCH_TOKENS // tokens.shape[1])) if len(tokens) else ()
         self.batches = (*windows, *(sample.tokens for sample in embedded))
         self._begins: list[Batch] = [*windows, *(sample.inputs for sample in embedded)]
         self._by_itself, self._progress = alone, progress or (lambda done, all_: None)
