@@ -162,8 +162,8 @@ def _loaded(names: Sequence[str], path: Path | None) -> dict[str, Any]:
     for name, task in loaded["tasks"].items():
         if task.OUTPUT_TYPE not in _SCORED:
             raise UsageError(
-                f"--tasks {name} has models write text ({task.OUTPUT_TYPE}), and eval, which runs a checkpoint layer by "
-                "layer, says how likely given texts are: run this task with an engine (lm-eval run --model vllm)"
+                f"--tasks {name} has models write text ({task.OUTPUT_TYPE}); eval runs a checkpoint layer by layer and "
+                "says how likely given texts are: run this task with an engine (lm-eval run --model vllm)"
             )
     return loaded
 

@@ -162,13 +162,10 @@ def evaluate_tasks(
     longest = window or _longest(opened, tokenizer)
     place = devices.of_rank(devices.chosen(device, calibrated=True), 0)
     began = time.perf_counter()
-    checkpoints = [opened] if source is None else [opened, source]
-    models = [
-        harness.CheckpointModel(
-            ContinuationScorer(each, getattr(torch, dtype), place, threads, progress), tokenizer, longest
-        )
-        for each in checkpoints
-    ]
+    models = []
+    for each in (opened,) if source is None else (opened, source):
+        scorer = ContinuationScorer(each, getattr(torch, dtype), place, threads, progress)
+        models.append(harness.CheckpointModel(scorer, tokenizer, longest))
     found = harness.run_tasks(models, tasks, None if tasks_path is None else Path(tasks_path), limit, num_fewshot)
     quantization = read_quantization_config(opened.config)
     return TaskEvaluation(
