@@ -32,7 +32,7 @@ def run(given: Namespace) -> int:
         value, flag = settings.pop(name), f"--{name.replace('_', '-')}"
         if value is not None and value is not False:
             raise UsageError(
-                f"{flag} is not for tasks: leave out one of them" if by_tasks else f"{flag} is for --tasks"
+                f"{flag} is for texts: leave it out, or --tasks" if by_tasks else f"{flag} is for --tasks NAMES"
             )
     command = print_tasks if by_tasks else print_evaluation
     return command(settings.pop("checkpoint"), as_json=settings.pop("json"), **settings)

@@ -210,7 +210,7 @@ def _in_words(tensors: PlainTensors) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Measured:
-    """What models have made of the windows, in the host's memory; in nats.
+    """Losses and divergences of models on the same windows, in nats and in the host's memory.
 
     Attributes:
         losses: of each model, in the order given: means over each window's tokens, float64 ``[windows]``.
@@ -241,7 +241,7 @@ def measure(models: Sequence[Outputs | WholeOutputs], targets: Tensor, *, thread
 
 
 def token_losses(model: Outputs, targets: Sequence[Tensor], *, threads: int | None = None) -> tuple[Tensor, Tensor]:
-    """What one model makes of each token.
+    """The loss of each token by one model, and whether it expects that token most.
 
     Args:
         model: whose ``hidden`` may be those of any tokens.
