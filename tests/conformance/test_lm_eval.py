@@ -141,7 +141,7 @@ def test_number_formats_and_the_source_beside_them(
     assert found["window"] == 512
 
 
-@pytest.mark.parametrize("kind", ["vllm-sharded", "gguf"])
+@pytest.mark.parametrize("kind", ["hf-sharded", "gguf"])
 def test_checkpoint_formats(
     kind: str, tasks: Path, checkpoints: dict[str, Path], theirs: dict[str, Any], tmp_path: Path
 ) -> None:
