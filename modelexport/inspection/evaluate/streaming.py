@@ -4,7 +4,7 @@ transformers' own modules compute, see :mod:`~modelexport.quantization.calibrati
 decoded when its layer's turn comes, and its inputs are rounded as engines round them by watching ``F.linear``, so that
 experts which transformers stacks into one parameter are seen like any other linear. The head is read and multiplied in
 chunks of the vocabulary, all windows with each, and losses and divergences are added up from chunk to chunk: no logits
-of a whole window are ever in memory, nor is the head. An engine's rounding of its KV cache is not simulated.
+of a whole window are ever in memory, nor is the head. Keys and values are rounded to FP8 by the checkpoint's scales.
 """
 
 from __future__ import annotations
@@ -187,7 +187,8 @@ def through_layers(
             raise PlanError(f"transformers' {type(runner.model).__name__} has no output embedding")
         for index in range(len(runner.layers)):
             with runner.filled(index) as layer:
-                runner.advance(layer, tensors.activations)
+                cache = tensors.cache_rounding(f"{runner.layers_on_disk}.{index}.")
+                runner.advance(layer, tensors.activations, cache=cache)
                 del layer  # holds its weights, which would stay while the next one is filled
             if progress is not None:
                 progress(index + 1, len(runner.layers))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelexport.errors import UsageError, error_text
-from modelexport.inspection.evaluate.text import DTypeName, opened_model
+from modelexport.inspection.evaluate.text import CACHE_NOTES, DTypeName, opened_model
 from modelexport.inspection.record.reading import is_figure
 from modelexport.models.architecture import language_config
 from modelexport.quantization import devices
@@ -68,7 +68,8 @@ class TaskEvaluation:
         window: the most tokens that were looked at together.
         dtype: of the arithmetic.
         device: the kind of device that computed, ``cpu`` or ``cuda``.
-        kv_cache: whether engines round the checkpoint's KV cache, which was not simulated.
+        kv_cache: ``"rounded"`` where keys and values were rounded as engines do to keep them, ``"not rounded"`` where
+            engines round them, and that was not done; None where engines do not.
         harness: version of lm-eval.
         seconds: all that was run.
     """
@@ -80,7 +81,7 @@ class TaskEvaluation:
     window: int
     dtype: str
     device: str
-    kv_cache: bool
+    kv_cache: str | None
     harness: str
     seconds: float
 
@@ -106,8 +107,7 @@ class TaskEvaluation:
             for result in self.results
         ]
         yield from table(("task", "metric", "shots", "documents", *sides, self.checkpoint), rows)
-        if self.kv_cache:
-            yield "the KV cache was not rounded, as engines will round this checkpoint's"
+        yield from CACHE_NOTES.get(self.kv_cache or "", ())
         yield f"{self.seconds:.1f} s"
 
 
@@ -158,6 +158,7 @@ def evaluate_tasks(
     import torch
 
     from modelexport.inspection.evaluate.continuations import ContinuationScorer
+    from modelexport.inspection.evaluate.models import cache_kind
 
     longest = window or _longest(opened, tokenizer)
     place = devices.of_rank(devices.chosen(device, calibrated=True), 0)
@@ -167,7 +168,6 @@ def evaluate_tasks(
         scorer = ContinuationScorer(each, getattr(torch, dtype), place, threads, progress)
         models.append(harness.CheckpointModel(scorer, tokenizer, longest))
     found = harness.run_tasks(models, tasks, None if tasks_path is None else Path(tasks_path), limit, num_fewshot)
-    quantization = read_quantization_config(opened.config)
     return TaskEvaluation(
         checkpoint=os.fspath(checkpoint),
         against=None if against is None else os.fspath(against),
@@ -176,7 +176,7 @@ def evaluate_tasks(
         window=longest,
         dtype=dtype,
         device=place.type,
-        kv_cache=quantization is not None and quantization.kv_cache_scheme is not None,
+        kv_cache=cache_kind(opened.config, read_quantization_config(opened.config)),
         harness=harness.VERSION,
         seconds=time.perf_counter() - began,
     )

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from modelexport.inspection.evaluate.losses import Comparison, Perplexity
     from modelexport.inspection.evaluate.streaming import Progress
 
-__all__ = ["DEMO", "TextEvaluation", "evaluate_on_text", "opened_model"]
+__all__ = ["CACHE_NOTES", "DEMO", "TextEvaluation", "evaluate_on_text", "opened_model"]
 
 DEMO = "demo"
 """Names the embedded model, where there is no directory of that name."""
@@ -38,6 +38,11 @@ WINDOWS, WINDOW = 64, 256
 _POOL = 16
 """Windows are spread over the first tokens of a file, this many times what is needed: it may be a whole corpus."""
 
+CACHE_NOTES = {
+    "rounded": ("keys and values rounded to FP8, as engines keep them",),
+    "not rounded": ("the KV cache was not rounded, as engines will round this checkpoint's",),
+}
+"""Lines about a checkpoint's KV cache, by what was done."""
 DTypeName = Literal["float32", "bfloat16"]
 
 
@@ -57,7 +62,8 @@ class TextEvaluation:
         device: the kind of device that computed, ``cpu`` or ``cuda``.
         model: the checkpoint's losses.
         comparison: with the source; None without one.
-        kv_cache: whether engines round the checkpoint's KV cache, which was not simulated.
+        kv_cache: ``"rounded"`` where keys and values were rounded as engines do to keep them, ``"not rounded"`` where
+            engines round them, and that was not done; None where engines do not.
         seconds: all that was run.
     """
 
@@ -73,7 +79,7 @@ class TextEvaluation:
     device: str
     model: Perplexity
     comparison: Comparison | None
-    kv_cache: bool
+    kv_cache: str | None
     seconds: float
 
     def as_json(self) -> dict[str, Any]:
@@ -112,8 +118,7 @@ class TextEvaluation:
             )
             parts = ", ".join(f"{name} % {value:.4f}" for name, value in c.kl_percentiles.items())
             yield f"KL percentiles: {parts}; maximum {c.max_kl:.4f}"
-        if self.kv_cache:
-            yield "the KV cache was not rounded, as engines will round this checkpoint's"
+        yield from CACHE_NOTES.get(self.kv_cache or "", ())
         tokens = self.windows * self.window * (1 if self.comparison is None else 2)
         yield f"{self.seconds:.1f} s, {tokens / self.seconds:,.0f} tokens/s"
 
@@ -170,6 +175,7 @@ def evaluate_on_text(
 
     from modelexport.inspection.evaluate import compare_checkpoints, perplexity_of_checkpoint
     from modelexport.inspection.evaluate.losses import cut_windows
+    from modelexport.inspection.evaluate.models import cache_kind
 
     if windows is None and not (text is None and _is_demos(documents.directory)):
         windows = WINDOWS
@@ -192,7 +198,6 @@ def evaluate_on_text(
     }
     comparison = None if source is None else compare_checkpoints(source, opened, cut, **options)
     model = perplexity_of_checkpoint(opened, cut, **options) if comparison is None else comparison.model
-    quantization = read_quantization_config(opened.config)
     return TextEvaluation(
         checkpoint=os.fspath(checkpoint),
         against=None if against is None else os.fspath(against),
@@ -206,7 +211,7 @@ def evaluate_on_text(
         device=place.type,
         model=model,
         comparison=comparison,
-        kv_cache=quantization is not None and quantization.kv_cache_scheme is not None,
+        kv_cache=cache_kind(opened.config, read_quantization_config(opened.config)),
         seconds=time.perf_counter() - began,
     )
 

@@ -56,7 +56,7 @@ from modelexport.quantization.calibration.model import (
 from modelexport.quantization.calibration.statistics import Collector, InputStatistics
 from modelexport.quantization.calibration.sums import ForwardRanks
 from modelexport.quantization.calibration.towers import EmbeddedSample
-from modelexport.quantization.calibration.watch import Activation, LayerInputs, ShardedProducts
+from modelexport.quantization.calibration.watch import Activation, CacheRounding, LayerInputs, ShardedProducts
 
 __all__ = ["BATCH_TOKENS", "DYNAMIC", "FilledLayer", "LayerRunner", "Observed", "Read"]
 
@@ -409,7 +409,12 @@ class LayerRunner:
         return out, seen.inputs
 
     def advance(
-        self, layer: FilledLayer, activations: Mapping[str, Activation] | None = None, *, trial: bool = False
+        self,
+        layer: FilledLayer,
+        activations: Mapping[str, Activation] | None = None,
+        *,
+        cache: CacheRounding | None = None,
+        trial: bool = False,
     ) -> None:
         """Run all samples through a layer; its outputs become ``hidden``.
 
@@ -417,11 +422,12 @@ class LayerRunner:
             layer: a filled one, with whatever its tensors hold now.
             activations: linear -> a function of its whole input ``[tokens, in_features]``, whose result (new memory) it
                 is given instead.
+            cache: keys (after the rotary embedding) and values -> as they come out of an engine's cache.
             trial: what the layer hands over to later ones beside its outputs (see :attr:`hands_over`) is forgotten.
         """
 
         def one(number: int) -> None:
-            self.hidden[number] = self._run(layer, number, None, activations, keep=not trial)
+            self.hidden[number] = self._run(layer, number, None, activations, cache=cache, keep=not trial)
 
         numbers = range(len(self.batches))
         at_once = self.threads > 1 and self._alone
@@ -471,6 +477,7 @@ class LayerRunner:
         seen: LayerInputs | None,
         activations: Mapping[str, Activation] | None = None,
         *,
+        cache: CacheRounding | None = None,
         keep: bool = False,
         states: HiddenStates | None = None,
     ) -> Tensor:
@@ -490,6 +497,7 @@ class LayerRunner:
             seen=seen,
             kv_heads=self.kv_heads,
             rotary=self.rotary,
+            cache=cache,
         )
         with running(self.model, derived=self.derived):
             with torch.inference_mode(), watch:
