@@ -1,4 +1,4 @@
-"""``modelexport eval``: perplexity, and KL divergence from the source, on a text."""
+"""``modelexport eval``: perplexity, and KL divergence from the source, on a text; or tasks of lm-eval's harness."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from modelexport.errors import UsageError
 from modelexport.inspection.evaluate.record import HELD_OUT, check_record_is_there, save_evaluation
+from modelexport.inspection.evaluate.tasks import evaluate_tasks
 from modelexport.inspection.evaluate.text import WINDOW, DTypeName, evaluate_on_text
 from modelexport.quantization.calibration.text import DATASET
 from modelexport.quantization.devices import AUTO
@@ -18,11 +20,30 @@ from modelexport.system.terminal import progress_bar, show
 if TYPE_CHECKING:
     from modelexport.inspection.evaluate.streaming import Progress
 
+_OF_TEXTS = ("text", "windows", "save")
+_OF_TASKS = ("tasks", "tasks_path", "limit", "num_fewshot")
+
 
 def run(given: Namespace) -> int:
     """Runs the command; returns its exit status."""
     settings = vars(given)
-    return print_evaluation(settings.pop("checkpoint"), as_json=settings.pop("json"), **settings)
+    by_tasks = settings["tasks"] is not None
+    for name in _OF_TEXTS if by_tasks else _OF_TASKS:
+        value, flag = settings.pop(name), f"--{name.replace('_', '-')}"
+        if value is not None and value is not False:
+            raise UsageError(
+                f"{flag} is for texts: leave it out, or --tasks" if by_tasks else f"{flag} is for --tasks NAMES"
+            )
+    command = print_tasks if by_tasks else print_evaluation
+    return command(settings.pop("checkpoint"), as_json=settings.pop("json"), **settings)
+
+
+def print_tasks(checkpoint: Path, against: Path | None = None, *, as_json: bool = False, **settings: Any) -> int:
+    """Prints the result of :func:`evaluate_tasks`; returns 0."""
+    with _bar(quiet=as_json) as progress:
+        result = evaluate_tasks(checkpoint, against, progress=progress, **settings)
+    show(json.dumps(result.as_json(), indent=1) if as_json else "\n".join(result.lines()))
+    return 0
 
 
 def print_evaluation(
@@ -31,7 +52,7 @@ def print_evaluation(
     text: Path | None = None,
     *,
     windows: int | None = None,
-    window: int = WINDOW,
+    window: int | None = None,
     config: Path | None = None,
     dtype: DTypeName = "float32",
     device: str = AUTO,
@@ -47,7 +68,7 @@ def print_evaluation(
             against,
             text,
             windows=windows,
-            window=window,
+            window=WINDOW if window is None else window,
             config=config,
             dtype=dtype,
             device=device,

@@ -162,7 +162,9 @@ def _eval() -> Parser:
         "Perplexity of a checkpoint on a text; beside its source, KL divergence and the loss's difference.",
         "  modelexport eval ckpt/ --against DIR                       on the package's held-out text\n"
         "  modelexport eval ckpt/ --against DIR --text text.jsonl --windows 32 --window 1024\n"
-        "  modelexport eval ckpt/ --against DIR --save                and keeps the figures in the model card\n",
+        "  modelexport eval ckpt/ --against DIR --save                and keeps the figures in the model card\n"
+        "  modelexport eval ckpt/ --against DIR --tasks hellaswag,arc_easy\n"
+        "                                                             of lm-eval: pip install 'modelexport[eval]'\n",
     )
     parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="a checkpoint directory: any format; or: demo")
     parser.add_argument("--against", type=Path, metavar="SOURCE", help="the checkpoint it was made from, or: demo")
@@ -175,7 +177,24 @@ def _eval() -> Parser:
         "beginning-of-text token, so that the same text in one piece gives another perplexity",
     )
     parser.add_argument("--windows", type=int, metavar="N", help="how many (default: 64; the demo model: all)")
-    parser.add_argument("--window", type=int, default=256, metavar="N", help="tokens of each (default: 256)")
+    parser.add_argument(
+        "--window",
+        type=int,
+        metavar="N",
+        help="tokens of each (default: 256); the most of --tasks (default: the model's)",
+    )
+    parser.add_argument(
+        "--tasks",
+        type=lambda text: [name.strip() for name in text.split(",") if name.strip()],
+        metavar="NAMES",
+        help="no text, but these tasks of EleutherAI's lm-eval harness, with commas between them; those that have "
+        "models write text are refused",
+    )
+    parser.add_argument("--tasks-path", type=Path, metavar="DIR", help="a directory with further tasks, as YAML files")
+    parser.add_argument("--limit", type=float, metavar="N", help="of each task the first N documents; below 1 a part")
+    parser.add_argument(
+        "--num-fewshot", type=int, metavar="N", help="examples before each question (default: the task's)"
+    )
     _add_config(parser, "CKPT lacks one")
     kinds = ("float32", "bfloat16")
     parser.add_argument("--dtype", choices=kinds, default=kinds[0], help="of the arithmetic (default: float32)")

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from modelexport.assets import demo_documents, demo_model_path
-from modelexport.inspection.evaluate import load_dequantised, load_reference, mean_kl, tokenise
+from modelexport.inspection.evaluate import load_dequantised, load_reference, token_kl, tokenise
 from modelexport.inspection.evaluate.losses import Comparison, comparison_of, cut_windows
 from modelexport.inspection.evaluate.text import evaluate_on_text
 from modelexport.quantization.calibration.text import token_batches_from
@@ -149,12 +149,14 @@ class Reference:
     def judge(self, model: nn.Module) -> Figures:
         """A model in memory against the source."""
         losses: list[float] = []
-        divergences: list[float] = []
+        divergences: list[Tensor] = []
+        same_top: list[Tensor] = []
         for kept, (inputs, targets) in zip(self._kept, self._batches(), strict=True):
             got = _log_probabilities(model, inputs)
             losses += _losses(got, targets)
-            divergences += mean_kl(kept, got).tolist()
-        return Figures.of(comparison_of(self._losses, losses, divergences, self.windows.inputs.shape[1]))
+            divergences.append(token_kl(kept, got))
+            same_top.append(kept.argmax(-1) == got.argmax(-1))
+        return Figures.of(comparison_of(self._losses, losses, torch.cat(divergences), torch.cat(same_top)))
 
     def judge_checkpoint(self, directory: Path) -> Figures:
         """A checkpoint, quantised or not, decoded into float32."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -63,4 +65,17 @@ def save_decoded(source: Path, quantised: Path, directory: Path, quant: str) -> 
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((source / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "dtype": "float32"}))
+    return directory
+
+
+def with_cache_scales(source: Path, directory: Path, scales: dict[str, float]) -> Path:
+    """A copy of a checkpoint whose keys and values engines keep in FP8; ``layers.0.self_attn.k_scale`` -> a scale."""
+    shutil.copytree(source, directory)
+    tensors = load_file(source / "model.safetensors")
+    tensors.update({f"model.{name}": torch.tensor([scale]) for name, scale in scales.items()})
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+    config["quantization_config"]["kv_cache_scheme"] = scheme
+    (directory / "config.json").write_text(json.dumps(config))
     return directory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,14 @@ def test_what_is_printed(int4: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert 5 < source < ours < 100
     assert lines[4].startswith("loss +")
     assert "mean KL 0." in lines[4]
-    assert lines[5].endswith("tokens/s")
-    assert len(lines) == 6
+    assert re.fullmatch(
+        r"same top token \d\d\.\d\d % \+- \d\.\d\d; mean KL of the worst 1 % of tokens 0\.\d{4}", lines[5]
+    )
+    assert re.fullmatch(
+        r"KL percentiles: 50 % 0\.\d{4}, 95 % 0\.\d{4}, 99 % 0\.\d{4}, 99\.9 % 0\.\d{4}; maximum 0\.\d{4}", lines[6]
+    )
+    assert lines[7].endswith("tokens/s")
+    assert len(lines) == 8
 
 
 def test_json(int4: Path, ids: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,7 +80,10 @@ def test_json(int4: Path, ids: Path, capsys: pytest.CaptureFixture[str]) -> None
     two = json.loads(run(capsys, int4, "--against", demo_model_path(), "--text", ids, "--window", 50, "--json"))
     assert (two["windows"], two["model"]["tokens"]) == (2, 100)
     assert two["comparison"]["model"]["loss"] == two["model"]["loss"]
-    assert two["comparison"]["mean_kl"] > 0
+    found = two["comparison"]
+    assert 0 < found["mean_kl"] < found["worst_kl"] <= found["max_kl"]
+    assert list(found["kl_percentiles"].values()) == sorted(found["kl_percentiles"].values())
+    assert 0 < found["same_top"] <= 1
     assert two["model"]["standard_error"] > 0
 
 
@@ -115,13 +125,19 @@ def test_how_many_windows(ids: Path, monkeypatch: pytest.MonkeyPatch, int4: Path
     assert seen.pop() == (50, 50)
 
 
-def test_a_cache_that_engines_round_is_not(ids: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("float", "keys and values rounded to FP8, as engines keep them"), ("int", "the KV cache was not rounded")],
+)
+def test_what_became_of_a_cache_that_engines_round(
+    kind: str, words: str, ids: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     quantised = save_quantised(make_llama(**SHAPE), tmp_path / "kv", "int8")
     path = quantised / "config.json"
     config = json.loads(path.read_text())
-    config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": kind, "strategy": "tensor"}
     path.write_text(json.dumps(config))
-    assert "the KV cache was not rounded" in run(capsys, quantised, "--text", ids, "--window", 50)
+    assert words in run(capsys, quantised, "--text", ids, "--window", 50)
 
 
 @pytest.mark.parametrize(
@@ -172,9 +188,9 @@ def ids_of(directory: Path) -> Path:
 
 def test_the_word_demo_is_a_directory_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert eval_command._open("demo", None).directory == demo_model_path()
+    assert eval_command.opened_model("demo", None).directory == demo_model_path()
     shutil.copytree(make_llama(**SHAPE), tmp_path / "demo")
-    assert eval_command._open("demo", None).directory == Path("demo")
+    assert eval_command.opened_model("demo", None).directory == Path("demo")
 
 
 def test_a_text_in_one_piece_is_one_document(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from tests.helpers.marks import few
 from tests.helpers.models import make_llama
 from tests.helpers.tiny_models import tiny_checkpoint
 from tests.helpers.warm import run_warm
-from tests.inspection._quantised import save_quantised
+from tests.inspection._quantised import save_quantised, with_cache_scales
 
 pytestmark = pytest.mark.timeout(180)
 KINDS = ["llama", "qwen3_moe", "granitemoehybrid", "deepseek_v3", "gemma3_text"]
@@ -61,5 +61,31 @@ assert found[0] == found[1]
 def test_small_models_have_the_figures_of_the_cpu() -> None:
     """Those that run without transformers, sentences too."""
     done = run_warm("-c", SMALL)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["True", "False"]
+
+
+CONTINUATIONS = """
+import sys
+import torch
+from modelexport.inspection.evaluate.continuations import ContinuationScorer
+from modelexport.models.opening import open_model
+from tests.helpers import fake_accelerator
+fake_accelerator.register()
+asked = [([1, 2, 3], [4, 5]), ([7] * 40, [8]), ([9], list(range(60)))]
+found = []
+for device in ("fakegpu", "cpu"):
+    before = fake_accelerator.operations.total()
+    found.append(ContinuationScorer(open_model(sys.argv[1]), torch.float32, torch.device(device)).scores(asked))
+    print(fake_accelerator.operations.total() > before)
+assert found[0] == found[1]
+"""
+
+
+def test_continuations_have_the_figures_of_the_cpu(tmp_path: Path) -> None:
+    """As tasks of lm-eval ask for them; keys and values go through an FP8 cache, too."""
+    plain = save_quantised(make_llama(), tmp_path / "plain", "fp8-static")
+    checkpoint = with_cache_scales(plain, tmp_path / "ckpt", {"layers.0.self_attn.k_scale": 0.1})
+    done = run_warm("-c", CONTINUATIONS, str(checkpoint), imported="transformers.models.llama.modeling_llama")
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split() == ["True", "False"]

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from modelexport.assets import demo_documents, demo_model_path
 from modelexport.checkpoints.formats import hf
 from modelexport.errors import UsageError
 from modelexport.inspection import evaluate as ev
+from modelexport.inspection.evaluate.losses import PERCENTILES, comparison_of
 from modelexport.quantization import formats
 from modelexport.quantization.methods.base import ModelQuantization
 from modelexport.quantization.methods.compressed_tensors import quantization_files
@@ -151,6 +153,25 @@ def test_paired_comparison() -> None:
     assert got.loss_standard_error == pytest.approx((differences.std() / 5**0.5).item(), rel=1e-5)
     assert got.mean_kl == pytest.approx(ev.mean_kl(table[ids[:40]], other[ids[:40]]).item(), rel=1e-5)
     assert math.isnan(ev.compare(Bigram(table), Bigram(other), ids[:9], window=8).loss_standard_error)
+
+
+def test_the_worst_tokens_against_numpy() -> None:
+    torch.manual_seed(3)
+    divergences, same_top = torch.rand(5, 61, dtype=torch.float64) ** 4, torch.rand(5, 61) < 0.9
+    got = comparison_of([1.0] * 5, [1.0] * 5, divergences, same_top)
+    values = np.sort(divergences.numpy().ravel())
+    assert got.kl_percentiles == pytest.approx({name: np.percentile(values, float(name)) for name in PERCENTILES})
+    assert got.worst_kl == pytest.approx(values[-4:].mean()), "1 % of 305 tokens, rounded up"
+    assert got.max_kl == values[-1]
+    parts = same_top.double().mean(-1)
+    assert got.same_top == pytest.approx(float(same_top.double().mean()))
+    assert got.same_top_standard_error == pytest.approx(float(parts.std() / 5**0.5))
+
+
+def test_a_broken_model_agrees_with_nothing() -> None:
+    got = comparison_of([1.0], [math.nan], torch.tensor([[0.5, math.nan]]).double(), torch.tensor([[True, False]]))
+    assert math.isnan(got.worst_kl)
+    assert got.same_top == 0.5
 
 
 def test_perplexity_of_the_demo_model_against_transformers_own_loss(reference: Any, tokenizer: Any) -> None:

@@ -27,7 +27,7 @@ from modelexport.models.opening import open_model
 from modelexport.quantization import formats
 from tests.helpers.marks import few
 from tests.helpers.models import LlamaShape, config_json, copy_checkpoint, make_llama, tensor_shapes
-from tests.inspection._quantised import REACH, save_decoded, save_quantised
+from tests.inspection._quantised import REACH, save_decoded, save_quantised, with_cache_scales
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -84,6 +84,42 @@ def test_activations_are_rounded(text: Tensor, tmp_path: Path) -> None:
         module._forward_pre_hooks.clear()
     kept = ev.compare(*models, text, window=128, max_windows=8)
     assert kept.mean_kl < 0.7 * got.mean_kl
+
+
+SCALES = {"layers.0.self_attn.k_scale": 0.9, "layers.0.self_attn.v_scale": 0.01, "layers.1.self_attn.k_scale": 0.2}
+
+
+def test_keys_and_values_are_rounded_as_a_cache_of_fp8_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against transformers' attention with its arguments rounded by hand; a scale that is not there is 1."""
+    from transformers.models.llama import modeling_llama
+
+    plain = save_quantised(make_llama(**SHAPE), tmp_path / "plain", "int8-wo")
+    checkpoint = with_cache_scales(plain, tmp_path / "kv", SCALES)
+    windows = cut_windows(tokens(211, 200), 60)
+    own = modeling_llama.eager_attention_forward
+
+    def rounded(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        parts = []
+        for x, part in ((key, "k"), (value, "v")):
+            scale = SCALES.get(f"layers.{module.layer_idx}.self_attn.{part}_scale", 1.0)
+            parts.append((x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale)
+        return own(module, query, *parts, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(modeling_llama, "eager_attention_forward", rounded)
+        model = load_dequantised(checkpoint)
+        expected = ev.perplexity(model, tokens(211, 200), window=60)
+    got = ev.perplexity_of_checkpoint(open_model(checkpoint), windows)
+    assert got.window_losses == pytest.approx(expected.window_losses, abs=2e-4)
+    unrounded = ev.perplexity_of_checkpoint(open_model(plain), windows)
+    assert unrounded.window_losses != pytest.approx(expected.window_losses, abs=1e-3), "the test cannot tell"
+
+
+def test_a_scale_of_a_cache_that_is_none(tmp_path: Path) -> None:
+    plain = save_quantised(make_llama(**SHAPE), tmp_path / "plain", "int8-wo")
+    checkpoint = with_cache_scales(plain, tmp_path / "kv", {"layers.1.self_attn.v_scale": -1.0})
+    with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.v_scale is no scale of a KV cache: -1"):
+        ev.perplexity_of_checkpoint(open_model(checkpoint), windows_of(211))
 
 
 class RoundedInputs(TorchFunctionMode):
@@ -188,14 +224,19 @@ def test_any_chunks_give_the_same(step: int, monkeypatch: pytest.MonkeyPatch) ->
     one, other = torch.randn(2, 5, 6, 50) * torch.tensor([3.0, 20.0])[:, None, None, None]
     one[0, 0] += 300  # exponentials overflow float32 unless they are taken relative to the largest
     one[0, 1, :40] -= 300
+    one[1], other[1] = one[1].round(), other[1] / 30  # of equal logits the first is the top one
+    one[2:4] = other[2:4] = 2.0
     targets = torch.randint(50, (5, 6))
     monkeypatch.setattr("modelexport.inspection.evaluate.streaming._CHUNK_LOGITS", step * 12)
     found = measure([Given(one, 2), Given(other, 2)], targets)  # type: ignore[list-item]
     first, second = (torch.distributions.Categorical(logits=x.double()) for x in (one, other))
     assert found.divergences is not None
     torch.testing.assert_close(
-        found.divergences, torch.distributions.kl_divergence(first, second).mean(-1), rtol=1e-5, atol=1e-5
+        found.divergences, torch.distributions.kl_divergence(first, second), rtol=1e-5, atol=1e-5
     )
+    assert found.same_top is not None
+    assert found.same_top.tolist() == (one.argmax(-1) == other.argmax(-1)).tolist()
+    assert 0 < found.same_top.sum() < 30
     for got, expected in zip(found.losses, (first, second), strict=True):
         torch.testing.assert_close(got, -expected.log_prob(targets).mean(-1), rtol=1e-5, atol=1e-5)
     [alone], nothing = (lambda m: (m.losses, m.divergences))(measure([Given(one, 5)], targets))  # type: ignore[list-item]

@@ -364,6 +364,8 @@ def test_figures_of_an_evaluation_are_kept(demo: Path, tmp_path: Path, capsys: p
     c = found["comparison"]
     assert f"perplexity {c['reference']['perplexity']:.2f} before, {c['model']['perplexity']:.2f} after" in card
     assert f"mean KL divergence {c['mean_kl']:.4f} +- {c['kl_standard_error']:.4f} nats a token" in card
+    same = f"is the source's after {100 * c['same_top']:.2f} % of the tokens; in the 1 % where it is largest"
+    assert f"{same}, KL divergence is {c['worst_kl']:.4f} nats on average" in card
     assert "were not measured" not in card
     assert main(["verify", str(out)]) == 0
     capsys.readouterr()

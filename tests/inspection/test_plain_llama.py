@@ -15,6 +15,7 @@ from modelexport.inspection import evaluate as ev
 from modelexport.inspection.evaluate.models import PlainTensors
 from modelexport.inspection.evaluate.plain_llama import PlainLlama, fast_tokenizer, plain_llama
 from modelexport.models.opening import open_model
+from tests.inspection._quantised import with_cache_scales
 from tests.inspection.test_evaluate import quantised_demo
 
 
@@ -57,6 +58,18 @@ def test_an_evaluation_is_that_of_the_layers(quantised: Path, monkeypatch: pytes
     assert whole.comparison.model.loss == pytest.approx(layers.comparison.model.loss, rel=1e-5)
     assert whole.comparison.mean_kl == pytest.approx(layers.comparison.mean_kl, rel=1e-2)
     assert whole.windows_in_text == layers.windows_in_text
+
+
+def test_keys_and_values_go_through_the_cache(quantised: Path, tmp_path: Path) -> None:
+    scales = {f"layers.{n}.self_attn.{part}_scale": s for n in range(4) for part, s in (("k", 0.05), ("v", 0.003))}
+    checkpoint = with_cache_scales(quantised, tmp_path / "kv", scales)
+    ids, whole = torch.arange(129) * 31 % 2048, plain(checkpoint)
+    assert whole is not None
+    got = ev.perplexity(whole, ids, window=64)  # type: ignore[arg-type]
+    layers = ev.perplexity_of_checkpoint(open_model(checkpoint), ev.cut_windows(ids, 64))
+    unrounded = ev.perplexity_of_checkpoint(open_model(quantised), ev.cut_windows(ids, 64))
+    assert got.window_losses == pytest.approx(layers.window_losses, abs=5e-3)
+    assert got.window_losses != pytest.approx(unrounded.window_losses, abs=2e-2)
 
 
 def test_tokens_are_those_of_transformers() -> None:

@@ -203,6 +203,7 @@ def test_an_evaluation_is_shown_where_the_record_has_one(copy: Path) -> None:
     assert "Perplexity and KL divergence are not recorded" in page_of(copy).text("warnings")
     sides = {"reference": {"perplexity": 21.178}, "model": {"perplexity": 21.244}}
     differences = {"mean_kl": 0.00602, "kl_standard_error": 0.00011, "loss_difference": 0.003}
+    differences |= {"same_top": 0.9732, "worst_kl": 0.0412}
     figures = {"windows": 32, "window": 256, "text": "some text", "comparison": {**sides, **differences}}
     change(copy, evaluation=figures)
     page = page_of(copy)
@@ -210,6 +211,8 @@ def test_an_evaluation_is_shown_where_the_record_has_one(copy: Path) -> None:
         ["Perplexity", "21.18 before, 21.24 after"],
         ["Loss, nats a token", "+0.0030"],
         ["KL divergence, nats a token", "0.0060 \u00b1 0.0001"],
+        ["The same in the worst 1 % of tokens", "0.0412"],
+        ["Most likely next token is the source's", "97.32 %"],
     ]
     assert "on 32 windows of 256 tokens of some text" in page.text("evaluation")
     assert "not recorded" not in page.text("warnings")

@@ -178,6 +178,11 @@ def _evaluation(figures: EvaluationFigures) -> Iterator[str]:
         f"mean KL divergence {_number(figures.mean_kl, '.4f')} +- {_number(figures.kl_standard_error, '.4f')} nats a "
         "token (+- one standard error)."
     )
+    if figures.same_top is not None:
+        yield (
+            f"  The most likely next token is the source's after {100 * figures.same_top:.2f} % of the tokens; in the "
+            f"1 % where it is largest, KL divergence is {_number(figures.worst_kl, '.4f')} nats on average."
+        )
 
 
 def _checking(record: ExportRecord) -> Iterator[str]:

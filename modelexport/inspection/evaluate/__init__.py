@@ -63,6 +63,7 @@ __all__ = [
     "mean_kl",
     "perplexity",
     "perplexity_of_checkpoint",
+    "token_kl",
     "tokenise",
 ]
 
@@ -76,9 +77,14 @@ DEMO_PROMPT = "The term \u2018hacker\u2019"
 
 def mean_kl(reference_logits: Tensor, logits: Tensor) -> Tensor:
     """KL(reference || model) over tokens: logits ``[..., tokens, vocabulary]`` to float64 ``[...]``."""
+    return token_kl(reference_logits, logits).mean(-1)
+
+
+def token_kl(reference_logits: Tensor, logits: Tensor) -> Tensor:
+    """KL(reference || model) of each token: logits ``[..., vocabulary]`` to float64 ``[...]``."""
     reference = torch.log_softmax(reference_logits.float(), dim=-1)
     divergence = (reference.exp() * (reference - torch.log_softmax(logits.float(), dim=-1))).sum(-1)
-    return divergence.double().mean(-1)
+    return divergence.double()
 
 
 def perplexity(
@@ -119,13 +125,15 @@ def compare(
     """One pass of both models over the same windows; arguments as for :func:`perplexity`."""
     reference_losses: list[float] = []
     losses: list[float] = []
-    divergences: list[float] = []
+    divergences: list[Tensor] = []
+    same_top: list[Tensor] = []
     for inputs, targets in _windows(reference, token_ids, window, max_windows, batch):
         expected, got = _logits(reference, inputs), _logits(model, inputs)
         reference_losses += _window_losses(expected, targets).tolist()
         losses += _window_losses(got, targets).tolist()
-        divergences += mean_kl(expected, got).tolist()
-    return comparison_of(reference_losses, losses, divergences, inputs.shape[1])
+        divergences.append(token_kl(expected, got))
+        same_top.append(expected.argmax(-1) == got.argmax(-1))
+    return comparison_of(reference_losses, losses, torch.cat(divergences).cpu(), torch.cat(same_top).cpu())
 
 
 def perplexity_of_checkpoint(
@@ -171,13 +179,14 @@ def compare_checkpoints(
         CheckpointError: one is damaged, not whole, or cannot be decoded; or their vocabularies differ.
         PlanError: transformers has no such model.
     """
-    return _comparison(_measure([reference, checkpoint], windows, dtype, device, threads, progress), windows)
+    return _comparison(_measure([reference, checkpoint], windows, dtype, device, threads, progress))
 
 
-def _comparison(found: Measured, windows: Windows) -> Comparison:
+def _comparison(found: Measured) -> Comparison:
     assert found.divergences is not None
+    assert found.same_top is not None
     before, after = (losses.tolist() for losses in found.losses)
-    return comparison_of(before, after, found.divergences.tolist(), windows.inputs.shape[1])
+    return comparison_of(before, after, found.divergences, found.same_top)
 
 
 def _measure(
@@ -303,7 +312,8 @@ class Evaluation:
         part = f"{self.windows} of {self.windows_in_text} windows of {self.window} tokens"
         return [
             f"perplexity {c.reference.perplexity:.2f} -> {c.model.perplexity:.2f} (held-out text, {part})",
-            f"loss {c.loss_difference:+.4f} +- {c.loss_standard_error:.4f}, KL {c.mean_kl:.4f} nats a token",
+            f"loss {c.loss_difference:+.4f} +- {c.loss_standard_error:.4f}, KL {c.mean_kl:.4f} nats a token, "
+            f"{c.worst_kl:.4f} in the worst 1 %; same top token {100 * c.same_top:.1f} %",
             f"before: {_one_line(self.sentence_before)}",
             f"after:  {_one_line(self.sentence_after)}",
         ]
@@ -357,7 +367,7 @@ def evaluate(
         with workers(cores()) as pool, devices.deterministic(device):
             outputs = [WholeOutputs(model, windows.inputs, pool) for model in models]
             before, after = pool.map(sentence, models)
-        comparison = _comparison(measure(outputs, windows.targets), windows)
+        comparison = _comparison(measure(outputs, windows.targets))
     return Evaluation(
         comparison=comparison,
         windows=windows.inputs.shape[0],

@@ -11,7 +11,11 @@ from torch import Tensor
 
 from modelexport.errors import UsageError
 
-__all__ = ["Comparison", "Perplexity", "Windows", "comparison_of", "cut_windows", "perplexity_of"]
+__all__ = ["PERCENTILES", "Comparison", "Perplexity", "Windows", "comparison_of", "cut_windows", "perplexity_of"]
+
+PERCENTILES = ("50", "95", "99", "99.9")
+"""Of the tokens' KL divergences, as other tools print them; text, since they are keys of JSON."""
+_WORST = 100  # one token in so many
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,11 @@ class Comparison:
         kl_standard_error: of ``mean_kl``, over windows.
         loss_difference: model's loss minus reference's, nats a token.
         loss_standard_error: of ``loss_difference``, from the windows' paired differences; NaN for one window.
+        same_top: part of the tokens after which both expect the same token most, from 0 to 1.
+        same_top_standard_error: of ``same_top``, over windows.
+        worst_kl: mean KL of the 1 % of tokens (at least one) where it is largest: averages hide these.
+        kl_percentiles: percentile -> KL of a token, interpolated linearly, of :data:`PERCENTILES`.
+        max_kl: the largest of any token.
     """
 
     reference: Perplexity
@@ -54,6 +63,11 @@ class Comparison:
     kl_standard_error: float
     loss_difference: float
     loss_standard_error: float
+    same_top: float
+    same_top_standard_error: float
+    worst_kl: float
+    kl_percentiles: dict[str, float]
+    max_kl: float
 
 
 @dataclass(frozen=True)
@@ -96,11 +110,20 @@ def cut_windows(token_ids: Tensor, window: int = 256, max_windows: int | None = 
 
 
 def comparison_of(
-    reference_losses: Sequence[float], losses: Sequence[float], divergences: Sequence[float], width: int
+    reference_losses: Sequence[float], losses: Sequence[float], divergences: Tensor, same_top: Tensor
 ) -> Comparison:
-    """Of the windows' losses and divergences; ``width``: tokens of a window."""
+    """Returns what is said of two models.
+
+    Args:
+        reference_losses, losses: the mean loss of each window.
+        divergences: KL of each token, float64 ``[windows, window]`` in the host's memory.
+        same_top: whether both models expect the same next token most, bool ``[windows, window]``.
+    """
+    width = divergences.shape[1]
     differences = [a - b for a, b in zip(losses, reference_losses, strict=True)]
-    kl, kl_error = _mean_and_error(divergences)
+    kl, kl_error = _mean_and_error(divergences.mean(-1).tolist())
+    same, same_error = _mean_and_error(same_top.double().mean(-1).tolist())
+    rising = divergences.flatten().sort().values
     difference, difference_error = _mean_and_error(differences)
     return Comparison(
         reference=perplexity_of(reference_losses, width),
@@ -109,7 +132,19 @@ def comparison_of(
         kl_standard_error=kl_error,
         loss_difference=difference,
         loss_standard_error=difference_error,
+        same_top=same,
+        same_top_standard_error=same_error,
+        worst_kl=rising[-math.ceil(len(rising) / _WORST) :].mean().item(),
+        kl_percentiles={name: _percentile(rising, float(name)) for name in PERCENTILES},
+        max_kl=rising[-1].item(),
     )
+
+
+def _percentile(rising: Tensor, percent: float) -> float:
+    """Returns a percentile of sorted values; torch.quantile takes 16 million of them at most."""
+    place = percent / 100 * (len(rising) - 1)
+    low, high = rising[math.floor(place)].item(), rising[math.ceil(place)].item()
+    return low + (high - low) * (place - math.floor(place))
 
 
 def perplexity_of(losses: Sequence[float], width: int) -> Perplexity:

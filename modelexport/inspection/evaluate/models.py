@@ -7,12 +7,13 @@ read; the other two functions make whole models of that.
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +30,11 @@ from modelexport.models.rules import left_out
 from modelexport.models.stacked import experts_apart
 from modelexport.quantization.calibration.cut import WHOLE, ForwardShard
 from modelexport.quantization.calibration.model import in_memory
+from modelexport.quantization.calibration.watch import CacheRounding
 from modelexport.quantization.decoding import dequantise
 from modelexport.quantization.formats import of_scheme
 from modelexport.quantization.methods import (
+    QuantizationConfig,
     ReadOnlyNumbers,
     Scheme,
     WeightSlice,
@@ -45,10 +48,12 @@ from modelexport.quantization.methods import (
 if TYPE_CHECKING:
     from modelexport.quantization.formats.base import NumberFormat
 
-__all__ = ["PlainTensors", "load_dequantised", "load_reference"]
+__all__ = ["CacheKind", "PlainTensors", "cache_kind", "load_dequantised", "load_reference"]
 
 Activation = Callable[[Tensor], Tensor]
 """A linear's input as an engine rounds it, ``[..., in_features]``, dtype kept."""
+CacheKind = Literal["rounded", "not rounded"]
+_E4M3 = 448.0
 
 
 class PlainTensors:
@@ -59,13 +64,17 @@ class PlainTensors:
     Attributes:
         names: every tensor that the unquantised model may have, in the checkpoint's order.
         activations: linear -> how its input is rounded; of the linears that have been read and whose format rounds
-            them. The rounding of a KV cache is not among them.
+            them.
+        cache: how engines keep keys and values: ``"rounded"`` to FP8 (see :meth:`cache_rounding`), ``"not rounded"``
+            where they round them in a way that is not done here (latent attention, other numbers); None: as they are.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint = _as_matrices(checkpoint)
         self.names: list[str] = []
         self.activations: dict[str, Activation] = {}
+        self.cache: CacheKind | None = None
+        self._cache_scales: dict[str, TensorInfo] = {}
         self._reader = Reader(checkpoint)
         self._linears: dict[str, _Linear] = {}
         self._lock = threading.Lock()
@@ -86,8 +95,10 @@ class PlainTensors:
             method = of_method(quantization.method)  # raises where it is not known
             if quantization.kv_cache_scheme is not None:
                 cached = tuple(f".{where}" for where in method.KV_SCALES.values())
+                self.cache = cache_kind(config, quantization)
         for module in read_modules(self.checkpoint, architecture, quantization):
             names = [info.name for info in module.tensors.values() if not info.name.endswith(cached)]
+            self._cache_scales |= {info.name: info for info in module.tensors.values() if info.name not in names}
             if module.stored.quantised:
                 scheme = None if quantization is None else quantization.scheme_of(module.name)
                 if scheme is None:
@@ -131,6 +142,29 @@ class PlainTensors:
         """Size of the vocabulary by config.json; 0 where it does not say."""
         size = (self.checkpoint.config or {}).get("vocab_size")
         return size if isinstance(size, int) else 0
+
+    def cache_rounding(self, layer: str) -> CacheRounding | None:
+        """Returns what rounds a layer's keys and values; None where engines do not, or not as it is done here.
+
+        By one scale of the checkpoint for each; by 1 where it has none, as engines do.
+
+        Args:
+            layer: what the names of its tensors begin with, ``"model.layers.0."``.
+
+        Raises:
+            CheckpointError: a scale is no number above 0.
+        """
+        if self.cache != "rounded":
+            return None
+        scales = {"k": 1.0, "v": 1.0}
+        for name, info in self._cache_scales.items():
+            if name.startswith(layer):
+                found = self._reader.read(info).float()
+                scale = found.item() if found.numel() == 1 else math.nan
+                if not 0 < scale < math.inf:
+                    raise CheckpointError(f"{self.checkpoint.directory}: {name} is no scale of a KV cache: {scale:g}")
+                scales[name.rpartition(".")[2][0]] = scale
+        return partial(_through_cache, scales["k"], scales["v"])
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a tensor of the plain model."""
@@ -275,6 +309,24 @@ class _Linear:
         return partial(_rounded, number_format, small, multiplied)
 
 
+def cache_kind(config: Mapping[str, Any] | None, quantization: QuantizationConfig | None) -> CacheKind | None:
+    """See :class:`PlainTensors`."""
+    scheme = None if quantization is None else quantization.kv_cache_scheme
+    if scheme is None:
+        return None
+    is_fp8 = (scheme.get("num_bits"), scheme.get("type"), scheme.get("strategy", "tensor")) == (8, "float", "tensor")
+    return "rounded" if is_fp8 and not (config or {}).get("kv_lora_rank") else "not rounded"
+
+
+def _through_cache(key_scale: float, value_scale: float, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values as they come out of an FP8 cache: the nearest float8_e4m3fn of x / scale, times the scale."""
+    parts = []
+    for x, scale in ((key, key_scale), (value, value_scale)):
+        code = (x.float() / scale).clamp(-_E4M3, _E4M3).to(torch.float8_e4m3fn)
+        parts.append((code.float() * scale).to(x.dtype))
+    return parts[0], parts[1]
+
+
 def _rounded(number_format: NumberFormat, small: Mapping[str, Tensor], multiplied: Tensor | None, x: Tensor) -> Tensor:
     """A linear's input as engines round it; ``multiplied``: what it is multiplied by first, ``[in]``.
 
@@ -302,7 +354,8 @@ def load_reference(directory: str | Path, *, dtype: torch.dtype = torch.float32)
 def load_dequantised(directory: str | Path, *, dtype: torch.dtype = torch.float32) -> Any:
     """A quantised checkpoint, decoded into the plain transformers architecture on CPU.
 
-    Formats that quantise activations get a hook on every such linear that rounds its input as engines do.
+    Formats that quantise activations get a hook on every such linear that rounds its input as engines do; a KV cache
+    is not rounded.
     An unquantised checkpoint loads as with :func:`load_reference`. The model must have its linears under the names
     that the checkpoint has: not so where transformers stacks a layer's experts, see
     :mod:`modelexport.inspection.evaluate.streaming`.

@@ -99,6 +99,7 @@ class PlainLlama:
         self.activations = tensors.activations
         self.layers, self.width, self.epsilon = config["num_hidden_layers"], config["head_dim"], config["rms_norm_eps"]
         self.vocabulary = config["vocab_size"]
+        self.caches = [tensors.cache_rounding(f"model.layers.{number}.") for number in range(self.layers)]
         powers = torch.arange(0, self.width, 2, dtype=torch.float32) / self.width
         self._frequencies = (1.0 / config["rope_parameters"]["rope_theta"] ** powers).to(device)
 
@@ -138,6 +139,9 @@ class PlainLlama:
             self._linear(f"{name}.{part}_proj", x).unflatten(-1, (-1, self.width)).transpose(1, 2) for part in "qkv"
         )
         q, k = _rotated(q, *rotation), _rotated(k, *rotation)
+        rounded = self.caches[len(cache)]
+        if rounded is not None:
+            k, v = rounded(k, v)
         if past is not None:
             k, v = torch.cat([past[0], k], dim=2), torch.cat([past[1], v], dim=2)
         cache.append((k, v))

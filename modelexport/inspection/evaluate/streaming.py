@@ -4,7 +4,7 @@ transformers' own modules compute, see :mod:`~modelexport.quantization.calibrati
 decoded when its layer's turn comes, and its inputs are rounded as engines round them by watching ``F.linear``, so that
 experts which transformers stacks into one parameter are seen like any other linear. The head is read and multiplied in
 chunks of the vocabulary, all windows with each, and losses and divergences are added up from chunk to chunk: no logits
-of a whole window are ever in memory, nor is the head. An engine's rounding of its KV cache is not simulated.
+of a whole window are ever in memory, nor is the head. Keys and values are rounded to FP8 by the checkpoint's scales.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from modelexport.quantization.calibration.cut import ForwardShard
 from modelexport.quantization.calibration.layers import DYNAMIC, LayerRunner
 from modelexport.quantization.calibration.model import body, running
 
-__all__ = ["Measured", "Outputs", "measure", "through_layers", "workers"]
+__all__ = ["Measured", "Outputs", "measure", "through_layers", "token_losses", "workers"]
 
 Progress = Callable[[int, int], None]
 
@@ -143,7 +143,7 @@ class _Hidden:
 
 def through_layers(
     tensors: PlainTensors,
-    windows: Tensor,
+    windows: Tensor | Sequence[Tensor],
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device = _CPU,
@@ -154,7 +154,7 @@ def through_layers(
 
     Args:
         tensors: the checkpoint's.
-        windows: token ids, int64 ``[windows, length]``.
+        windows: token ids, int64 ``[windows, length]``; or batches of that shape, each of its own length.
         dtype: of weights and arithmetic.
         device: what computes.
         threads: batches of windows in flight at once; by default one for each core that this process may use, one on
@@ -187,7 +187,8 @@ def through_layers(
             raise PlanError(f"transformers' {type(runner.model).__name__} has no output embedding")
         for index in range(len(runner.layers)):
             with runner.filled(index) as layer:
-                runner.advance(layer, tensors.activations)
+                cache = tensors.cache_rounding(f"{runner.layers_on_disk}.{index}.")
+                runner.advance(layer, tensors.activations, cache=cache)
                 del layer  # holds its weights, which would stay while the next one is filled
             if progress is not None:
                 progress(index + 1, len(runner.layers))
@@ -210,15 +211,17 @@ def _in_words(tensors: PlainTensors) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Measured:
-    """Means over each window's tokens, float64 ``[windows]``, in nats.
+    """Losses and divergences of models on the same windows, in nats and in the host's memory.
 
     Attributes:
-        losses: of each model, in the order given.
-        divergences: KL(first || second); None for one model.
+        losses: of each model, in the order given: means over each window's tokens, float64 ``[windows]``.
+        divergences: KL(first || second) of each token, float64 ``[windows, length]``; None for one model.
+        same_top: whether both expect the same next token most, bool ``[windows, length]``; None for one model.
     """
 
     losses: tuple[Tensor, ...]
     divergences: Tensor | None
+    same_top: Tensor | None
 
 
 def measure(models: Sequence[Outputs | WholeOutputs], targets: Tensor, *, threads: int | None = None) -> Measured:
@@ -228,8 +231,33 @@ def measure(models: Sequence[Outputs | WholeOutputs], targets: Tensor, *, thread
         models: one, or the reference and another; of the same windows and vocabulary.
         targets: int64 ``[windows, length]``, what each token is followed by.
     """
+    parts = targets.split([len(hidden) for hidden in models[0].hidden])
+    sums = _added_up(models, parts, threads)
+    shape = (targets.shape[0], targets.shape[1])
+    losses = tuple(_joined([batch.loss(number) for batch in sums], shape).mean(-1) for number in range(len(models)))
+    if len(models) == 1:
+        return Measured(losses, None, None)
+    divergences = _joined([batch.divergence() for batch in sums], shape)
+    return Measured(losses, divergences, _joined([batch.same_top() for batch in sums], shape) & ~divergences.isnan())
+
+
+def token_losses(model: Outputs, targets: Sequence[Tensor], *, threads: int | None = None) -> tuple[Tensor, Tensor]:
+    """The loss of each token by one model, and whether it expects that token most.
+
+    Args:
+        model: whose ``hidden`` may be those of any tokens.
+        targets: of each of its batches, int64 ``[windows, length]``: what each token is followed by.
+
+    Returns:
+        The loss of each token, float64 ``[tokens]``; and whether it is the one that the model expects most, bool.
+    """
+    sums = _added_up([model], targets, threads)
+    return torch.cat([batch.loss(0).cpu() for batch in sums]), torch.cat([batch.is_top().cpu() for batch in sums])
+
+
+def _added_up(models: Sequence[Outputs | WholeOutputs], parts: Sequence[Tensor], threads: int | None) -> list[_Sums]:
+    """The sums of each batch over the whole vocabulary; ``parts``: the targets of each."""
     first = models[0]
-    parts = targets.split([len(hidden) for hidden in first.hidden])
     sums = [_Sums(len(models), part.flatten().to(first.device)) for part in parts]
     most = max(part.numel() for part in parts)
     step = max(1, min(_CHUNK_LOGITS // most, _CHUNK_WEIGHTS // first.hidden[0].shape[-1]))
@@ -243,15 +271,12 @@ def measure(models: Sequence[Outputs | WholeOutputs], targets: Tensor, *, thread
                 sums[batch].add(start, [model.logits(batch) for model in models])
 
             list(pool.map(one, range(len(parts))))
-    shape = (targets.shape[0], targets.shape[1])
-    losses = tuple(_means([batch.loss(number) for batch in sums], shape) for number in range(len(models)))
-    divergences = _means([batch.divergence() for batch in sums], shape) if len(models) > 1 else None
-    return Measured(losses, divergences)
+    return sums
 
 
-def _means(tokens: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
-    """The means of windows, float64 ``[windows]`` in the host's memory, of the values of each batch's tokens."""
-    return torch.cat([each.cpu() for each in tokens]).view(shape).mean(-1)
+def _joined(tokens: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
+    """The values of each batch's tokens as one tensor ``[windows, length]`` in the host's memory."""
+    return torch.cat([each.cpu() for each in tokens]).view(shape)
 
 
 class _Sums:
@@ -265,6 +290,7 @@ class _Sums:
         tokens, device = len(targets), targets.device
         zeros = partial(torch.zeros, tokens, dtype=torch.float64, device=device)
         self.largest = [torch.full((tokens,), -torch.inf, device=device) for _ in range(models)]
+        self.top = [torch.zeros(tokens, dtype=torch.int64, device=device) for _ in range(models)]
         self.exponentials = [zeros() for _ in range(models)]
         self.chosen = [zeros() for _ in range(models)]
         self.differences = zeros()  # of the logits, weighted by the first's exp()
@@ -275,7 +301,10 @@ class _Sums:
         inside = (self.targets >= start) & (self.targets < start + rows)
         column = (self.targets - start).clamp(0, rows - 1)[:, None]
         for number, values in enumerate(logits):
-            largest = torch.maximum(self.largest[number], values.amax(-1))
+            highest, place = values.max(-1)
+            # Of equal ones the first, as argmax has it, in whatever chunks the vocabulary comes.
+            self.top[number] = torch.where(highest > self.largest[number], place + start, self.top[number])
+            largest = torch.maximum(self.largest[number], highest)
             shrunk = (self.largest[number] - largest).double().exp()
             weights = (values - largest[:, None]).exp_()
             self.exponentials[number] = self.exponentials[number] * shrunk + weights.sum(-1)
@@ -290,6 +319,14 @@ class _Sums:
     def loss(self, number: int) -> Tensor:
         """Negative log-likelihood of each target, float64 ``[tokens]``."""
         return self._normaliser(number) - self.chosen[number]
+
+    def is_top(self) -> Tensor:
+        """Returns whether the first expects the target most, bool ``[tokens]``."""
+        return self.top[0] == self.targets
+
+    def same_top(self) -> Tensor:
+        """Returns whether the first and the second expect the same token most, bool ``[tokens]``."""
+        return self.top[0] == self.top[1]
 
     def divergence(self) -> Tensor:
         """KL(first || second) of each token, float64 ``[tokens]``."""

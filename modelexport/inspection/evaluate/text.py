@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from modelexport.inspection.evaluate.losses import Comparison, Perplexity
     from modelexport.inspection.evaluate.streaming import Progress
 
-__all__ = ["DEMO", "TextEvaluation", "evaluate_on_text"]
+__all__ = ["CACHE_NOTES", "DEMO", "TextEvaluation", "evaluate_on_text", "opened_model"]
 
 DEMO = "demo"
 """Names the embedded model, where there is no directory of that name."""
@@ -38,6 +38,11 @@ WINDOWS, WINDOW = 64, 256
 _POOL = 16
 """Windows are spread over the first tokens of a file, this many times what is needed: it may be a whole corpus."""
 
+CACHE_NOTES = {
+    "rounded": ("keys and values rounded to FP8, as engines keep them",),
+    "not rounded": ("the KV cache was not rounded, as engines will round this checkpoint's",),
+}
+"""Lines about a checkpoint's KV cache, by what was done."""
 DTypeName = Literal["float32", "bfloat16"]
 
 
@@ -57,7 +62,8 @@ class TextEvaluation:
         device: the kind of device that computed, ``cpu`` or ``cuda``.
         model: the checkpoint's losses.
         comparison: with the source; None without one.
-        kv_cache: whether engines round the checkpoint's KV cache, which was not simulated.
+        kv_cache: ``"rounded"`` where keys and values were rounded as engines do to keep them, ``"not rounded"`` where
+            engines round them, and that was not done; None where engines do not.
         seconds: all that was run.
     """
 
@@ -73,7 +79,7 @@ class TextEvaluation:
     device: str
     model: Perplexity
     comparison: Comparison | None
-    kv_cache: bool
+    kv_cache: str | None
     seconds: float
 
     def as_json(self) -> dict[str, Any]:
@@ -105,8 +111,14 @@ class TextEvaluation:
                 f"loss {c.loss_difference:+.4f} +- {_error(c.loss_standard_error)}, "
                 f"mean KL {c.mean_kl:.4f} +- {_error(c.kl_standard_error)} nats a token"
             )
-        if self.kv_cache:
-            yield "the KV cache was not rounded, as engines will round this checkpoint's"
+            same, error = 100 * c.same_top, 100 * c.same_top_standard_error
+            yield (
+                f"same top token {same:.2f} % +- {_error(error, '.2f')}; mean KL of the worst 1 % of tokens "
+                f"{c.worst_kl:.4f}"
+            )
+            parts = ", ".join(f"{name} % {value:.4f}" for name, value in c.kl_percentiles.items())
+            yield f"KL percentiles: {parts}; maximum {c.max_kl:.4f}"
+        yield from CACHE_NOTES.get(self.kv_cache or "", ())
         tokens = self.windows * self.window * (1 if self.comparison is None else 2)
         yield f"{self.seconds:.1f} s, {tokens / self.seconds:,.0f} tokens/s"
 
@@ -155,14 +167,15 @@ def evaluate_on_text(
         if value is not None and value < 1:
             raise UsageError(f"--{name} {value}: at least 1 is needed")
     devices.check_name(device)
-    opened = _open(checkpoint, config)
-    source = None if against is None else _open(against, None)
+    opened = opened_model(checkpoint, config)
+    source = None if against is None else opened_model(against, None)
     documents = _documents(opened, source, text)
     documents.check()
     import torch
 
     from modelexport.inspection.evaluate import compare_checkpoints, perplexity_of_checkpoint
     from modelexport.inspection.evaluate.losses import cut_windows
+    from modelexport.inspection.evaluate.models import cache_kind
 
     if windows is None and not (text is None and _is_demos(documents.directory)):
         windows = WINDOWS
@@ -185,7 +198,6 @@ def evaluate_on_text(
     }
     comparison = None if source is None else compare_checkpoints(source, opened, cut, **options)
     model = perplexity_of_checkpoint(opened, cut, **options) if comparison is None else comparison.model
-    quantization = read_quantization_config(opened.config)
     return TextEvaluation(
         checkpoint=os.fspath(checkpoint),
         against=None if against is None else os.fspath(against),
@@ -199,12 +211,19 @@ def evaluate_on_text(
         device=place.type,
         model=model,
         comparison=comparison,
-        kv_cache=quantization is not None and quantization.kv_cache_scheme is not None,
+        kv_cache=cache_kind(opened.config, read_quantization_config(opened.config)),
         seconds=time.perf_counter() - began,
     )
 
 
-def _open(path: str | os.PathLike[str], config: str | os.PathLike[str] | None) -> Checkpoint:
+def opened_model(path: str | os.PathLike[str], config: str | os.PathLike[str] | None) -> Checkpoint:
+    """Returns the checkpoint that somebody named, or the embedded model; of which the headers have been read.
+
+    Raises:
+        UsageError: there is no such directory.
+        CheckpointError: it has no config.json, or is damaged.
+        PlanError: it is no language model.
+    """
     directory = Path(path)
     if os.fspath(path) == DEMO and not directory.exists():
         directory = demo_model_path()
@@ -243,8 +262,8 @@ def _row(name: str, losses: Perplexity) -> tuple[str, str, str]:
     return name, f"{losses.perplexity:.2f}", f"{losses.loss:.4f} +- {_error(losses.standard_error)}"
 
 
-def _error(value: float) -> str:
-    return "?" if math.isnan(value) else f"{value:.4f}"
+def _error(value: float, digits: str = ".4f") -> str:
+    return "?" if math.isnan(value) else format(value, digits)
 
 
 def _finite(value: Any) -> Any:

@@ -223,6 +223,8 @@ class EvaluationFigures:
         text: what the text is called; ``windows`` of ``window`` tokens of it were evaluated in ``dtype``.
         perplexity, reference_perplexity: of the checkpoint, and of its source.
         loss_difference, mean_kl: in nats a token, each with its standard error.
+        same_top: part of the tokens of which both expect the same next one most, with its standard error.
+        worst_kl: mean KL of the 1 % of tokens where it is largest.
         has_reference: True if it was measured against the source.
     """
 
@@ -236,6 +238,9 @@ class EvaluationFigures:
     loss_standard_error: float | None = None
     mean_kl: float | None = None
     kl_standard_error: float | None = None
+    same_top: float | None = None
+    same_top_standard_error: float | None = None
+    worst_kl: float | None = None
     has_reference: bool = False
 
     @classmethod
@@ -253,6 +258,9 @@ class EvaluationFigures:
             loss_standard_error=_figure(comparison.get("loss_standard_error")),
             mean_kl=_figure(comparison.get("mean_kl")),
             kl_standard_error=_figure(comparison.get("kl_standard_error")),
+            same_top=_figure(comparison.get("same_top")),
+            same_top_standard_error=_figure(comparison.get("same_top_standard_error")),
+            worst_kl=_figure(comparison.get("worst_kl")),
             perplexity=_figure(model.get("perplexity")),
             reference_perplexity=_figure(reference.get("perplexity")),
             has_reference=bool(comparison),

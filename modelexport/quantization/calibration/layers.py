@@ -56,7 +56,7 @@ from modelexport.quantization.calibration.model import (
 from modelexport.quantization.calibration.statistics import Collector, InputStatistics
 from modelexport.quantization.calibration.sums import ForwardRanks
 from modelexport.quantization.calibration.towers import EmbeddedSample
-from modelexport.quantization.calibration.watch import Activation, LayerInputs, ShardedProducts
+from modelexport.quantization.calibration.watch import Activation, CacheRounding, LayerInputs, ShardedProducts
 
 __all__ = ["BATCH_TOKENS", "DYNAMIC", "FilledLayer", "LayerRunner", "Observed", "Read"]
 
@@ -100,7 +100,7 @@ class LayerRunner:
         read: this rank's part of one of them (the spans of the share, joined along its dim), in any floating-point
             dtype. Biases are asked for with dim 0 where their linear is column-parallel, and else whole; of the
             embedding only the tokens' rows.
-        tokens: int64 ``[samples, length]``.
+        tokens: int64 ``[samples, length]``; or batches of that shape, each of its own length.
         embedded: samples of one batch each behind these, which begin with embeddings.
         cut: this rank's part of the layers.
         threads: batches, or panels of a Hessian, at once; by default what cores there are for each rank.
@@ -134,7 +134,7 @@ class LayerRunner:
         config: Mapping[str, Any],
         names: Collection[str],
         read: Read,
-        tokens: Tensor,
+        tokens: Tensor | Sequence[Tensor],
         *,
         embedded: Sequence[EmbeddedSample] = (),
         cut: ForwardCut | None = None,
@@ -167,7 +167,10 @@ class LayerRunner:
         latent = bool(config.get("kv_lora_rank"))
         self.rotary = config.get("qk_rope_head_dim") if latent else None
         self.kv_heads = None if latent else getattr(self.model.config, "num_key_value_heads", None)
-        windows = tokens.split(max(1, BATCH_TOKENS // tokens.shape[1])) if len(tokens) else ()
+        if not isinstance(tokens, Tensor):
+            windows = tuple(tokens)
+        else:
+            windows = tokens.split(max(1, BATCH_TOKENS // tokens.shape[1])) if len(tokens) else ()
         self.batches = (*windows, *(sample.tokens for sample in embedded))
         self._begins: list[Batch] = [*windows, *(sample.inputs for sample in embedded)]
         self._by_itself, self._progress = alone, progress or (lambda done, all_: None)
@@ -412,7 +415,12 @@ class LayerRunner:
         return out, seen.inputs
 
     def advance(
-        self, layer: FilledLayer, activations: Mapping[str, Activation] | None = None, *, trial: bool = False
+        self,
+        layer: FilledLayer,
+        activations: Mapping[str, Activation] | None = None,
+        *,
+        cache: CacheRounding | None = None,
+        trial: bool = False,
     ) -> None:
         """Run all samples through a layer; its outputs become ``hidden``.
 
@@ -420,11 +428,12 @@ class LayerRunner:
             layer: a filled one, with whatever its tensors hold now.
             activations: linear -> a function of its whole input ``[tokens, in_features]``, whose result (new memory) it
                 is given instead.
+            cache: keys (after the rotary embedding) and values -> as they come out of an engine's cache.
             trial: what the layer hands over to later ones beside its outputs (see :attr:`hands_over`) is forgotten.
         """
 
         def one(number: int) -> None:
-            self.hidden[number] = self._run(layer, number, None, activations, keep=not trial)
+            self.hidden[number] = self._run(layer, number, None, activations, cache=cache, keep=not trial)
 
         numbers = range(len(self.batches))
         at_once = self.threads > 1 and self._alone
@@ -542,6 +551,7 @@ class LayerRunner:
         seen: LayerInputs | None,
         activations: Mapping[str, Activation] | None = None,
         *,
+        cache: CacheRounding | None = None,
         keep: bool = False,
         states: HiddenStates | None = None,
         leaves: dict[int, Tensor] | None = None,
@@ -566,6 +576,7 @@ class LayerRunner:
             leaves=leaves,
             kv_heads=self.kv_heads,
             rotary=self.rotary,
+            cache=cache,
         )
         with running(self.model, derived=self.derived):
             with torch.inference_mode() if leaves is None else torch.enable_grad(), watch:

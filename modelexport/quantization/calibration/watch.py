@@ -23,6 +23,8 @@ from modelexport.quantization.calibration.sums import ForwardRanks
 __all__ = ["Activation", "LayerInputs", "LinearRows", "ShardedProducts"]
 
 _PRODUCTS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
+CacheRounding = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Keys and values as they come out of an engine's cache, of the same shapes and dtype."""
 Activation = Callable[[Tensor], Tensor]
 
 
@@ -71,6 +73,7 @@ class ShardedProducts(TorchFunctionMode):
             functions of ``activations`` then have the gradient 1. None: nothing is differentiated.
         kv_heads: that this rank's attention has.
         rotary: of latent attention: the last so many columns of a key are what the cache holds of it.
+        cache: keys and values, each ``[samples, heads, length, head_dim]`` -> as they come out of an engine's cache.
     """
 
     def __init__(
@@ -83,10 +86,12 @@ class ShardedProducts(TorchFunctionMode):
         leaves: dict[int, Tensor] | None = None,
         kv_heads: int | None = None,
         rotary: int | None = None,
+        cache: CacheRounding | None = None,
     ) -> None:
         super().__init__()
         self.products, self.together, self.activations = products, together, activations or {}
         self.seen, self.leaves, self.kv_heads, self.rotary = seen, leaves, kv_heads, rotary
+        self.cache = cache
         self._places: dict[tuple[int, int, int], int] = {}  # of inputs that were seen
         self._alive: list[Tensor] = []  # so that no address is used twice
 
@@ -100,9 +105,9 @@ class ShardedProducts(TorchFunctionMode):
             return found
         if func is functional.scaled_dot_product_attention:
             return self._attention(*args, **(kwargs or {}))
-        if func is attention_of_heads and self.seen is not None:
-            _, _, key, value, *_ = args
-            self._note_cache(key, value)
+        if func is attention_of_heads:
+            module, query, key, value, *more = args
+            args = (module, query, *self._cache_of(key, value), *more)
         return func(*args, **(kwargs or {}))
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -174,13 +179,18 @@ class ShardedProducts(TorchFunctionMode):
         self.seen.inputs[place][1].extend(names)
 
     def _attention(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self.seen is not None:
-            self._note_cache(key, value)
+        key, value = self._cache_of(key, value)
         if kwargs.pop("enable_gqa", False):
             # Whether heads share keys depends on how many of them a rank has: all ranks take the same way.
             times = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
         return functional.scaled_dot_product_attention(query, key, value, *args, **kwargs)
+
+    def _cache_of(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values as attention is given them, which are noted as the model makes them."""
+        if self.seen is not None:
+            self._note_cache(key, value)
+        return (key, value) if self.cache is None else self.cache(key, value)
 
     def _note_cache(self, key: Tensor, value: Tensor) -> None:
         assert self.seen is not None
