@@ -1,12 +1,13 @@
-"""The same model, samples and number format through llm-compressor, modelopt and modelexport: KL, wall, CPU, memory.
+"""The same model, samples and format through llm-compressor, modelopt, auto-round and modelexport: KL, time, memory.
 
-    MODELEXPORT_LLMCOMPRESSOR_PYTHON=... MODELEXPORT_MODELOPT_PYTHON=... python tests/benchmarks/bench_peers.py
+    MODELEXPORT_LLMCOMPRESSOR_PYTHON=... MODELEXPORT_MODELOPT_PYTHON=... MODELEXPORT_AUTOROUND_PYTHON=... \
+        python tests/benchmarks/bench_peers.py
     python tests/benchmarks/bench_peers.py --only ours gptq         rows whose names have one of these in them
     python tests/benchmarks/bench_peers.py --ours mse               our side with another algorithm: tries the harness
     python tests/benchmarks/bench_peers.py --models demo --no-memory --repeat 1
 
 Two models: the demo model (64 samples of 256 tokens; judged on held-out text) and a random Llama of 128 M parameters
-(16 x 128; nothing to judge). Peers run in their own environments, whose interpreters the two variables name (a tool
+(16 x 128; nothing to judge). Peers run in their own environments, whose interpreters the variables name (a tool
 without one is left out, and said to be); each with the recipe that its own examples give. Everybody reads the same
 token ids.
 
@@ -50,11 +51,21 @@ from tests.benchmarks._quality import (
 
 REPOSITORY = sys.path[0]
 HERE = Path(__file__).resolve().parent
-PEERS = {"llm-compressor": "MODELEXPORT_LLMCOMPRESSOR_PYTHON", "modelopt": "MODELEXPORT_MODELOPT_PYTHON"}
+PEERS = {
+    "llm-compressor": "MODELEXPORT_LLMCOMPRESSOR_PYTHON",
+    "modelopt": "MODELEXPORT_MODELOPT_PYTHON",
+    "auto-round": "MODELEXPORT_AUTOROUND_PYTHON",
+}
+SCRIPTS = {
+    "llm-compressor": "peer_llmcompressor.py",
+    "modelopt": "peer_modelopt.py",
+    "auto-round": "peer_autoround.py",
+}
 SIZES = {"demo": (64, 256), "128M": (16, 128)}  # samples, tokens of each
 
 CONTESTS = (
     ("int4 g128, GPTQ", (("llm-compressor", "gptq"), ("ours", "int4 gptq"))),
+    ("int4 g128, signed gradients", (("auto-round", "autoround"), ("ours", "int4 autoround"))),
     ("int4 g128, AWQ", (("llm-compressor", "awq"), ("modelopt", "awq"), ("ours", "int4 awq"))),
     (
         "int8, activations a token at a time, SmoothQuant",
@@ -120,11 +131,10 @@ def command(row: Row, model: Model, scratch: Path, options: argparse.Namespace, 
         found += ["--algorithm", algorithm, "--calib", str(model.samples)]
         found += ["--calib-samples", str(samples), "--calib-length", str(length)]
         return [*found, "--tp", str(options.tp), "--no-evaluate", "--quiet", "--json", "--out", out]
-    script = {"llm-compressor": "peer_llmcompressor.py", "modelopt": "peer_modelopt.py"}[row.tool]
-    found = [os.environ[PEERS[row.tool]], str(HERE / script), "--model", str(model.directory)]
+    found = [os.environ[PEERS[row.tool]], str(HERE / SCRIPTS[row.tool]), "--model", str(model.directory)]
     found += ["--samples", str(model.samples), "--algorithm", row.task]
     found += ["--dtype", options.dtype, "--batch", str(options.batch), "--report", str(scratch / "report.json")]
-    if row.tool == "llm-compressor":
+    if row.tool != "modelopt":
         found += ["--out", out]
     elif judged:
         found += ["--heldout", str(scratch / "heldout.json")]

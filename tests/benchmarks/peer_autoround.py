@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 IMPORTED = time.perf_counter()
 
-SCHEMES = {"autoround": "W4A16", "autoround nvfp4": "NVFP4", "autoround mxfp4": "MXFP4", "autoround rtn": "W4A16"}
+SCHEMES = {"autoround": "W4A16", "autoround-nvfp4": "NVFP4"}
 
 
 def main() -> None:
@@ -32,6 +32,8 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--samples", type=Path, required=True, help="JSON lines of input_ids, all of one length")
     parser.add_argument("--algorithm", choices=SCHEMES, required=True)
+    parser.add_argument("--dtype", default="auto", help="of weights; auto: the checkpoint's")
+    parser.add_argument("--batch", type=int, help="not of use: its steps have batches of their own")
     parser.add_argument("--threads", type=int, help="of torch; by default its own choice")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--report", type=Path, required=True)
@@ -44,7 +46,7 @@ def main() -> None:
     ids = torch.tensor([json.loads(line)["input_ids"] for line in lines])
     data = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in ids]
     loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=False)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype, local_files_only=True)
     tokenizer = AutoTokenizer.from_pretrained(options.model, local_files_only=True)
     loaded = time.perf_counter()
     rounding = AutoRound(
@@ -54,10 +56,13 @@ def main() -> None:
         dataset=loader,
         nsamples=len(ids),
         seqlen=ids.shape[1],
-        iters=0 if options.algorithm.endswith("rtn") else 200,
         device_map="cpu",
     )
     rounding.quantize_and_save(str(options.out), format="llm_compressor")
+    if not (options.out / "config.json").exists():  # it is in a directory with a name of its own
+        (inside,) = options.out.iterdir()
+        for path in inside.iterdir():
+            path.rename(options.out / path.name)
     saved = time.perf_counter()
     report = {
         "versions": {
@@ -65,7 +70,7 @@ def main() -> None:
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
-        "dtype": "bfloat16",
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "seconds": {
             "imports": IMPORTED - BEGAN,

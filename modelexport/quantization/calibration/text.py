@@ -8,7 +8,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
@@ -32,6 +32,7 @@ __all__ = [
     "file_of",
     "has_tokenizer",
     "load_tokenizer",
+    "rendered",
     "token_batches_from",
 ]
 
@@ -45,6 +46,8 @@ _LONGEST_LINE = 1 << 22
 _LONGEST_OBJECT = 1 << 28
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
 CALIBRATION = "--calib"
+_THINK, _THOUGHT = "<think>", "</think>"
+_REASONING = ("reasoning_content", "reasoning", "thinking")
 DATASET = "hf:"
 """What the name of a data set begins with: ``hf:NAME``, ``hf:NAME:SPLIT`` or ``hf:NAME:CONFIGURATION:SPLIT``."""
 
@@ -263,17 +266,18 @@ class TokenDocuments:
         return ids
 
     def _chat(self, messages: list[Any], where: str) -> list[int]:
-        """A chat of text alone, as the model's template has it."""
+        """A chat of text alone, as the model's template has it, and with its thoughts: see :func:`rendered`."""
         self.documents += 1
         if self._tokenizer is None:
             self._tokenizer = self._load()
         if not getattr(self._tokenizer, "chat_template", None):
             raise UsageError(f'{where} has "messages", and the tokenizer in {self.directory} has no chat template')
         try:
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False)
+            texts = list(rendered(self._tokenizer, messages))
         except Exception as error:  # of any kind: templates have their own
             raise UsageError(f"{where}: the chat template refuses it: {error_text(error)}") from error
-        return [token % self.vocabulary for token in self._tokenizer.encode(text, add_special_tokens=False)]
+        encoded = [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        return [token % self.vocabulary for ids in encoded for token in ids]
 
     def _tokenise(self, text: str, *, begins: bool = True) -> list[int]:
         self.documents += begins
@@ -291,6 +295,44 @@ class TokenDocuments:
         if not has_tokenizer(self.directory):
             raise self._no_tokenizer()
         return load_tokenizer(self.directory)
+
+
+def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yields a chat as a model sees it: by its template, and up to each answer whose thoughts the template leaves out.
+
+    Templates leave out the thoughts of earlier answers, or of all: that is what a model is given when it goes on. What
+    it writes itself begins with its thoughts, between ``<think>`` and ``</think>``, and has to be calibrated on too.
+
+    Args:
+        messages: of a chat; thoughts are in an answer's content, or in its ``reasoning_content``, ``reasoning`` or
+            ``thinking``.
+    """
+    whole = tokenizer.apply_chat_template(messages, tokenize=False)
+    yield whole
+    for number, message in enumerate(messages):
+        thoughts, answer = _thoughts(message)
+        if not thoughts or thoughts in whole:
+            continue
+        ended = tokenizer.apply_chat_template(messages[: number + 1], tokenize=False)
+        if thoughts in ended:
+            yield ended
+            continue
+        begun = tokenizer.apply_chat_template(messages[:number], tokenize=False, add_generation_prompt=True)
+        begins = "" if begun.rstrip().endswith(_THINK) else f"{_THINK}\n"
+        yield f"{begun}{begins}{thoughts}\n{_THOUGHT}\n\n{answer}"
+
+
+def _thoughts(message: Mapping[str, Any]) -> tuple[str, str]:
+    """The thoughts of an answer, and the rest of it; nothing where there are none, or not in words."""
+    content = message.get("content")
+    if message.get("role") != "assistant":
+        return "", ""
+    answer = content if isinstance(content, str) else ""
+    apart = next((message[key] for key in _REASONING if isinstance(message.get(key), str)), "")
+    if apart:
+        return apart.strip(), answer
+    before, mark, after = answer.partition(_THOUGHT)
+    return (before.replace(_THINK, "", 1).strip(), after.strip()) if mark else ("", answer)
 
 
 def _whole_lines(file: TextIO) -> str:
