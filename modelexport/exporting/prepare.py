@@ -19,7 +19,7 @@ from modelexport.exporting.plan import ExportPlan, build_plan, full_name, why_un
 from modelexport.inspection.record.reading import read_record
 from modelexport.models import checkpoint_formats
 from modelexport.models.adapted import adapted, without_adapters
-from modelexport.models.architecture import language_config, why_no_language_model
+from modelexport.models.architecture import experts_of_token, language_config, why_no_language_model
 from modelexport.models.decoded import decoded
 from modelexport.models.draft_layers import without_drafts
 from modelexport.models.engines import Linear
@@ -356,10 +356,46 @@ def _warnings(prepared: PreparedExport) -> tuple[str, ...]:
             f"--calib-length {recipe.calib_length} is beyond the {positions} positions that the model knows "
             "(max_position_embeddings): what its activations are there says little"
         )
+    if plan.calibrated:
+        found += _few_tokens(prepared)
     notes = getattr(checkpoint_formats.get(recipe.format), "notes", None)
     if notes is not None:
         found += notes(prepared.target.plan, prepared.checkpoint.config or {}, prepared.checkpoint.directory)
     return tuple(found)
+
+
+def _few_tokens(prepared: PreparedExport) -> Iterator[str]:
+    """Yields what algorithms would fit to fewer tokens than it has numbers: a Hessian that is singular but for damping.
+
+    Tokens are taken to be shared evenly by a layer's experts.
+    """
+    recipe, plan = prepared.recipe, prepared.plan
+    fitting = [
+        stage.name for kind in ("fold", "round") for stage in recipe.of_kind(kind)
+        if "hessian" in stage.wanted(recipe.settings_of(stage.name))
+    ]  # fmt: skip
+    if not fitting:
+        return
+    chosen = experts_of_token(language_config(prepared.checkpoint.config or {}, prepared.checkpoint.infos))
+    worst: dict[bool, tuple[int, str, int]] = {}
+    for step in plan.steps:
+        quantised = [task for task in step.tasks if task.number_format is not None and step.index is not None]
+        experts = len({task.path.rpartition(".")[0] for task in quantised if task.module.is_expert})
+        for task in quantised:
+            routed = task.module.is_expert and chosen and recipe.calib_experts != "all"
+            needed = task.full_shape[1] * (-(-experts // chosen) if routed and chosen else 1)
+            name = full_name(step.layer, task.path)
+            known = worst.get(task.module.is_expert)
+            if known is None or known[0] < needed:
+                worst[task.module.is_expert] = (needed, name, task.full_shape[1])
+    tokens = recipe.calib_samples * recipe.calib_length
+    for is_expert, (needed, name, features) in sorted(worst.items()):
+        if tokens < needed:
+            yield (
+                f"{fitting[0]} fits the {features:,} input features of {name} to {tokens:,} tokens"
+                f"{', which the experts share' if is_expert else ''}: too few to tell them apart; give --calib-samples "
+                f"{-(-needed // recipe.calib_length)} or more (of --calib-length {recipe.calib_length})"
+            )
 
 
 def parse_assignment(recipe: ExportRecipe) -> Assignment | None:

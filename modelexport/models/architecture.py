@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import cache
@@ -156,6 +157,15 @@ def _family_of_part(part: Mapping[str, Any], names: Collection[str]) -> Family:
     prefix, inside = places[0]
     family = family_of(part, {inside + name.removeprefix(prefix) for name in names if name.startswith(prefix)})
     return family.below(prefix, inside, read_dimensions(part, family), names)
+
+
+_CHOSEN = re.compile(r"experts?_per_tok|moe_top_?k|top_k_experts")
+
+
+def experts_of_token(config: Mapping[str, Any]) -> int | None:
+    """The experts of a layer that a token goes to, by a language model's config.json; None where it does not say."""
+    chosen = [int(x) for key, x in config.items() if _CHOSEN.search(key) and isinstance(x, int) and x > 0]
+    return max(chosen, default=None)
 
 
 def language_config(config: Mapping[str, Any], names: Collection[str] = ()) -> dict[str, Any]:

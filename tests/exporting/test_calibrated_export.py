@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from modelexport.exporting import export
 from modelexport.exporting import rank as export_rank
 from modelexport.exporting.calibrated.rank import CalibratedExport
 from modelexport.exporting.plan import ExportStep
+from modelexport.exporting.prepare import prepare
 from modelexport.inspection.evaluate import evaluate
 from modelexport.inspection.evaluate.models import load_dequantised
 from modelexport.inspection.evaluate.text import evaluate_on_text
 from modelexport.inspection.verify import verify_checkpoint
+from modelexport.recipe import ExportRecipe
 from tests.exporting.test_export import digests
 from tests.helpers import faults
 from tests.helpers.hard_model import make_hard
@@ -295,6 +298,21 @@ def test_hidden_states_on_the_disk_are_the_same(tmp_path: Path) -> None:
     export(out=str(tmp_path / "memory"), quant="int4", algorithm="gptq", **FEWER)
     export(out=str(tmp_path / "disk"), quant="int4", algorithm="gptq", calib_memory=0, **FEWER)
     assert digests(tmp_path / "memory") == digests(tmp_path / "disk")
+
+
+def test_tokens_too_few_for_a_hessian_are_told(ids: str) -> None:
+    def warnings(kind: str, **settings: Any) -> tuple[str, ...]:
+        settings = {"quant": "int4:32", "algorithm": "gptq", "calib": ids, "quiet": True, "dry_run": True, **settings}
+        return prepare(ExportRecipe(model=str(make_llama(**TINY[kind])), **settings)).warnings
+
+    few = {"calib_samples": 2, "calib_length": 100}
+    (said,) = (each for each in warnings("qwen2", **few) if "too few" in each)
+    assert re.search(
+        r"gptq fits the [\d,]+ input features of model\.layers\.0\S+ to 200 tokens: .* --calib-samples \d", said
+    )
+    assert any("which the experts share" in each for each in warnings("mixtral", **few))
+    assert not any("too few" in each for each in warnings("qwen2", calib_samples=12, calib_length=100))
+    assert not any("too few" in each for each in warnings("qwen2", **few | {"algorithm": "awq"}))
 
 
 def test_what_cannot_be_calibrated_is_refused_before_the_work(tmp_path: Path) -> None:

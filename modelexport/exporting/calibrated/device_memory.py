@@ -17,6 +17,7 @@ from modelexport.checkpoints.safetensors.file import tensor_nbytes
 from modelexport.errors import PlanError
 from modelexport.exporting.calibrated.forward import layer_cut
 from modelexport.exporting.plan import ExportPlan, ExportStep, TensorTask
+from modelexport.models.architecture import experts_of_token
 from modelexport.quantization import devices
 from modelexport.quantization.algorithms.base import Algorithm, Folding
 from modelexport.quantization.algorithms.rtn import RoundToNearest
@@ -46,8 +47,6 @@ _CLAMPED = 5
 """Times the outputs of an MLP's linears that it has at once where its gate is clamped, as gpt-oss' is; else 2."""
 _TOGETHER = ("llama4_text",)
 """Models of which transformers computes all experts at once, for all tokens."""
-_CHOSEN = re.compile(r"experts?_per_tok|moe_top_?k|top_k_experts")
-"""The keys of config.json that say how many experts a token goes to."""
 _CHUNK = re.compile(r"(mamba_)?chunk_size")
 _STATE = re.compile(r"mamba_d_state|(ssm_)?state_size")
 """The keys that say how many tokens a Mamba layer scans together, and how many numbers a channel's state has."""
@@ -386,8 +385,8 @@ class _LayerMemory:
         """The experts that a token goes to, as a part of all of them."""
         if self.recipe.calib_experts == "all":
             return 1.0
-        chosen = [int(x) for key, x in self.config.items() if _CHOSEN.search(key) and isinstance(x, int)]
-        return min(1.0, max(chosen) / self._experts()) if chosen else 1.0
+        chosen = experts_of_token(self.config)
+        return min(1.0, chosen / self._experts()) if chosen else 1.0
 
     def _routing(self) -> int:
         """Masks of which token goes to which expert, int64."""
