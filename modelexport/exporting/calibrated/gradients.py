@@ -7,7 +7,7 @@ up its own rows only. Then all tell each other what their rows are rounded to no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch import Tensor
 
@@ -62,39 +62,50 @@ class SharedGradients(LayerGradients):
 
     def at(self, values: Callable[[str], Tensor], numbers: Sequence[int]) -> tuple[float, Gradients]:
         """See the base."""
-        self._put(values)
-        count = len(numbers)
-        shares = even_ranges(count, self.world)
-        first, stop = shares[self.rank]
-        found = self._runner.gradients(self._layer, numbers[first:stop], self._aims, self._rows, self._activations)
-
-        def batch(node: Range) -> tuple[float, Gradients] | None:
-            return next(found) if node[1] - node[0] == 1 else None
-
-        own = [over_tree(node, batch, _added) for node in nodes(first, stop, count)]
+        own, shares = self._nodes(values, numbers, self._rows)
         if self._exchange is None:
             [(distance, gradients)] = own
             return distance, gradients
         every = self._exchange.objects([[distance, [name in each for name in self._rows]] for distance, each in own])
-        places = [nodes(*share, count) for share in shares]
-        distances = {
-            node: distance
-            for each, told in zip(places, every, strict=True)
-            for node, (distance, _) in zip(each, told, strict=True)
-        }
-        total = over_tree((0, count), distances.get, lambda one, two: one + two)
-        return total, self._own_rows(own, every, places, count)
+        places = [nodes(*share, len(numbers)) for share in shares]
+        distance = _total([[told[0] for told in each] for each in every], places, len(numbers))
+        return distance, self._own_rows(own, [[told[1] for told in each] for each in every], places, len(numbers))
+
+    def distance(self, values: Callable[[str], Tensor], numbers: Sequence[int]) -> float:
+        """See the base."""
+        own, shares = self._nodes(values, numbers, ())
+        distances = [distance for distance, _ in own]
+        every = [distances] if self._exchange is None else self._exchange.objects(distances)
+        return _total(every, [nodes(*share, len(numbers)) for share in shares], len(numbers))
+
+    def _nodes(
+        self, values: Callable[[str], Tensor], numbers: Sequence[int], linears: Collection[str]
+    ) -> tuple[list[tuple[float, Gradients]], list[Range]]:
+        """The nodes of the tree over some batches that this rank computes, and each rank's range of them."""
+        self._put(values)
+        count = len(numbers)
+        shares = even_ranges(count, self.world)
+        first, stop = shares[self.rank]
+        found = self._runner.gradients(self._layer, numbers[first:stop], self._aims, linears, self._activations)
+
+        def batch(node: Range) -> tuple[float, Gradients] | None:
+            return next(found) if node[1] - node[0] == 1 else None
+
+        return [over_tree(node, batch, _added) for node in nodes(first, stop, count)], shares
 
     def _own_rows(
-        self, own: Sequence[tuple[float, Gradients]], every: Sequence[Sequence[tuple[float, list[bool]]]],
-        places: Sequence[Sequence[Range]], count: int,
-    ) -> Gradients:  # fmt: skip
+        self,
+        own: Sequence[tuple[float, Gradients]],
+        every: Sequence[Sequence[Sequence[bool]]],
+        places: Sequence[Sequence[Range]],
+        count: int,
+    ) -> Gradients:
         """The sum over all ranks' nodes of the tree, of this rank's rows."""
         assert self._exchange is not None
         gradients: Gradients = {}
         for place, (name, spans) in enumerate(self._rows.items()):
             weight = self._layer.tensors[f"{name}.weight"]
-            having = [[has[place] for _, has in told] for told in every]
+            having = [[has[place] for has in each] for each in every]
             if not any(map(any, having)):
                 continue
             values = [each[name] for _, each in own if name in each]
@@ -119,6 +130,12 @@ class SharedGradients(LayerGradients):
             parts = self._exchange.gather([values(name)] if sizes[self.rank] else [], sizes, weight)
             for (start, stop), part in zip(spans, parts, strict=True):
                 weight[start:stop] = part.view(-1, weight.shape[1])
+
+
+def _total(every: Sequence[Sequence[float]], places: Sequence[Sequence[Range]], count: int) -> float:
+    """The sum over all ranks' nodes of the tree."""
+    known = {node: x for xs, at in zip(every, places, strict=True) for node, x in zip(at, xs, strict=True)}
+    return over_tree((0, count), known.get, lambda one, two: one + two)
 
 
 def _added(one: tuple[float, Gradients], two: tuple[float, Gradients]) -> tuple[float, Gradients]:

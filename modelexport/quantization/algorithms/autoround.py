@@ -72,7 +72,15 @@ class AutoRound(Rounding):
             _, gradients = layer.at(lambda name: learnt[name].values(), numbers)
             for name, gradient in gradients.items():
                 learnt[name].descend(gradient, first * (1 - step / steps))
+        if self._distance(layer, learnt) >= self._distance(layer, learnt, moved=False):
+            self.notes.update(dict.fromkeys(learnt, "steps made its layer's outputs no better: rounded to nearest"))
+            return {linear.name: linear.rounded() for linear in linears}
         return {name: each.stored() for name, each in learnt.items()}
+
+    @staticmethod
+    def _distance(layer: LayerGradients, learnt: Mapping[str, _Offsets], *, moved: bool = True) -> float:
+        """The squared distance over all samples; ``moved``: of weights with what is added to them."""
+        return layer.distance(lambda name: learnt[name].values(moved=moved), range(layer.batches))
 
     def _batches(self, layer: LayerGradients) -> Iterator[list[int]]:
         """Yields the batches of each step: all of them once, in an order drawn anew each time."""
@@ -103,9 +111,9 @@ class _Offsets:
         self.offset = torch.zeros_like(self._weight)
         self._grid = self._number_format.grid(self.native)
 
-    def values(self) -> Tensor:
-        """Returns the values that the rows are rounded to."""
-        return self._grid.nearest(self._moved())
+    def values(self, *, moved: bool = True) -> Tensor:
+        """Returns the values that the rows are rounded to, with what is added to them or without."""
+        return self._grid.nearest(self._moved() if moved else self._weight)
 
     def _moved(self) -> Tensor:
         return self._weight + self.offset * self._grid.spacing(self._weight)

@@ -471,7 +471,7 @@ class LayerRunner:
             layer: a filled one, with the weights at which the gradients are taken.
             numbers: of the batches; each rank may have others.
             aims: see :meth:`aim`.
-            linears: by whose weights.
+            linears: by whose weights; where there are none, only distances are computed.
             activations: as for :meth:`advance`.
 
         Returns:
@@ -481,6 +481,9 @@ class LayerRunner:
         assert not self.cut.shares, "a rank that has a part of the layer knows no gradients"
 
         def one(number: int) -> tuple[float, dict[str, Tensor]]:
+            if not linears:
+                out = self._run(layer, number, None, activations)
+                return (out - aims[number]).square().sum().item(), {}
             leaves: dict[int, Tensor] = {}
             out = self._run(layer, number, None, activations, leaves=leaves)
             named = {address: [part for part in layer.products[address] if part.name in linears] for address in leaves}
