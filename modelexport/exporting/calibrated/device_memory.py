@@ -433,10 +433,14 @@ class _LayerMemory:
         gradients = sum(x.held for x in self.quantised) * (2 + math.ceil(math.log2(batches)))
         own = sum(x.rows * x.given for x in self.quantised)
         most = max((max(x.held, x.rows * x.given) for x in self.quantised), default=0)
-        routed, kept = self._times_routed(), 2 * _BUSY * self.plan.dimensions.hidden + 2 * self._scan()
+        copies, widest = self._copies_of_input(), max((x.given for x in self.linears), default=0)
+        routed, kept = (
+            self._times_routed(),
+            2 * _BUSY * self.plan.dimensions.hidden + 2 * self._scan() + copies * widest,
+        )
         for block in self._blocks():
             inputs = sum({x.inputs: x.given for x in block}.values())
-            numbers = self._busy(block, seen=False) + inputs * (1 + self._copies_of_input())
+            numbers = self._busy(block, seen=False) + inputs * (2 if copies else 1)
             kept += math.ceil(numbers * (routed if block[0].is_expert else 1))
         found = {
             "a batch's activations": _FLOAT * self.tokens * kept + self._routing(),
