@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from modelexport.assets import Split, demo_documents
 from modelexport.errors import CheckpointError, UsageError, error_text, quoted
 from modelexport.quantization.calibration.images import shows_images
+from modelexport.quantization.calibration.rows import COLUMNS, Chat, read_row
 from modelexport.system.json_values import JsonValues
 from modelexport.system.small_files import LARGEST_JSON, check_regular, has_file, open_regular, read_json
 
@@ -45,6 +46,8 @@ _BLOCK = 1 << 18  # characters of a plain text that are tokenised at a time
 _LONGEST_LINE = 1 << 22
 _LONGEST_OBJECT = 1 << 28
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
+_LINES, _TABLE = ".jsonl", ".parquet"
+_ROWS_AT_ONCE = 64
 CALIBRATION = "--calib"
 _THINK, _THOUGHT = "<think>", "</think>"
 _REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -63,8 +66,7 @@ def file_of(text: str | os.PathLike[str] | None, flag: str = CALIBRATION) -> Pat
         return None
     if str(text).startswith(DATASET):
         _dataset(str(text), flag)
-        if "datasets" not in sys.modules and importlib.util.find_spec("datasets") is None:
-            raise UsageError(f"{flag} {text}: the package that reads data sets is missing: pip install datasets")
+        _require("datasets", "data sets", f"{flag} {text}")
         return None
     path = Path(os.path.expanduser(text))
     what = "no such file"
@@ -73,10 +75,17 @@ def file_of(text: str | os.PathLike[str] | None, flag: str = CALIBRATION) -> Pat
         what = "is empty" if path.stat().st_size == 0 else ""
     if what:
         raise UsageError(
-            f'{flag} {path}: {what}; give a text, a .jsonl file with "text" or "input_ids", or a data set of the '
-            f"hub as {DATASET}NAME:SPLIT"
+            f'{flag} {path}: {what}; give a text, a .jsonl or .parquet file with "text", "messages" or "input_ids", or '
+            f"a data set of the hub as {DATASET}NAME:SPLIT"
         )
+    if path.suffix == _TABLE:
+        _require("pyarrow", "parquet", f"{flag} {path}")
     return path
+
+
+def _require(package: str, what: str, label: str) -> None:
+    if package not in sys.modules and importlib.util.find_spec(package) is None:
+        raise UsageError(f"{label}: the package that reads {what} is missing: pip install {package}")
 
 
 def _dataset(text: str, flag: str) -> tuple[str, str | None, str]:
@@ -100,9 +109,10 @@ def token_batches_from(
     """Windows of a text that do not overlap, drawn by a seed: int64 ``[samples, length]``.
 
     Args:
-        text: a plain text in UTF-8; a ``.jsonl`` file with an object a line that has ``"text"`` or ``"input_ids"``;
-            a data set with such rows (see :data:`DATASET`), of which no more is fetched than is needed; None: the
-            text that comes with the package.
+        text: a plain text in UTF-8; a ``.jsonl`` file with an object a line that has ``"text"``, a chat or
+            ``"input_ids"`` (see :mod:`~modelexport.quantization.calibration.rows`); a ``.parquet`` file, or a data set
+            (see :data:`DATASET`), with such rows, of which no more is read than is needed; None: the text that comes
+            with the package.
         tokenizer: directory that holds the model's tokenizer; not opened where every line gives ``input_ids``. Before
             each document stands its beginning-of-text token, or its end-of-text token, if it has one.
         vocabulary: rows of the model's embedding. Tokens of a text beyond it (tokenizers may know more than the model)
@@ -172,7 +182,7 @@ class TokenDocuments:
         Raises:
             UsageError: there is no tokenizer.
         """
-        is_plain = self.dataset is None and (self.path is None or self.path.suffix != ".jsonl")
+        is_plain = self.dataset is None and (self.path is None or self.path.suffix not in (_LINES, _TABLE))
         if is_plain and not has_tokenizer(self.directory):
             raise self._no_tokenizer()
 
@@ -193,9 +203,13 @@ class TokenDocuments:
 
     def __iter__(self) -> Iterator[list[int]]:
         """Tokenised as they are asked for."""
-        if self.dataset is not None:
-            for number, row in enumerate(self._rows(self.dataset), 1):
-                yield self._row(row, f"{self.label}, row {number}")
+        table = self.path if self.path is not None and self.path.suffix == _TABLE else None
+        if table is not None or self.dataset is not None:
+            for number, row in enumerate(self._table(table) if table is not None else self._streamed(), 1):
+                where = f"{self.label}, row {number}"
+                if table is not None and shows_images(row):
+                    raise UsageError(f"{where} shows images, which are read of {_LINES} files: leave out such rows")
+                yield self._row(row, where)
             return
         if self.path is None:
             for document in demo_documents(self.split):
@@ -203,7 +217,7 @@ class TokenDocuments:
             return
         try:
             with TextIOWrapper(open_regular(self.path, label=self.label, error=UsageError), encoding="utf-8") as file:
-                yield from self._objects(file) if self.path.suffix == ".jsonl" else self._blocks(file)
+                yield from self._objects(file) if self.path.suffix == _LINES else self._blocks(file)
         except UnicodeDecodeError as error:
             raise UsageError(f"{self.label} is not UTF-8 text: {error}") from error
         except OSError as error:
@@ -232,9 +246,9 @@ class TokenDocuments:
             raise UsageError(f"{where} is not JSON: {error}") from error
         return self._row(value, where)
 
-    def _rows(self, dataset: str) -> Iterator[Any]:
-        """Rows as they are asked for: a data set may be larger than the disk."""
-        name, configuration, split = _dataset(dataset, self.flag)
+    def _streamed(self) -> Iterator[Any]:
+        """Rows of the data set as they are asked for: it may be larger than the disk."""
+        name, configuration, split = _dataset(str(self.dataset), self.flag)
         datasets: Any = importlib.import_module("datasets")
         if hasattr(datasets, "config"):  # older versions run what a data set brings along, or ask whether to
             datasets.config.HF_DATASETS_TRUST_REMOTE_CODE = False
@@ -243,40 +257,50 @@ class TokenDocuments:
         except Exception as error:  # of any kind: the hub's, the network's, a parser's
             raise UsageError(f"{self.label}: cannot be read: {type(error).__name__}: {error_text(error)}") from error
 
+    def _table(self, path: Path) -> Iterator[Any]:
+        """Rows of a parquet file, some at a time, of the columns that say something; of all where none does."""
+        parquet: Any = importlib.import_module("pyarrow.parquet")
+        with open_regular(path, label=self.label, error=UsageError) as file:
+            try:
+                table = parquet.ParquetFile(file)
+                columns = [name for name in table.schema_arrow.names if name in COLUMNS]
+                for batch in table.iter_batches(batch_size=_ROWS_AT_ONCE, columns=columns or None):
+                    yield from batch.to_pylist()
+            except Exception as error:  # of any kind: pyarrow has its own
+                what = f"{type(error).__name__}: {error_text(error)}"
+                raise UsageError(f"{self.label}: cannot be read as parquet: {what}") from error
+
     def _row(self, value: Any, where: str) -> list[int]:
-        if isinstance(value, dict) and isinstance(value.get("text"), str):
-            if re.search("[\ud800-\udfff]", value["text"]):  # as JSON may have it
-                raise UsageError(f"{where}: its text has half a surrogate pair, which stands for no character")
-            return self._tokenise(value["text"])
-        if shows_images(value):
+        if shows_images(value) and not isinstance(value.get("text"), str):
             if self.flag != CALIBRATION:
                 raise UsageError(f"{where} shows images, and {self.flag} is of text alone: leave out such rows")
             return []  # a sample of its own
-        if isinstance(value, dict) and isinstance(value.get("messages"), list):
-            return self._chat(value["messages"], where)
-        ids = value.get("input_ids") if isinstance(value, dict) else None
-        if not isinstance(ids, list) or not all(type(token) is int for token in ids):
-            raise UsageError(
-                f'{where} has neither "text" (a string) nor "input_ids" (a list of integers) nor "messages" (a chat)'
-            )
-        wrong = [token for token in ids if not 0 <= token < self.vocabulary]
+        row = read_row(value, where)
+        if isinstance(row, str):
+            return self._tokenise(row)
+        if isinstance(row, Chat):
+            return self._chat(row, where)
+        wrong = [token for token in row if not 0 <= token < self.vocabulary]
         if wrong:
             raise UsageError(f"{where}: token {wrong[0]} is not in the model's vocabulary of {self.vocabulary}")
         self.documents += 1
-        return ids
+        return row
 
-    def _chat(self, messages: list[Any], where: str) -> list[int]:
+    def _chat(self, chat: Chat, where: str) -> list[int]:
         """A chat of text alone, as the model's template has it, and with its thoughts: see :func:`rendered`."""
-        self.documents += 1
         if self._tokenizer is None:
             self._tokenizer = self._load()
         if not getattr(self._tokenizer, "chat_template", None):
-            raise UsageError(f'{where} has "messages", and the tokenizer in {self.directory} has no chat template')
+            if chat.plain is not None:
+                return self._tokenise(chat.plain)
+            raise UsageError(f"{where} is a chat, and the tokenizer in {self.directory} has no chat template")
+        self.documents += 1
         try:
-            texts = list(rendered(self._tokenizer, messages))
+            texts = list(rendered(self._tokenizer, chat.messages, chat.tools))
         except Exception as error:  # of any kind: templates have their own
             raise UsageError(f"{where}: the chat template refuses it: {error_text(error)}") from error
-        encoded = [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        # The template writes what a text begins with; verbose as in _tokenise.
+        encoded = [self._tokenizer.encode(text, add_special_tokens=False, verbose=False) for text in texts]
         return [token % self.vocabulary for ids in encoded for token in ids]
 
     def _tokenise(self, text: str, *, begins: bool = True) -> list[int]:
@@ -297,7 +321,9 @@ class TokenDocuments:
         return load_tokenizer(self.directory)
 
 
-def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def rendered(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
+) -> Iterator[str]:
     """Yields a chat as a model sees it: by its template, and up to each answer whose thoughts the template leaves out.
 
     Templates leave out the thoughts of earlier answers, or of all: that is what a model is given when it goes on. What
@@ -306,18 +332,20 @@ def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> Iterator[
     Args:
         messages: of a chat; thoughts are in an answer's content, or in its ``reasoning_content``, ``reasoning`` or
             ``thinking``.
+        tools: JSON schemas of what the assistant may call.
     """
-    whole = tokenizer.apply_chat_template(messages, tokenize=False)
+    given = {"tools": tools} if tools else {}
+    whole = tokenizer.apply_chat_template(messages, tokenize=False, **given)
     yield whole
     for number, message in enumerate(messages):
         thoughts, answer = _thoughts(message)
         if not thoughts or thoughts in whole:
             continue
-        ended = tokenizer.apply_chat_template(messages[: number + 1], tokenize=False)
+        ended = tokenizer.apply_chat_template(messages[: number + 1], tokenize=False, **given)
         if thoughts in ended:
             yield ended
             continue
-        begun = tokenizer.apply_chat_template(messages[:number], tokenize=False, add_generation_prompt=True)
+        begun = tokenizer.apply_chat_template(messages[:number], tokenize=False, add_generation_prompt=True, **given)
         begins = "" if begun.rstrip().endswith(_THINK) else f"{_THINK}\n"
         yield f"{begun}{begins}{thoughts}\n{_THOUGHT}\n\n{answer}"
 
