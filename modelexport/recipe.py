@@ -337,6 +337,14 @@ class ExportRecipe(Settings):
         return [found for name in self.algorithms if (found := algorithms.get(name)).kind in kinds]
 
     @property
+    def rounding(self) -> type[Algorithm]:
+        """The algorithm that rounds weights: the one that is named, or the one that follows on what is."""
+        named = self.of_kind("round")
+        if named:
+            return named[0]
+        return algorithms.get(next((own for stage in self.of_kind("fold") if (own := stage.followed_by)), "rtn"))
+
+    @property
     def reads_samples(self) -> bool:
         """True if an algorithm needs samples."""
         return any(algorithms.get(name).needs_samples for name in self.algorithms)
@@ -349,7 +357,7 @@ class ExportRecipe(Settings):
     @property
     def observer(self) -> str:
         """The observer by which number formats choose scales: ``amax`` or ``mse``."""
-        return next((own for name in self.algorithms if (own := algorithms.get(name).observer) != "amax"), "amax")
+        return self.rounding.observer
 
     @property
     def transport(self) -> str:

@@ -123,7 +123,7 @@ def test_yaml_and_arguments_say_the_same(scratch: Path, keys: dict[str, Any], ke
     [
         ({"algorithm": "gtpq"}, "did you mean 'gptq'"),
         ({"algorithm": "gptq+rotation"}, "the order is rotation"),
-        ({"algorithm": "gptq+rtn"}, "one of autoround, gptq, mse and rtn"),
+        ({"algorithm": "gptq+rtn"}, "one of autoround, gptq, imatrix, mse and rtn"),
         ({"algorithm": "awq+awq"}, "each once"),
         (
             {"gptq_damping": 0.1},

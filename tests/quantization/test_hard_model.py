@@ -99,7 +99,6 @@ def error_of(hard: Hard, quant: str, algorithm: str | None) -> float:
                 name, module.role, formats.get(quant), weight, (0, shape[0]), shape, inputs
             )
     wanted = {name: hard.given[name] @ linear.weight.t() for name, linear in linears.items()}
-    limits: dict[str, Tensor | None] = {}
     factors = {f"{LAYER}.{path}": torch.ones(1) for path, _, _ in family.modules_of_layer(dims, 1)}
     if algorithm is not None:
         kind = get(algorithm)
@@ -111,17 +110,12 @@ def error_of(hard: Hard, quant: str, algorithm: str | None) -> float:
                 scale = apply_fold(tensors, {}, fold, scale)
                 if fold.source is not None:  # whose own outputs are divided now
                     factors[fold.fold.source] = scale
-        limits = {name: folding.clip(linear) for name, linear in linears.items()}
     errors = []
     for name, linear in linears.items():
         assert linear.inputs is not None
         assert linear.inputs.sample is not None
-        weight, limit = linear.weight, limits.get(name)
-        if limit is not None:
-            wide = limit.repeat_interleave(weight.shape[1] // limit.shape[1], dim=1)
-            weight = torch.minimum(torch.maximum(weight, -wide), wide)
         x, number_format = linear.inputs.sample, formats.get(quant)
-        stored = number_format.quantise(weight, inputs=float(x.abs().max()))
+        stored = number_format.quantise(linear.weight, inputs=float(x.abs().max()))
         out = number_format.fake_quantise_activations(x, stored) @ number_format.dequantise(stored).t()
         difference = (out * factors[name] - wanted[name]).square().sum()
         errors.append(float(difference / wanted[name].square().sum()))

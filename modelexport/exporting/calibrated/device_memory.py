@@ -182,7 +182,7 @@ def _largest(
     """The memory of the rank and the layer that take most."""
     worst = DeviceMemory(0, None, "", {}, experts_apart, rows_at_once)
     for rank in range(plan.parallelism.tp):
-        cut = layer_cut(plan, rank, learns=any(stage.learns for stage in recipe.of_kind("round")))
+        cut = layer_cut(plan, rank, learns=recipe.rounding.learns)
         for step in steps:
             layer = _LayerMemory(plan, recipe, config, step, cut, rank, experts_apart, rows_at_once)
             for parts in layer.moments():
@@ -216,7 +216,7 @@ class _LayerMemory:
         self.others = sum(
             _FLOAT * math.prod(task.info.shape) for task in step.tasks if task.cached is None and not _multiplies(task)
         )
-        self.stages = [*recipe.of_kind("fold"), *(recipe.of_kind("round") or [RoundToNearest])]
+        self.stages = [*recipe.of_kind("fold"), recipe.rounding]
 
     def _linear(self, task: TensorTask, cut: ForwardCut) -> _HeldLinear:
         module, (rows, columns), share = task.module, task.full_shape, cut.share(task.path)
@@ -254,18 +254,16 @@ class _LayerMemory:
             return
         if self.world > 1:
             weights["its rows that this rank rounds"] = sum(_FLOAT * x.rows * x.given for x in self.staying)
-        clipped = False
         for stage in self.stages:
             seen = self._statistics(stage.wanted(self.recipe.settings_of(stage.name)) | self._always())
             yield weights | seen | self._forward(seen=True)
             if issubclass(stage, Folding):
                 yield weights | seen | self._work(stage)
-                clipped = clipped or stage.clip is not Folding.clip
             elif stage.learns:
                 yield weights | seen | self._learning(self.recipe.settings_of(stage.name))
             else:
-                yield weights | seen | self._made(clipped) | self._work(stage)
-        yield weights | seen | self._made(clipped) | self._forward(seen=False)
+                yield weights | seen | self._made() | self._work(stage)
+        yield weights | seen | self._made() | self._forward(seen=False)
 
     @property
     def staying(self) -> list[_HeldLinear]:
@@ -403,13 +401,12 @@ class _LayerMemory:
         ]
         return 0 if not bits else _ROUNDED_INPUT if min(bits) >= 8 else _PACKED_INPUT
 
-    def _made(self, clipped: bool) -> dict[str, int]:
-        """The tensors to be written of the layer, and narrowed copies of weights."""
+    def _made(self) -> dict[str, int]:
+        """The tensors to be written of the layer."""
         apart = [task.module.is_expert and self.experts_apart for task in self.step.tasks]
         tasks = [task for task, away in zip(self.step.tasks, apart, strict=True) if not away]
         written = sum(out.nbytes for task in tasks for out in task.outputs) // self.world
-        narrowed = sum(_FLOAT * x.rows * x.given for x in self.staying if x.task.quantised) if clipped else 0
-        return {"what is written of it": written, "its weights within narrower ranges": narrowed}
+        return {"what is written of it": written}
 
     def _work(self, stage: type[Algorithm]) -> dict[str, int]:
         """Of the linear that takes most while an algorithm works on it."""

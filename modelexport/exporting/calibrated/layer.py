@@ -112,7 +112,6 @@ class CalibratedLayer:
         self.shares = {name: filled.share(name) for name in modules}
         self.rows = to_rows(self.tasks, filled.tensors, self.share)
         self.linears = self._linears(rank)
-        self.clips: dict[str, Tensor] = {}
         self.roundings: dict[object, Callable[[Tensor], Tensor]] = {}
         self.seen: frozenset[str] = frozenset()
         self.observed: Observed | None = None
@@ -243,13 +242,8 @@ class CalibratedLayer:
 
     # ------------------------------------------------------------ changing
 
-    def fold(self, folding: Folding, *, clip: bool) -> None:
-        """Move scales from activations into weights, where the family has places for them.
-
-        Args:
-            clip: whether weights are narrowed too. Not for what searches its scales: it would round narrowed weights
-                as if they were the model's.
-        """
+    def fold(self, folding: Folding) -> None:
+        """Move scales from activations into weights, where the family has places for them."""
         self.look(frozenset(folding.wants), folding.name)
         phase(f"{self.step.id}: {folding.name}")
         changed = dict.fromkeys(self.report.changed)
@@ -275,10 +269,6 @@ class CalibratedLayer:
         biases = {f"{name}.bias": self.tasks[f"{name}.bias"] for name in changed if f"{name}.bias" in self.tasks}
         if biases:
             self.rows.update(to_rows(biases, self.filled.tensors, self.share))
-        for name, linear in self.quantised.items() if clip else ():
-            narrowed = folding.clip(linear.computing())
-            if narrowed is not None:
-                self.clips[name] = narrowed
 
     def _dtype(self, tensor: str) -> torch.dtype:
         return torch_dtype(self.tasks[tensor].info.dtype)
@@ -287,11 +277,9 @@ class CalibratedLayer:
         """Round the linears; the layer's tensors are then those that are written, decoded."""
         self.look(frozenset(rounding.wants), rounding.name)
         phase(f"{self.step.id}: {rounding.name}")
-        for name, linear in self.quantised.items():
+        for linear in self.quantised.values():
             assert linear.number_format is not None
             linear.number_format = replace(linear.number_format, observer=rounding.observer)
-            if name in self.clips:
-                linear.weight = _clamped(linear.computing().weight, self.clips[name]).to(linear.weight.device)
         self._agree()
         made = QuantisedLayer(report=self.report)
         after = OutputErrors()
@@ -343,8 +331,7 @@ class CalibratedLayer:
         name, number_format = f"{linear.name}.weight", linear.number_format
         assert number_format is not None
         target = self.rows[name]
-        # The outputs are compared with those of the weight before it was narrowed.
-        after.add(replace(linear, weight=target).computing(), native)
+        after.add(linear.computing(), native)
         if len(target):
             if linear.name not in self.report.changed:
                 original = target.to(next(iter(native.values())).device)  # experts may be in the host's memory
@@ -382,11 +369,3 @@ class CalibratedLayer:
             method = self.job.recipe.calib_range
             made.keys[index] = static_ranges.choose(observed.keys, method)
             made.values[index] = static_ranges.choose(observed.values, method)
-
-
-def _clamped(weight: Tensor, reach: Tensor) -> Tensor:
-    """``weight`` within -reach .. reach, block by block of each row; a new tensor."""
-    if not weight.numel():
-        return weight
-    blocks = weight.unflatten(1, (reach.shape[1], -1))
-    return torch.maximum(torch.minimum(blocks, reach.unsqueeze(2)), -reach.unsqueeze(2)).flatten(1)

@@ -34,7 +34,6 @@ from modelexport.models.in_memory import is_gathered
 from modelexport.quantization import algorithms
 from modelexport.quantization.algorithms.base import Algorithm, Folding, Rounding
 from modelexport.quantization.algorithms.rotation import Rotation
-from modelexport.quantization.algorithms.rtn import RoundToNearest
 from modelexport.quantization.calibration.layers import LayerRunner
 from modelexport.quantization.calibration.ranges import Ranges
 
@@ -49,8 +48,7 @@ class CalibratedExport(RankExport):
         self.open = ExitStack()
         stages = [self._algorithm(name) for name in job.recipe.algorithms]
         self.foldings = [stage for stage in stages if isinstance(stage, Folding)]
-        rounding = [stage for stage in stages if isinstance(stage, Rounding)]
-        self.rounding = rounding[0] if rounding else RoundToNearest()
+        self.rounding = cast("Rounding", self._algorithm(job.recipe.rounding.name))
         self.decoder = [step for step in job.plan.steps if step.index is not None]
 
     def _algorithm(self, name: str) -> Algorithm:
@@ -170,7 +168,7 @@ class CalibratedExport(RankExport):
         with self.runner.filled(index) as filled:
             layer = CalibratedLayer(self.job, step, self.runner, filled, self.scales, self.rank)
             for folding in self.foldings:
-                layer.fold(folding, clip=self.rounding.observer == "amax")
+                layer.fold(folding)
             made = layer.round(self.rounding)
             if index + 1 < len(self.decoder):
                 phase(f"{step.id}: samples through the quantised layer")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from modelexport.errors import UsageError
-from modelexport.quantization.algorithms.base import CalibratedLinear, Fold, Folding, Want
+from modelexport.quantization.algorithms.base import Fold, Folding, Want
 from modelexport.settings import setting
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class ActivationAware(Folding):
     description: ClassVar[str] = "scales up what matters to the outputs, then narrows ranges"
     Settings = AwqSettings
     wants: ClassVar[frozenset[Want]] = frozenset({"amax", "mean", "sample"})
+    followed_by: ClassVar[str] = "imatrix"
 
     @classmethod
     def device_bytes(cls, rows: int, columns: int, rows_at_once: int | None, settings: Any) -> int:
@@ -56,12 +57,6 @@ class ActivationAware(Folding):
         from modelexport.quantization.algorithms import _awq_search
 
         return _awq_search.best_scales(fold, self.ranks, self.settings.grid)
-
-    def clip(self, linear: CalibratedLinear) -> Tensor | None:
-        """See the base."""
-        from modelexport.quantization.algorithms import _clipping
-
-        return _clipping.ranges(linear, self.ranks)
 
 
 ALGORITHM = ActivationAware

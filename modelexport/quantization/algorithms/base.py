@@ -85,15 +85,23 @@ class CalibratedLinear:
             return self
         return replace(self, weight=self.weight.to(self.device))
 
-    def rounded(self) -> dict[str, Tensor]:
+    def rounded(self, *, choice: Tensor | None = None) -> dict[str, Tensor]:
         """Returns its rows, rounded to nearest by its number format: the native tensors.
+
+        Args:
+            choice: the numbers of the blocks' scales, see ``NumberFormat.quantise``; None: as the observer has them.
 
         Raises:
             CheckpointError: a weight holds NaN or Inf.
         """
         assert self.number_format is not None
         return self.number_format.quantise(
-            self.weight, amax=self.amax, inputs=self.input_amax, global_shape=self.shape, name=self.name
+            self.weight,
+            amax=self.amax,
+            inputs=self.input_amax,
+            global_shape=self.shape,
+            choice=choice,
+            name=self.name,
         )
 
 
@@ -208,6 +216,7 @@ class Algorithm(ABC):
         uses_grid: whether it rounds by itself to what ``NumberFormat.grid`` says can be stored.
         learns: whether it rounds by the gradients of a whole layer: :meth:`Rounding.learn` is called in place of
             :meth:`Rounding.quantise`, and each rank has all of the layer's weights.
+        followed_by: the algorithm that rounds, where a recipe names this one that folds and none that rounds; "": rtn.
         in_words: the end of "quantised to int4, ...", where it is not "by" and its name.
     """
 
@@ -220,6 +229,7 @@ class Algorithm(ABC):
     observer: ClassVar[str] = "amax"
     compensates: ClassVar[bool] = False
     uses_grid: ClassVar[bool] = False
+    followed_by: ClassVar[str] = ""
     in_words: ClassVar[str] = ""
     learns: ClassVar[bool] = False
 
@@ -265,7 +275,7 @@ class Algorithm(ABC):
 
 
 class Folding(Algorithm):
-    """Moves scales from activations into weights; and may narrow the ranges of weights."""
+    """Moves scales from activations into weights."""
 
     kind: ClassVar[Kind] = "fold"
 
@@ -275,14 +285,6 @@ class Folding(Algorithm):
 
         The same on all ranks, which call it together. Powers of two where ``fold.exact``.
         """
-
-    def clip(self, linear: CalibratedLinear) -> Tensor | None:
-        """Returns a narrower range for each block of a row: float32 ``[rows, blocks]`` of this rank; None for none.
-
-        Blocks divide the columns equally. Called on all ranks after everything is folded, for quantised linears only;
-        weights are then clamped to -range .. range before they are rounded.
-        """
-        return None
 
 
 class Rounding(Algorithm):

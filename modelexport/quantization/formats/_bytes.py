@@ -13,6 +13,7 @@ from modelexport.quantization import kernels
 from modelexport.quantization.formats import _activations
 from modelexport.quantization.formats.base import Grid, NumberFormat, ScaleGranularity
 from modelexport.quantization.kernels import searching
+from modelexport.quantization.kernels.scales import TRIED
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,16 @@ class RowScaledFormat(ByteFormat):
             cols = weight.shape[1]
             amax = searching.search(weight, cols, self.storage, scale.dtype, self.limit, amax=given).squeeze(1)
         return kernels.quantise_rows(weight, amax, out["weight"], scale, self.limit)
+
+    @property
+    def choices(self) -> int:
+        """See the base."""
+        return TRIED
+
+    def _fill_chosen(self, weight: Tensor, amax: Tensor | None, choice: Tensor, out: Mapping[str, Tensor]) -> int:
+        own = None if amax is None else amax.unsqueeze(1)
+        chosen = searching.chosen(weight, max(1, weight.shape[1]), choice, self.weight_bits, amax=own).squeeze(1)
+        return kernels.quantise_rows(weight, chosen, out["weight"], out["weight_scale"], self.limit)
 
     def _dequantise(self, tensors: Mapping[str, Tensor], out: Tensor) -> None:
         kernels.dequantise(tensors["weight"], tensors["weight_scale"], out)

@@ -87,6 +87,9 @@ class MicroscalingFormat(NumberFormat):
         search = self.observer == "mse"
         return microscaling.quantise(weight, out[self.values], out["weight_scale"], self._factor(out), search=search)
 
+    def _fill_chosen(self, weight: Tensor, amax: Tensor | None, choice: Tensor, out: Mapping[str, Tensor]) -> int:
+        return microscaling.quantise_chosen(weight, out[self.values], out["weight_scale"], self._factor(out), choice)
+
     def grid(self, tensors: Mapping[str, Tensor]) -> Grid:
         """See the base."""
         step = microscaling_reference.decode_scales(tensors["weight_scale"], self._factor(tensors))
@@ -135,16 +138,30 @@ class NvFormat(MicroscalingFormat):
     def scale_granularity(self) -> ScaleGranularity:
         return "tensor"
 
+    @property
+    def choices(self) -> int:
+        """See the base."""
+        return microscaling_reference.NV_TRIED
+
     def _factor(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
         return tensors["weight_global_scale"]
 
     def _fill(self, weight: Tensor, amax: Tensor | None, out: Mapping[str, Tensor]) -> int:
+        bad = self._fill_factor(weight, amax, out)
+        return super()._fill(weight, amax, out) if bad < 0 else bad
+
+    def _fill_chosen(self, weight: Tensor, amax: Tensor | None, choice: Tensor, out: Mapping[str, Tensor]) -> int:
+        bad = self._fill_factor(weight, amax, out)
+        return super()._fill_chosen(weight, amax, choice, out) if bad < 0 else bad
+
+    def _fill_factor(self, weight: Tensor, amax: Tensor | None, out: Mapping[str, Tensor]) -> int:
+        """Fills the global scale; the first row that holds NaN or Inf, or -1."""
         used = self.amax(weight) if amax is None else amax.to(weight.device)
         if not bool(torch.isfinite(used).all()):
             bad = (~torch.isfinite(kernels.row_amax(weight))).nonzero()
             return int(bad[0, 0]) if bad.numel() else 0
         out["weight_global_scale"].copy_(global_scale(used))
-        return super()._fill(weight, amax, out)
+        return -1
 
     def _fill_powers(self, weight: Tensor, amax: Tensor | None, out: Mapping[str, Tensor]) -> int:
         rows, cols = weight.shape
@@ -197,6 +214,11 @@ class MxFormat(MicroscalingFormat):
     def is_mxfp4(self) -> bool:
         """See the base."""
         return self.storage == torch.uint8
+
+    @property
+    def choices(self) -> int:
+        """See the base."""
+        return microscaling_reference.MX_TRIED
 
     def _arguments(self) -> dict[str, Any]:
         return {

@@ -12,6 +12,7 @@ from torch import Tensor
 from modelexport.quantization import kernels
 from modelexport.quantization.formats.base import Grid, NumberFormat, ScaleGranularity
 from modelexport.quantization.kernels import reference, searching
+from modelexport.quantization.kernels.scales import TRIED
 
 
 @dataclass(frozen=True)
@@ -63,20 +64,35 @@ class PackedFormat(NumberFormat):
             raise ValueError(f"{name}: amax is {amax.dtype} {tuple(amax.shape)}, not torch.float32 {(rows, 2)}")
 
     def _fill(self, weight: Tensor, amax: Tensor | None, out: Mapping[str, Tensor]) -> int:
-        q, scale, bits = out["weight_packed"], out["weight_scale"], self.weight_bits
-        group = self._group(weight.shape[1])
         given = None if amax is None else amax.unsqueeze(1)
         if self.observer == "mse" and weight.numel():
             given = searching.search(
                 weight,
-                group,
+                self._group(weight.shape[1]),
                 torch.int8,
-                scale.dtype,
+                out["weight_scale"].dtype,
                 self.limit,
-                bits=bits,
+                bits=self.weight_bits,
                 affine=not self.symmetric,
                 amax=given,
             )
+        return self._rounded(weight, given, out)
+
+    @property
+    def choices(self) -> int:
+        """See the base."""
+        return TRIED
+
+    def _fill_chosen(self, weight: Tensor, amax: Tensor | None, choice: Tensor, out: Mapping[str, Tensor]) -> int:
+        own = None if amax is None else amax.unsqueeze(1)
+        group = self._group(weight.shape[1])
+        chosen = searching.chosen(weight, group, choice, self.weight_bits, affine=not self.symmetric, amax=own)
+        return self._rounded(weight, chosen, out)
+
+    def _rounded(self, weight: Tensor, given: Tensor | None, out: Mapping[str, Tensor]) -> int:
+        """Rounds with scales that follow from these largest magnitudes; None: the groups' own."""
+        q, scale, bits = out["weight_packed"], out["weight_scale"], self.weight_bits
+        group = self._group(weight.shape[1])
         if self.symmetric:
             return kernels.quantise_groups(weight, group, q, scale, self.limit, bits=bits, amax=given)
         zero = torch.empty(scale.shape, dtype=torch.int8, device=scale.device)

@@ -120,6 +120,16 @@ class NumberFormat(ABC):
         return self.scale_granularity != "block" and self.observer == "mse"
 
     @property
+    def choices(self) -> int:
+        """The number of scales among which :meth:`quantise` can be told to choose for each block of a row: those that
+        observer "mse" tries. 0 where a scale is of more than a row."""
+        return 0
+
+    def blocks(self, columns: int) -> int:
+        """Returns how many scales a row of so many columns has."""
+        return next(spec.shape[1] for spec in self.specs((1, columns), torch.bfloat16) if spec.suffix == "weight_scale")
+
+    @property
     def alignment(self) -> tuple[int, int]:
         """A cut of the weight along dim 0 / dim 1 must be on a multiple of this, or at its end."""
         units = [1, 1]
@@ -182,6 +192,10 @@ class NumberFormat(ABC):
     def _fill_powers(self, weight: Tensor, amax: Tensor | None, out: Mapping[str, Tensor]) -> int:
         """As :meth:`_fill`, with scales that are powers of two; see observer "exact"."""
         raise NotImplementedError(f"{self.name} has no scales that are powers of two")
+
+    def _fill_chosen(self, weight: Tensor, amax: Tensor | None, choice: Tensor, out: Mapping[str, Tensor]) -> int:
+        """As :meth:`_fill`, with the scale of each block by its number."""
+        raise NotImplementedError(f"{self.name} has no choice of scales")
 
     @abstractmethod
     def _dequantise(self, tensors: Mapping[str, Tensor], out: Tensor) -> None:
@@ -252,6 +266,7 @@ class NumberFormat(ABC):
         inputs: float | None = None,
         global_shape: Sequence[int] | None = None,
         out: Mapping[str, Tensor] | None = None,
+        choice: Tensor | None = None,
         name: str = "weight",
     ) -> dict[str, Tensor]:
         """Rounds a weight, or a shard of one, to nearest; returns the native tensors by suffix.
@@ -263,6 +278,8 @@ class NumberFormat(ABC):
             inputs: largest magnitude of the linear's inputs, where ``has_static_inputs``.
             global_shape: of the whole weight, where this is a shard.
             out: tensors to fill (shapes as :meth:`specs` gives them for this shard, any strides); None: new.
+            choice: uint8 ``[rows, blocks]``: the number of the scale that each block of a row takes, of ``choices``, 0
+                being the largest. None: as the observer has it.
             name: the tensor's name, for errors.
 
         Raises:
@@ -279,8 +296,12 @@ class NumberFormat(ABC):
             amax = amax.to(weight.device)
         specs = self.specs(shape, weight.dtype)
         tensors = allocate(specs, weight) if out is None else checked(specs, out, name)
-        fill = self._fill_powers if self.observer == "exact" else self._fill
-        bad = fill(weight, amax, tensors)
+        if choice is not None:
+            bad = self._fill_chosen(weight, amax, choice, tensors)
+        elif self.observer == "exact":
+            bad = self._fill_powers(weight, amax, tensors)
+        else:
+            bad = self._fill(weight, amax, tensors)
         if bad >= 0:
             raise ValuesError(describe_non_finite(weight, amax, bad, name))
         self._fill_constants(shape if global_shape is None else tuple(global_shape), inputs, tensors, name)

@@ -31,6 +31,13 @@ def quantise(weight: Tensor, q: Tensor, scale: Tensor, factor: Tensor | None = N
     return kernels.by_rows("quantise", weight, weight, q, scale, factor, most, search, family=_FAMILY)
 
 
+def quantise_chosen(weight: Tensor, q: Tensor, scale: Tensor, factor: Tensor | None, choice: Tensor) -> int:
+    """As :func:`quantise`, with the number of each group's scale, integers ``[rows, groups]``: of those that a
+    search tries, 0 being the largest."""
+    most = reference.LARGEST_LOCAL if factor is not None else reference.largest_exponent(q.dtype, weight.dtype)
+    return reference.quantise(weight, q, scale, factor, most, choice)
+
+
 def dequantise(q: Tensor, scale: Tensor, out: Tensor, factor: Tensor | None = None) -> None:
     """Fills ``out`` (``[rows, cols]``, bf16, fp16 or float32) with value * step computed in float32."""
     kernels.by_rows("dequantise", out, q, scale, factor, out, family=_FAMILY)

@@ -23,6 +23,7 @@ from modelexport.quantization.kernels import reference
 
 E2M1_MAX = 6.0
 NV_ABOVE, NV_BELOW, MX_ABOVE, MX_BELOW = 6, 2, 1, 1
+NV_TRIED, MX_TRIED = NV_ABOVE + 1 + NV_BELOW, MX_ABOVE + 1 + MX_BELOW
 """A search tries so many scale bytes above and below the one that the largest magnitude asks for.
 
 For NVFP4: of normal, Laplace and Student-t values, none has its best scale further away than that (8 below, 10 above
@@ -134,6 +135,12 @@ def _searched(groups: Tensor, start: Tensor, factor: Tensor | None, storage: tor
     return chosen
 
 
+def _numbered(start: Tensor, number: Tensor, factor: Tensor | None, most: int) -> Tensor:
+    """The byte near ``start`` with that number among those that a search tries."""
+    above, _, least = range_of_search(factor)
+    return (start + above - number.to(start.dtype)).clamp(least, most)
+
+
 def scales_of(
     amax: Tensor,
     factor: Tensor | None,
@@ -153,12 +160,13 @@ def scales_of(
     return _stored(byte, factor)
 
 
-def quantise(weight: Tensor, q: Tensor, scale: Tensor, factor: Tensor | None, most: int, search: bool) -> int:
+def quantise(weight: Tensor, q: Tensor, scale: Tensor, factor: Tensor | None, most: int, search: bool | Tensor) -> int:
     """Groups along a row, each with its scale.
 
     Fills ``q`` (uint8 ``[rows, cols / 2]``, e2m1, the even column in the low half; or float8_e4m3fn ``[rows, cols]``)
     and ``scale`` (``[rows, cols / group]``: float8_e4m3fn where ``factor``, the float32 ``[1]`` that scales are divided
-    by, is given; else uint8, E8M0). ``most`` is the largest scale byte that may be chosen. Returns the first row that
+    by, is given; else uint8, E8M0). ``most`` is the largest scale byte that may be chosen. ``search`` may be the number
+    of each group's scale among those tried, integers ``[rows, cols / group]``. Returns the first row that
     holds NaN or Inf, else -1.
     """
     rows, cols = weight.shape
@@ -171,8 +179,12 @@ def quantise(weight: Tensor, q: Tensor, scale: Tensor, factor: Tensor | None, mo
         if bad >= 0:
             return bad
         groups = groups.float()
-        near = partial(_searched, groups, factor=factor, storage=q.dtype, most=most)
-        stored = scales_of(amax, factor, q.dtype, most, near if search else None)
+        near: Callable[[Tensor], Tensor] | None = None
+        if isinstance(search, Tensor):
+            near = partial(_numbered, number=search[block], factor=factor, most=most)
+        elif search:
+            near = partial(_searched, groups, factor=factor, storage=q.dtype, most=most)
+        stored = scales_of(amax, factor, q.dtype, most, near)
         codes = encode(groups, decode_scales(stored, factor).unsqueeze(-1), q.dtype).flatten(1)
         q[block] = pack(codes) if q.dtype == torch.uint8 else codes
         scale[block] = stored

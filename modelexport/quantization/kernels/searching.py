@@ -69,6 +69,19 @@ def search(
     return found
 
 
+def chosen(
+    weight: Tensor, group: int, choice: Tensor, bits: int, *, affine: bool = False, amax: Tensor | None = None
+) -> Tensor:
+    """As :func:`search`, with what each group is to take by its number among those tried: ``choice``, integers
+    ``[rows, cols / group]``."""
+    if amax is None:
+        values = weight.reshape(-1, group)
+        own = kernels.row_extremes(values) if affine else kernels.row_amax(values)
+        amax = own.view(*choice.shape, *own.shape[1:])
+    factor = shrinks(bits).to(amax.device)[choice.long()]
+    return amax * (factor.unsqueeze(-1) if affine else factor)
+
+
 def errors_of(
     weight: Tensor, amax: Tensor, storage: torch.dtype, scale_dtype: torch.dtype, limit: float, bits: int
 ) -> Tensor:

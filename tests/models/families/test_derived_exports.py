@@ -91,7 +91,7 @@ def test_what_is_folded_is_the_same_on_any_number_of_ranks(
 @pytest.mark.parametrize(
     ("model_type", "algorithm", "says"),
     [
-        ("falcon", "awq", "no norm is read by linears. autoround, gptq, mse, rtn move none"),
+        ("falcon", "awq", "no norm is read by linears. autoround, gptq, imatrix, mse, rtn move none"),
         ("cohere", "rotation", "leave rotation out"),
     ],
 )
