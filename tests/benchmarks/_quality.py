@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from modelexport.assets import demo_documents, demo_model_path
 from modelexport.inspection.evaluate import load_dequantised, load_reference, token_kl, tokenise
 from modelexport.inspection.evaluate.losses import Comparison, comparison_of, cut_windows
-from modelexport.inspection.evaluate.text import evaluate_on_text
-from modelexport.quantization.calibration.text import token_batches_from
+from modelexport.inspection.evaluate.text import POOL, evaluate_on_text
+from modelexport.quantization.calibration.text import TokenDocuments, token_batches_from
 
 WINDOW = 256
 _BATCH = 16  # windows in one pass
@@ -176,6 +176,14 @@ class OwnText:
 
     def __init__(self, directory: Path, windows: int | None) -> None:
         self._directory, self.count = directory, windows or 128
+
+    @property
+    def ids(self) -> Tensor:
+        """int64 ``[tokens]``: what the windows are spread over."""
+        text = self._directory / "heldout.txt"
+        vocabulary = json.loads((self._directory / "config.json").read_text())["vocab_size"]
+        documents = TokenDocuments(text, self._directory, vocabulary)
+        return torch.tensor(documents.first(POOL * self.count * WINDOW))
 
     def judge_checkpoint(self, directory: Path) -> Figures:
         """A checkpoint, quantised or not."""

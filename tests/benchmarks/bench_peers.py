@@ -1,24 +1,25 @@
-"""The same model, samples and format through llm-compressor, modelopt, auto-round and modelexport: KL, time, memory.
+"""The same model, samples and format through other tools and modelexport: KL, time, memory.
 
     MODELEXPORT_LLMCOMPRESSOR_PYTHON=... MODELEXPORT_MODELOPT_PYTHON=... MODELEXPORT_AUTOROUND_PYTHON=... \
-        python tests/benchmarks/bench_peers.py
+        MODELEXPORT_GPTQMODEL_PYTHON=... python tests/benchmarks/bench_peers.py
     python tests/benchmarks/bench_peers.py --only ours gptq         rows whose names have one of these in them
     python tests/benchmarks/bench_peers.py --ours mse               our side with another algorithm: tries the harness
-    python tests/benchmarks/bench_peers.py --models demo --no-memory --repeat 1
+    python tests/benchmarks/bench_peers.py --models demo moe --windows 64 --memory along
 
-Two models: the demo model (64 samples of 256 tokens; judged on held-out text) and a random Llama of 128 M parameters
-(16 x 128; nothing to judge). Peers run in their own environments, whose interpreters the variables name (a tool
+Models: the four of bench_quality.py (64 samples of 256 tokens; judged on held-out text) and a random Llama of 128 M
+parameters (16 x 128; nothing to judge). Peers run in their own environments, whose interpreters the variables name (a tool
 without one is left out, and said to be); each with the recipe that its own examples give. Everybody reads the same
 token ids.
 
 KL and loss are of float32 models on held-out windows by ``modelexport.inspection.evaluate``: compressed-tensors
-checkpoints (llm-compressor's and ours) are decoded by us. modelopt's models are judged where they are, in memory, by
+checkpoints and GPTQ's are decoded by us. modelopt's models are judged where they are, in memory, by
 the same function called in its environment; it writes no checkpoint, and what that would cost is not in its figures.
 
 Wall: until the command ends, with the interpreter's start. Work: without importing (peers: loading, quantising and
 saving, as their scripts take the time; ours: the wall less that of a process which imports the same and ends). CPU:
 user and system seconds of everything that it started, less disturbed by what else the machine does. Memory: private
-memory of the largest process and of all, sampled in one extra run. Judging is in no figure. Medians of --repeat runs.
+memory of the largest process and of all, sampled in one extra run, or along with the timed one, which then takes
+somewhat longer. Judging is in no figure. Medians of --repeat runs. At the end one table of all models' KL.
 """
 
 from __future__ import annotations
@@ -42,12 +43,15 @@ from tests.benchmarks._measuring import Run, add_write_option, become_reaper, ru
 from tests.benchmarks._quality import (
     WINDOW,
     Figures,
+    OwnText,
     Reference,
     demo_samples,
     make_small_llama,
     random_samples,
+    trained_model,
     write_samples,
 )
+from tests.helpers.hard_model import make_hard
 
 REPOSITORY = sys.path[0]
 HERE = Path(__file__).resolve().parent
@@ -55,18 +59,31 @@ PEERS = {
     "llm-compressor": "MODELEXPORT_LLMCOMPRESSOR_PYTHON",
     "modelopt": "MODELEXPORT_MODELOPT_PYTHON",
     "auto-round": "MODELEXPORT_AUTOROUND_PYTHON",
+    "gptqmodel": "MODELEXPORT_GPTQMODEL_PYTHON",
 }
 SCRIPTS = {
     "llm-compressor": "peer_llmcompressor.py",
     "modelopt": "peer_modelopt.py",
     "auto-round": "peer_autoround.py",
+    "gptqmodel": "peer_gptqmodel.py",
 }
-SIZES = {"demo": (64, 256), "128M": (16, 128)}  # samples, tokens of each
+JUDGED, UNTRAINED = ("demo", "hard", "moe", "sliding"), "128M"
+SIZES = {**dict.fromkeys(JUDGED, (64, 256)), UNTRAINED: (16, 128)}  # samples, tokens of each
 
 CONTESTS = (
-    ("int4 g128, GPTQ", (("llm-compressor", "gptq"), ("ours", "int4 gptq"))),
-    ("int4 g128, signed gradients", (("auto-round", "autoround"), ("ours", "int4 autoround"))),
+    ("int4 g128, GPTQ", (("llm-compressor", "gptq"), ("gptqmodel", "gptq"), ("ours", "int4 gptq"))),
     ("int4 g128, AWQ", (("llm-compressor", "awq"), ("modelopt", "awq"), ("ours", "int4 awq"))),
+    (
+        "int4 g128, scales by importance",
+        (("llm-compressor", "imatrix"), ("llm-compressor", "imatrix+gptq"), ("ours", "int4 imatrix")),
+    ),
+    ("int4 g128, signed gradients", (("auto-round", "autoround"), ("ours", "int4 autoround"))),
+    (
+        "nvfp4, scales by importance",
+        (("llm-compressor", "nvfp4-imatrix"), ("modelopt", "nvfp4-hessian"), ("ours", "nvfp4 imatrix")),
+    ),
+    ("nvfp4, GPTQ", (("llm-compressor", "nvfp4-gptq"), ("ours", "nvfp4 gptq"))),
+    ("nvfp4, signed gradients", (("auto-round", "autoround-nvfp4"), ("ours", "nvfp4 autoround"))),
     (
         "int8, activations a token at a time, SmoothQuant",
         (("llm-compressor", "smoothquant"), ("ours", "int8 smoothquant")),
@@ -78,6 +95,8 @@ CONTESTS = (
     ("int8, static activations, SmoothQuant", (("modelopt", "smoothquant"), ("ours", "int8-static smoothquant"))),
 )
 """What is compared with what: the tool, and what it is asked for (ours: number format and algorithm)."""
+EVERYWHERE = ("int4", "nvfp4")
+"""Beginnings of contests that are on for all models; the others are on for the demo model and the untrained one."""
 
 IMPORTS = "import torch, modelexport.exporting.calibrated.rank, transformers.models.llama.modeling_llama"
 
@@ -89,7 +108,8 @@ class Model:
     name: str
     directory: Path
     samples: Path
-    reference: Reference | None
+    reference: Reference | OwnText | None
+    heldout: Path
 
 
 @dataclass
@@ -137,7 +157,7 @@ def command(row: Row, model: Model, scratch: Path, options: argparse.Namespace, 
     if row.tool != "modelopt":
         found += ["--out", out]
     elif judged:
-        found += ["--heldout", str(scratch / "heldout.json")]
+        found += ["--heldout", str(model.heldout)]
     return found
 
 
@@ -153,7 +173,7 @@ def measure(row: Row, model: Model, scratch: Path, options: argparse.Namespace, 
     report = _report_of(row, scratch)
     if sample:
         row.sampled = result
-    elif not (judged and row.tool == "modelopt"):
+    if (not sample or options.memory == "along") and not (judged and row.tool == "modelopt"):
         row.runs.append(result)
         row.work.append(report["work"] or result.wall - startup(scratch, options))
         row.steps, row.versions = report["steps"], report["versions"]
@@ -195,6 +215,7 @@ def report(rows: list[Row]) -> Iterator[str]:
                 if row.failed:
                     yield f"{row.name}: {row.failed}"
             yield from _verdict(done)
+    yield from _together([row for row in rows if row.figures])
     others = [run.others for row in rows for run in row.runs]
     if others:
         yield ""
@@ -204,6 +225,19 @@ def report(rows: list[Row]) -> Iterator[str]:
             f"busy with other work meanwhile: {statistics.median(others):.2f} of {os.cpu_count()} cores (median; "
             f"at most {max(others):.2f}); walls with much of it are too long, CPU seconds less so"
         )
+
+
+def _together(rows: list[Row]) -> Iterator[str]:
+    """One table of all models: KL in thousandths of a nat, with its standard error."""
+    found = {(row.contest, row.name, row.model): row.figures for row in rows}
+    models = list(dict.fromkeys(row.model for row in rows))
+    if len(models) < 2:
+        return
+    yield from ("", "| mean KL, 0.001 nats a token | " + " | ".join(models) + " |", "|---" * (len(models) + 1) + "|")
+    for contest, name in dict.fromkeys((row.contest, row.name) for row in rows):
+        cells = (found.get((contest, name, model)) for model in models)
+        shown = (f"{1e3 * own.kl:.2f} +- {1e3 * own.kl_error:.2f}" if own else "" for own in cells)
+        yield f"| {contest}: {name} | " + " | ".join(shown) + " |"
 
 
 _HEADER = ("", "mean KL", "loss", "wall s", "work s", "CPU s", "others", "peak/process", "peak sum")
@@ -245,25 +279,35 @@ def _work(row: Row) -> float:
 # ------------------------------------------------------------------------------------------------------- running
 
 
-def models(names: list[str], scratch: Path, windows: int | None) -> Iterator[Model]:
-    """The models asked for, with their samples written."""
+def models(names: list[str], scratch: Path, windows: int | None, cache: Path) -> Iterator[Model]:
+    """The models asked for, with their samples and held-out tokens written."""
     for name in names:
         samples, length = SIZES[name]
-        path = scratch / f"samples_{name}.jsonl"
-        if name == "demo":
-            directory = demo_model_path()
-            reference = Reference(directory, windows)
-            held = {"input_ids": reference.ids.tolist(), "window": WINDOW, "windows": windows}
-            (scratch / "heldout.json").write_text(json.dumps(held))
-            yield Model(name, directory, write_samples(path, demo_samples(directory, samples, length)), reference)
-        else:
-            directory = make_small_llama(scratch / "128M")
-            yield Model(name, directory, write_samples(path, random_samples(directory, samples, length)), None)
+        path, heldout = scratch / f"samples_{name}.jsonl", scratch / f"heldout_{name}.json"
+        if name == UNTRAINED:
+            directory = make_small_llama(scratch / name)
+            write_samples(path, random_samples(directory, samples, length))
+            yield Model(name, directory, path, None, heldout)
+            continue
+        own = name in ("demo", "hard")
+        directory = source = demo_model_path() if own else trained_model(name, cache)
+        reference = Reference(source, windows) if own else OwnText(source, windows)
+        held = {"input_ids": reference.ids.tolist(), "window": WINDOW, "windows": reference.count}
+        heldout.write_text(json.dumps(held))
+        write_samples(path, demo_samples(source, samples, length))
+        if name == "hard":
+            directory = make_hard(source, scratch / name)
+        yield Model(name, directory, path, reference, heldout)
 
 
 def rows_of(model: Model, only: list[str], algorithm: str | None) -> list[Row]:
     """What is to be run: tools there are, names with one of ``only`` in them; our ``algorithm`` in place of all."""
-    found = [Row(contest, tool, task, model.name) for contest, sides in CONTESTS for tool, task in sides]
+    found = [
+        Row(contest, tool, task, model.name)
+        for contest, sides in CONTESTS
+        for tool, task in sides
+        if model.name in ("demo", UNTRAINED) or contest.startswith(EVERYWHERE)
+    ]
     known = [row for row in found if row.tool == "ours" or os.environ.get(PEERS[row.tool])]
     for row in known:
         if row.tool == "ours" and algorithm:
@@ -277,7 +321,11 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="rows whose names have one of these")
     parser.add_argument("--windows", type=int, help="held-out windows to judge by (default: all 197)")
     parser.add_argument("--repeat", type=int, default=1, help="timed runs of each")
-    parser.add_argument("--no-memory", action="store_true", help="without the extra run that samples memory")
+    memory = ("apart", "along", "no")
+    parser.add_argument(
+        "--memory", default="apart", choices=memory, help="sampled in a run of its own, in the timed one"
+    )
+    parser.add_argument("--cache", type=Path, help="of trained models (default: ~/.cache/modelexport/yardsticks)")
     parser.add_argument("--dtype", default="auto", help="of the peers' weights and arithmetic (default: the model's)")
     parser.add_argument("--batch", type=int, default=1, help="samples in one pass of the peers")
     parser.add_argument("--tp", type=int, default=1, help="our tensor-parallel ranks")
@@ -295,7 +343,8 @@ def main() -> int:
     become_reaper()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="bench_peers.", dir=options.scratch) as temporary:
-        for model in models(options.models, Path(temporary), options.windows):
+        cache = options.cache or Path.home() / ".cache" / "modelexport" / "yardsticks"
+        for model in models(options.models, Path(temporary), options.windows, cache):
             for row in rows_of(model, options.only, options.ours):
                 rows.append(row)
                 _all_runs(row, model, Path(temporary), options)
@@ -309,11 +358,11 @@ def main() -> int:
 def _all_runs(row: Row, model: Model, scratch: Path, options: argparse.Namespace) -> None:
     for number in range(options.repeat):
         judged = number == 0 and model.reference is not None and row.tool != "modelopt"
-        measure(row, model, scratch, options, sample=False, judged=judged)
+        measure(row, model, scratch, options, sample=options.memory == "along", judged=judged)
         if row.failed:
             break
         print(f"{model.name}, {row.name}: {row.runs[-1].wall:.1f} s", file=sys.stderr, flush=True)
-    if not row.failed and not options.no_memory:
+    if not row.failed and options.memory == "apart":
         measure(row, model, scratch, options, sample=True, judged=False)
     if not row.failed and model.reference is not None and row.tool == "modelopt":
         measure(row, model, scratch, options, sample=False, judged=True)

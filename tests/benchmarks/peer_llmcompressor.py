@@ -16,9 +16,11 @@ BEGAN = time.perf_counter()
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
+from compressed_tensors.quantization import preset_name_to_scheme
 from datasets import Dataset
 from llmcompressor import __version__ as llmcompressor_version
 from llmcompressor import oneshot
@@ -32,9 +34,23 @@ from transformers import AutoModelForCausalLM
 IMPORTED = time.perf_counter()
 
 WHERE = {"targets": "Linear", "ignore": ["lm_head"]}
+
+
+def observed(scheme: str, observer: str) -> dict[str, Any]:
+    """A preset whose weights' scales are chosen by another observer."""
+    found = preset_name_to_scheme(scheme, ["Linear"])
+    found.weights.observer = observer
+    return {"config_groups": {"group_0": found}, "ignore": WHERE["ignore"]}
+
+
 RECIPES = {
     "rtn": lambda: [QuantizationModifier(scheme="W4A16", **WHERE)],
     "gptq": lambda: [GPTQModifier(scheme="W4A16", **WHERE)],
+    "imatrix": lambda: [QuantizationModifier(**observed("W4A16", "imatrix_mse"))],
+    "imatrix+gptq": lambda: [GPTQModifier(**observed("W4A16", "imatrix_mse"))],
+    "nvfp4": lambda: [QuantizationModifier(scheme="NVFP4", **WHERE)],
+    "nvfp4-imatrix": lambda: [QuantizationModifier(**observed("NVFP4", "nvfp4_expanded_imatrix"))],
+    "nvfp4-gptq": lambda: [GPTQModifier(scheme="NVFP4", **WHERE)],
     "awq": lambda: [AWQModifier(duo_scaling="both"), QuantizationModifier(scheme="W4A16", **WHERE)],
     "awq+gptq": lambda: [AWQModifier(duo_scaling="both"), GPTQModifier(scheme="W4A16", **WHERE)],
     "smoothquant": lambda: [SmoothQuantModifier(smoothing_strength=0.8), QuantizationModifier(scheme="W8A8", **WHERE)],

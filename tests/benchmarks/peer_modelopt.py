@@ -34,8 +34,15 @@ from transformers import AutoModelForCausalLM
 IMPORTED = time.perf_counter()
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-PRESETS = {"awq": "INT4_AWQ_CFG", "smoothquant": "INT8_SMOOTHQUANT_CFG"}
-"""int4 in groups of 128 (``awq_lite``); int8 per channel, activations with one scale each, found on the samples."""
+PRESETS = {
+    "awq": "INT4_AWQ_CFG",
+    "smoothquant": "INT8_SMOOTHQUANT_CFG",
+    "nvfp4": "NVFP4_DEFAULT_CFG",
+    "nvfp4-mse": "NVFP4_W4A4_WEIGHT_MSE_FP8_SWEEP_CFG",
+    "nvfp4-hessian": "NVFP4_W4A4_WEIGHT_LOCAL_HESSIAN_CFG",
+}
+"""int4 in groups of 128 (``awq_lite``); int8 per channel, activations with one scale each, found on the samples; NVFP4
+with scales by the largest magnitudes, by a search for the least squared error, and for that of the outputs."""
 
 
 def main() -> None:

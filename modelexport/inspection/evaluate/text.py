@@ -35,7 +35,7 @@ __all__ = ["CACHE_NOTES", "DEMO", "TextEvaluation", "evaluate_on_text", "opened_
 DEMO = "demo"
 """Names the embedded model, where there is no directory of that name."""
 WINDOWS, WINDOW = 64, 256
-_POOL = 16
+POOL = 16
 """Windows are spread over the first tokens of a file, this many times what is needed: it may be a whole corpus."""
 
 CACHE_NOTES = {
@@ -179,7 +179,7 @@ def evaluate_on_text(
 
     if windows is None and not (text is None and _is_demos(documents.directory)):
         windows = WINDOWS
-    most = sys.maxsize if windows is None or text is None else _POOL * windows * window + 1
+    most = sys.maxsize if windows is None or text is None else POOL * windows * window + 1
     found = documents.first(most if most == sys.maxsize else most + 1)
     ids = found[:most]
     if len(ids) <= window:
