@@ -7,9 +7,9 @@
     python tests/benchmarks/bench_peers.py --models demo moe --windows 64 --memory along
 
 Models: the four of bench_quality.py (64 samples of 256 tokens; judged on held-out text) and a random Llama of 128 M
-parameters (16 x 128; nothing to judge). Peers run in their own environments, whose interpreters the variables name (a tool
-without one is left out, and said to be); each with the recipe that its own examples give. Everybody reads the same
-token ids.
+parameters (16 x 128; nothing to judge). Peers run in their own environments, whose interpreters the variables name (a
+tool without one is left out, and said to be); each with the recipe that its own examples give. Everybody reads the
+same token ids.
 
 KL and loss are of float32 models on held-out windows by ``modelexport.inspection.evaluate``: compressed-tensors
 checkpoints and GPTQ's are decoded by us. modelopt's models are judged where they are, in memory, by
