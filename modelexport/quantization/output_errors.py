@@ -20,7 +20,7 @@ from modelexport.quantization.formats.base import NumberFormat
 from modelexport.quantization.kernels.searching import sum_in_halves
 
 TOKENS = 128
-"""Of the sample that is kept of a linear's inputs: enough for two digits."""
+"""Of the sample that is kept of a linear's inputs: enough for two digits, and to choose between scales (awq)."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class OutputErrors:
             return
         table = torch.zeros(len(linear.weight), 2, dtype=torch.float64)
         if len(linear.weight):
-            x = linear.inputs.sample[_spread(len(linear.inputs.sample))].to(linear.weight.device)
+            x = thinned(linear.inputs.sample).to(linear.weight.device)
             rounded = linear.number_format.fake_quantise_activations(x, input_tensors(linear.number_format, linear))
             decoded = linear.number_format.dequantise(native)
             for start in range(0, len(table), ROWS):
@@ -81,6 +81,7 @@ def input_tensors(number_format: NumberFormat, linear: CalibratedLinear) -> dict
     }
 
 
-def _spread(tokens: int) -> Tensor:
-    """The indices of the tokens, of so many, that are looked at."""
-    return torch.arange(min(TOKENS, tokens)) * tokens // min(TOKENS, tokens)
+def thinned(sample: Tensor) -> Tensor:
+    """Returns the tokens that are looked at, of ``[tokens, features]``: at most :data:`TOKENS`, spread evenly."""
+    count = min(TOKENS, len(sample))
+    return sample[torch.arange(count) * len(sample) // max(1, count)]

@@ -8,10 +8,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from modelexport.quantization import kernels
 from modelexport.quantization.algorithms import _scaling, _tiles
 from modelexport.quantization.algorithms.base import CalibratedLinear, Fold, RankGroup
 from modelexport.quantization.calibration.statistics import InputStatistics
 from modelexport.quantization.formats.base import NumberFormat
+from modelexport.quantization.output_errors import TOKENS, thinned
 
 _WORTH = 0.9
 """Of the loss without scales, that is to be reached where inputs have a stored scale: small gains on the sample did not
@@ -37,7 +39,7 @@ def best_scales(fold: Fold, ranks: RankGroup, grid: int) -> Tensor | None:
         errors = _errors(linear.computing(), linear.inputs, _scaling.per_input(candidates, fold), largest)
         total = ranks.total(errors, linear.rows, linear.shape[0])
         # An expert that few tokens came to counts for less than its sample alone would make it.
-        losses += total * (linear.inputs.tokens / len(linear.inputs.sample))
+        losses += total * (linear.inputs.tokens / min(TOKENS, len(linear.inputs.sample)))
     best = int(losses.argmin())
     static = any(linear.number_format is not None and linear.number_format.has_static_inputs for linear in readers)
     worth = _WORTH if static else 1.0
@@ -87,27 +89,29 @@ def _errors(linear: CalibratedLinear, inputs: InputStatistics, candidates: Tenso
     assert linear.number_format is not None
     assert inputs.sample is not None
     number_format = replace(linear.number_format, observer="amax")  # a search for each candidate would take too long
-    sample = inputs.sample.to(weight.device)
-    tiles = list(_tiles.tiles_of(linear.rows))
-    wanted = [sample @ tile.filled(weight).t() for tile in tiles]
+    sample = thinned(inputs.sample).to(weight.device)
+    largest = largest.to(weight.device)
     errors = torch.empty(weight.shape[0], len(candidates), dtype=torch.float64)
-    for number, candidate in enumerate(candidates.to(weight.device)):
-        amax = (
-            (largest.to(weight.device) * candidate).max().reshape(1)
-            if number_format.scale_granularity == "tensor"
-            else None
-        )
-        scaled = sample / candidate
-        reach = _reach(number_format, inputs, candidate)
-        rounded: Tensor | None = None
-        for tile, expected in zip(tiles, wanted, strict=True):
-            stored = number_format.quantise(
-                tile.filled(weight).mul_(candidate), amax=amax, inputs=reach, name=linear.name
-            )
-            if rounded is None:
-                rounded = number_format.fake_quantise_activations(scaled, stored)
-            difference = rounded @ number_format.dequantise(stored).t()
-            errors[tile.rows, number] = _tiles.squares(difference.sub_(expected), tile).cpu()
+
+    def work(part: slice) -> None:
+        tiles = list(_tiles.tiles_of((linear.rows[0] + part.start, linear.rows[0] + part.stop)))
+        wanted = [sample @ tile.filled(weight[part]).t() for tile in tiles]
+        for number, candidate in enumerate(candidates.to(weight.device)):
+            whole = number_format.scale_granularity == "tensor"
+            amax = (largest * candidate).max().reshape(1) if whole else None
+            scaled, reach = sample / candidate, _reach(number_format, inputs, candidate)
+            rounded: Tensor | None = None
+            for tile, expected in zip(tiles, wanted, strict=True):
+                stored = number_format.quantise(
+                    tile.filled(weight[part]).mul_(candidate), amax=amax, inputs=reach, name=linear.name
+                )
+                if rounded is None:
+                    rounded = number_format.fake_quantise_activations(scaled, stored)
+                difference = rounded @ number_format.dequantise(stored).t()
+                errors[part][tile.rows, number] = _tiles.squares(difference.sub_(expected), tile).cpu()
+
+    with _tiles.one_thread_an_operation():
+        kernels.split_rows(weight, work, _tiles.TILE)
     return errors
 
 

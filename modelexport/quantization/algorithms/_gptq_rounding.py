@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -99,14 +97,3 @@ def _rounded(weight: Tensor, grid: Grid, plan: ColumnPlan) -> Tensor:
         torch.sub(columns[part], rounded[part], out=errors[part])
     columns[order] = rounded
     return columns.t()
-
-
-@contextmanager
-def one_thread_an_operation() -> Iterator[None]:
-    """As bits depend on it. Threads of the kernels' pool work on different rows."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -7,8 +7,10 @@ multiples of it in the whole weight, and what another rank has of a tile is zero
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 TILE = 128
@@ -46,3 +48,14 @@ def squares(difference: Tensor, tile: Tile) -> Tensor:
     """float64 ``[rows of the tile]``: sums of squares over the tokens of ``[tokens, TILE]``, each row by itself."""
     wide = difference.t().contiguous().double()
     return wide.square_().sum(dim=1)[tile.within]
+
+
+@contextmanager
+def one_thread_an_operation() -> Iterator[None]:
+    """As bits depend on it. Threads of the kernels' pool work on different rows."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -105,7 +105,8 @@ class Gptq(Rounding):
         Raises:
             CheckpointError: also for inputs whose Hessian is not finite.
         """
-        from modelexport.quantization.algorithms._gptq_rounding import made_up, one_thread_an_operation, round_rows
+        from modelexport.quantization.algorithms._gptq_rounding import made_up, round_rows
+        from modelexport.quantization.algorithms._tiles import one_thread_an_operation
 
         inputs = linears[0].inputs
         assert all(linear.inputs is inputs for linear in linears), "linears that are given different inputs"

@@ -54,14 +54,18 @@ class ImportanceMatrix(Rounding):
 
     def quantise(self, linears: Sequence[CalibratedLinear]) -> Mapping[str, dict[str, Tensor]]:
         """See the base."""
+        from modelexport.quantization.algorithms._tiles import one_thread_an_operation
+
         metrics: dict[int, Tensor] = {}  # by the number of blocks: of the one input that all have
-        return {linear.name: linear.rounded(choice=_choice(linear, metrics)) for linear in linears}
+        with one_thread_an_operation():
+            return {linear.name: linear.rounded(choice=_choice(linear, metrics)) for linear in linears}
 
 
 def _choice(linear: CalibratedLinear, metrics: dict[int, Tensor]) -> Tensor | None:
     """The number of each block's scale, uint8 ``[rows, blocks]``; None where there is no choice or no sample."""
     import torch
 
+    from modelexport.quantization import kernels
     from modelexport.quantization.algorithms import _tiles
 
     number_format, inputs = linear.number_format, linear.inputs
@@ -72,8 +76,12 @@ def _choice(linear: CalibratedLinear, metrics: dict[int, Tensor]) -> Tensor | No
     if blocks not in metrics:
         metrics[blocks] = _metric(inputs.sample.to(linear.weight.device), blocks)
     found = torch.zeros(len(linear.weight), blocks, dtype=torch.uint8, device=linear.weight.device)
-    for tile in _tiles.tiles_of(linear.rows):
-        found[tile.rows] = _best(tile.filled(linear.weight), linear, metrics[blocks])[tile.within]
+
+    def work(part: slice) -> None:
+        for tile in _tiles.tiles_of((linear.rows[0] + part.start, linear.rows[0] + part.stop)):
+            found[part][tile.rows] = _best(tile.filled(linear.weight[part]), linear, metrics[blocks])[tile.within]
+
+    kernels.split_rows(linear.weight, work, _tiles.TILE)
     return found
 
 

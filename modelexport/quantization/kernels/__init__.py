@@ -208,6 +208,7 @@ def _worth_loading(nbytes: int) -> bool:
 
 _threads = 1
 _pool: tuple[int, int, ThreadPoolExecutor] | None = None
+_working = threading.local()
 _pool_lock = threading.Lock()
 
 
@@ -243,19 +244,30 @@ if hasattr(os, "register_at_fork"):
 
 
 def split_rows(weight: Tensor, work: Callable[[slice], int | None], unit: int = 1) -> int:
-    """Runs ``work`` on ranges of rows that cover the weight, cut on multiples of ``unit``; the first bad row, or -1."""
+    """Runs ``work`` on ranges of rows that cover the weight, cut on multiples of ``unit``; the first bad row, or -1.
+
+    Called by ``work``, it runs on the thread that it is called on: the others have ranges of their own.
+    """
     rows = weight.shape[0]
     threads = _threads
     units = -(-rows // unit)
     parts = min(threads, units, weight.numel() * weight.element_size() // _MIN_BYTES_PER_THREAD)
-    if parts < 2 or weight.device.type != "cpu":
+    if parts < 2 or weight.device.type != "cpu" or getattr(_working, "on_range", False):
         found = work(slice(0, rows))
         return -1 if found is None else found
+
+    def alone(part: slice) -> int | None:
+        _working.on_range = True
+        try:
+            return work(part)
+        finally:
+            _working.on_range = False
+
     cuts = [min(rows, units * part // parts * unit) for part in range(parts + 1)]
     ranges = [slice(start, stop) for start, stop in pairwise(cuts)]
     pool = _executor(threads - 1)
-    futures = [pool.submit(work, part) for part in ranges[1:]]
-    results = [work(ranges[0]), *(future.result() for future in futures)]
+    futures = [pool.submit(alone, part) for part in ranges[1:]]
+    results = [alone(ranges[0]), *(future.result() for future in futures)]
     bad = [part.start + row for part, row in zip(ranges, results, strict=True) if row is not None and row >= 0]
     return min(bad, default=-1)
 
