@@ -16,11 +16,9 @@ from torch import Tensor
 from modelexport.distributed import collectives
 from modelexport.quantization.algorithms.base import CalibratedLinear
 from modelexport.quantization.calibration.cut import ROWS
+from modelexport.quantization.calibration.statistics import thinned
 from modelexport.quantization.formats.base import NumberFormat
 from modelexport.quantization.kernels.searching import sum_in_halves
-
-TOKENS = 128
-"""Of the sample that is kept of a linear's inputs: enough for two digits, and to choose between scales (awq)."""
 
 
 @dataclass
@@ -79,9 +77,3 @@ def input_tensors(number_format: NumberFormat, linear: CalibratedLinear) -> dict
         for spec in specs
         if spec.suffix.startswith("input_")
     }
-
-
-def thinned(sample: Tensor) -> Tensor:
-    """Returns the tokens that are looked at, of ``[tokens, features]``: at most :data:`TOKENS`, spread evenly."""
-    count = min(TOKENS, len(sample))
-    return sample[torch.arange(count) * len(sample) // max(1, count)]

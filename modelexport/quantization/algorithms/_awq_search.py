@@ -11,9 +11,8 @@ from torch import Tensor
 from modelexport.quantization import kernels
 from modelexport.quantization.algorithms import _scaling, _tiles
 from modelexport.quantization.algorithms.base import CalibratedLinear, Fold, RankGroup
-from modelexport.quantization.calibration.statistics import InputStatistics
+from modelexport.quantization.calibration.statistics import THINNED, InputStatistics, thinned
 from modelexport.quantization.formats.base import NumberFormat
-from modelexport.quantization.output_errors import TOKENS, thinned
 
 _WORTH = 0.9
 """Of the loss without scales, that is to be reached where inputs have a stored scale: small gains on the sample did not
@@ -39,7 +38,7 @@ def best_scales(fold: Fold, ranks: RankGroup, grid: int) -> Tensor | None:
         errors = _errors(linear.computing(), linear.inputs, _scaling.per_input(candidates, fold), largest)
         total = ranks.total(errors, linear.rows, linear.shape[0])
         # An expert that few tokens came to counts for less than its sample alone would make it.
-        losses += total * (linear.inputs.tokens / min(TOKENS, len(linear.inputs.sample)))
+        losses += total * (linear.inputs.tokens / min(THINNED, len(linear.inputs.sample)))
     best = int(losses.argmin())
     static = any(linear.number_format is not None and linear.number_format.has_static_inputs for linear in readers)
     worth = _WORTH if static else 1.0

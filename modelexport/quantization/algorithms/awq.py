@@ -48,9 +48,9 @@ class ActivationAware(Folding):
     def device_bytes(cls, rows: int, columns: int, rows_at_once: int | None, settings: Any) -> int:
         """See the base: a part of the sample as it is and scaled, all of its outputs, and a tile of the weight."""
         from modelexport.quantization.algorithms._tiles import TILE
-        from modelexport.quantization.output_errors import TOKENS
+        from modelexport.quantization.calibration.statistics import THINNED
 
-        return 4 * (3 * TOKENS * columns + TOKENS * rows + 12 * TILE * columns)
+        return 4 * (3 * THINNED * columns + THINNED * rows + 12 * TILE * columns)
 
     def scales(self, fold: Fold) -> Tensor | None:
         """See the base: the best of the candidates, None where none is better than no scale."""

@@ -19,10 +19,24 @@ from torch import Tensor
 
 from modelexport.distributed import collectives
 
-__all__ = ["BINS", "SAMPLE", "Collector", "Cross", "Hessian", "InputStatistics", "nbytes", "owners", "panel_edges"]
+__all__ = [
+    "BINS",
+    "SAMPLE",
+    "THINNED",
+    "Collector",
+    "Cross",
+    "Hessian",
+    "InputStatistics",
+    "nbytes",
+    "owners",
+    "panel_edges",
+    "thinned",
+]
 
 SAMPLE = 512
 """Tokens of :attr:`InputStatistics.sample`."""
+THINNED = 128
+"""Tokens of :func:`thinned`: enough for two digits of an error, and to choose between scales (awq)."""
 BINS = 1 << 15
 """Of :attr:`InputStatistics.histogram`: bin n counts magnitudes whose bfloat16 (rounded towards 0) has the bits n."""
 
@@ -154,6 +168,12 @@ class Cross(Panels):
         for start, panel in panels:
             out[:, start : start + panel.shape[1]] = panel
         return out
+
+
+def thinned(sample: Tensor) -> Tensor:
+    """Returns some of a sample's tokens, spread evenly: of ``[tokens, features]``, at most :data:`THINNED`."""
+    count = min(THINNED, len(sample))
+    return sample[torch.arange(count) * len(sample) // max(1, count)]
 
 
 def panel_edges(features: int) -> list[int]:
