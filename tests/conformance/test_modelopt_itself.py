@@ -51,7 +51,7 @@ def number_format(case: str) -> NumberFormat:
     return formats.get(name, group_size=group_size, scale_dtype=torch.float32)
 
 
-def announced(*cases: str, kv_cache: bool = False) -> ModelQuantization:
+def announced(*cases: str, kv_cache: str | None = None) -> ModelQuantization:
     """The first two modules quantised, by the cases in turn, the others kept."""
     return ModelQuantization(
         {m: number_format(cases[n % len(cases)]) for n, m in enumerate(MODULES[:2])}, KEPT, kv_cache, "1"
@@ -221,13 +221,13 @@ def test_vllm_makes_the_parameters_that_we_write(tmp_path: Path) -> None:
     cases: dict[str, Any] = {}
     promises = {}
     for case in IN_VLLM:
-        announcement = modelopt.quantization_files(announced(case, kv_cache=True))
+        announcement = modelopt.quantization_files(announced(case, kv_cache="fp8"))
         cases[f"modelopt {case}"] = {"config": announcement.config}
         side = json.loads(announcement.files["hf_quant_config.json"])
         cases[f"side file {case}"] = {"config": {**side, "quant_method": "modelopt"}}
     for mixed in (("nvfp4", "fp8-static"), ("mxfp8", "nvfp4-wo"), ("fp8", "fp8-block"), ("fp8-block", "nvfp4")):
         cases[f"modelopt {' '.join(mixed)}"] = {
-            "config": modelopt.quantization_files(announced(*mixed, kv_cache=True)).config
+            "config": modelopt.quantization_files(announced(*mixed, kv_cache="fp8")).config
         }
     for case in ("fp8-block", "fp8-static"):
         cases[f"fp8 {case}"] = {"config": fp8.quantization_files(announced(case)).config}

@@ -24,6 +24,7 @@ from modelexport.quantization.algorithms.rtn import RoundToNearest
 from modelexport.quantization.calibration import static_ranges, statistics
 from modelexport.quantization.calibration.cut import ROWS, ForwardCut
 from modelexport.quantization.calibration.layers import BATCH_TOKENS
+from modelexport.quantization.kv_caches import CACHES
 from modelexport.recipe import ExportRecipe
 from modelexport.system.tables import size_text
 
@@ -279,7 +280,7 @@ class _LayerMemory:
 
     def _always(self) -> frozenset[str]:
         """The statistics that are taken whatever the algorithm."""
-        static = self.plan.kv_cache or any(
+        static = self.plan.kv_cache is not None or any(
             x.task.number_format is not None and x.task.number_format.has_static_inputs for x in self.quantised
         )
         return frozenset({"sample"}) | (static_ranges.wants(self.recipe.calib_range) if static else frozenset())
@@ -303,8 +304,15 @@ class _LayerMemory:
             statistics.nbytes(x.given, wants, self.rank, self.world, at_rest=key not in staying)
             for key, x in inputs.items()
         ]
-        cached = 2 * statistics.nbytes(self.plan.dimensions.hidden, {"amax", "histogram"}) if self.plan.kv_cache else 0
-        return {"statistics of its linears' inputs": sum(sizes) + cached}
+        return {"statistics of its linears' inputs": sum(sizes) + self._cache_statistics()}
+
+    def _cache_statistics(self) -> int:
+        """Of keys and values, whose heads may each have a histogram."""
+        if self.plan.kv_cache is None:
+            return 0
+        dims = self.plan.dimensions
+        heads = dims.kv_heads if CACHES[self.plan.kv_cache].by_head else 1
+        return 2 * heads * statistics.nbytes(-(-dims.hidden // heads), {"amax", "histogram"})
 
     def _forward(self, *, seen: bool) -> dict[str, int]:
         """Of a batch on its way through the layer.

@@ -24,6 +24,7 @@ from modelexport.quantization.algorithms.rtn import RoundToNearest
 from modelexport.quantization.calibration import static_ranges
 from modelexport.quantization.calibration.cut import WHOLE, ForwardShard
 from modelexport.quantization.calibration.statistics import InputStatistics
+from modelexport.quantization.kv_caches import CACHES
 from modelexport.quantization.output_errors import OutputErrors, input_tensors
 
 if TYPE_CHECKING:
@@ -75,15 +76,15 @@ class QuantisedLayer:
         activations: linear -> what rounds its inputs, of those whose inputs are rounded.
         errors: number of a quantised task -> noise and signal of its rows on this rank, of those that only rounding
             has changed.
-        keys, values: layer -> the largest magnitude that its KV cache's scale is to cover.
+        keys, values: layer -> the largest magnitudes that its KV cache's scales are to cover.
     """
 
     native: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     plain: dict[int, Tensor] = field(default_factory=dict)
     errors: dict[int, tuple[float, float]] = field(default_factory=dict)
     activations: dict[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
-    keys: dict[int, float] = field(default_factory=dict)
-    values: dict[int, float] = field(default_factory=dict)
+    keys: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    values: dict[int, tuple[float, ...]] = field(default_factory=dict)
     report: LayerReport = field(default_factory=LayerReport)
 
 
@@ -102,6 +103,7 @@ class CalibratedLayer:
     ) -> None:
         self.job, self.step, self.runner, self.filled, self.scales = job, step, runner, filled, scales
         self.report = LayerReport()
+        self.cache = None if job.plan.kv_cache is None else CACHES[job.plan.kv_cache]
         self.numbers = {
             full_name(step.layer, task.path, task.parameter): number
             for number, task in enumerate(step.tasks)
@@ -159,17 +161,23 @@ class CalibratedLayer:
         """Run the samples through the layer as it is now, unless all that is wanted of them is known."""
         ranged = any(x.number_format is not None and x.number_format.has_static_inputs for x in self.linears.values())
         method = self.job.recipe.calib_range
-        wants = wants | {"sample"} | (static_ranges.wants(method) if ranged or self.job.plan.kv_cache else frozenset())
+        ranged = ranged or self.cache is not None
+        wants = wants | {"sample"} | (static_ranges.wants(method) if ranged else frozenset())
         if wants <= self.seen:
             return
         assert self.step.index is not None
-        if ranged or self.job.plan.kv_cache:
+        if ranged:
             self.runner.check_ranges(self.step.index)
         phase(f"{self.step.id}: samples through the layer, for {what}")
         self.observed = None  # lets go of what is known, before more is gathered
         for linear in self.linears.values():
             linear.inputs = None
-        self.observed = self.runner.observe(self.filled, wants, all_experts=self.job.recipe.calib_experts == "all")
+        self.observed = self.runner.observe(
+            self.filled,
+            wants,
+            all_experts=self.job.recipe.calib_experts == "all",
+            by_head=self.cache is not None and self.cache.by_head,
+        )
         self.seen = wants
         for name, linear in self.linears.items():
             linear.inputs = self.observed.inputs.get(name)
@@ -262,7 +270,7 @@ class CalibratedLayer:
                 continue
             apply_fold(self.filled.tensors, self.shares, fold, scale)
             # What is known of inputs was divided, as far as that goes; what the cache is given was not.
-            self.seen = frozenset() if self.job.plan.kv_cache else self.seen - {"histogram", "hessian"}
+            self.seen = frozenset() if self.cache is not None else self.seen - {"histogram", "hessian"}
             if fold.rows is None:
                 own = (f"{fold.fold.source}.{parameter}" for parameter in ("weight", "bias"))
                 changed.update(dict.fromkeys(name for name in own if name in self.tasks))
@@ -378,10 +386,10 @@ class CalibratedLayer:
         observed, index = self.observed, self.step.index
         assert observed is not None
         assert index is not None
-        if self.job.plan.kv_cache and observed.keys is not None and observed.values is not None:
+        if self.cache is not None and observed.keys:
             method = self.job.recipe.calib_range
-            made.keys[index] = static_ranges.choose(observed.keys, method)
-            made.values[index] = static_ranges.choose(observed.values, method)
+            made.keys[index] = static_ranges.choose_cache(observed.keys, method, self.cache)
+            made.values[index] = static_ranges.choose_cache(observed.values, method, self.cache)
 
 
 def _clamped(weight: Tensor, reach: Tensor) -> Tensor:
