@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from modelexport.errors import PlanError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -88,6 +90,9 @@ class CacheRounding:
             key, value: ``[samples, heads, length, head_dim]``; heads that share keys may be there several times, next
                 to each other.
             heads: which of the key/value heads these are; None: all. An empty range: none of them, and any will do.
+
+        Raises:
+            PlanError: there are other heads than scales.
         """
         return self._round(key, self.keys, heads), self._round(value, self.values, heads)
 
@@ -95,6 +100,8 @@ class CacheRounding:
         if scales.numel() > 1:
             if heads is not None:
                 scales = scales[heads[0] : max(heads[1], heads[0] + 1)]
+            if x.shape[1] % len(scales):
+                raise PlanError(f"a layer has {x.shape[1]} key/value heads where its KV cache has {len(scales)} scales")
             scales = scales.repeat_interleave(x.shape[1] // len(scales)).reshape(1, -1, 1, 1)
         return self.cache.round(x, scales.to(x.device))
 

@@ -9,10 +9,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from modelexport.errors import PlanError
 from modelexport.exporting import convert, export
+from modelexport.exporting.calibrated.rank import CalibratedExport
+from modelexport.exporting.plan import ExportStep
+from modelexport.inspection.evaluate.models import load_dequantised
+from tests.conformance._kv_cache import round_kv_cache
 from tests.exporting.test_export import digests
+from tests.helpers.marks import few
 from tests.helpers.models import make_llama
 
 pytestmark = pytest.mark.timeout(240)
@@ -49,6 +55,47 @@ def test_heads_have_scales_of_their_own_whichever_ranks_have_them(ids: str, tmp_
         assert heads[name].shape == (HEADS, 1, 1)
         assert heads[name].max() == whole[name], "the largest is that of all heads together"
         assert heads[name].min() < whole[name]
+
+
+@pytest.mark.parametrize("algorithm", few(["gptq", "autoround", "awq"], "gptq"))
+def test_calibration_rounds_keys_and_values_alike_on_all_ranks(algorithm: str, ids: str, tmp_path: Path) -> None:
+    own = {"autoround_steps": 2, "autoround_batch_size": 2} if algorithm == "autoround" else {}
+    settings = {"quant": "int4:32", "algorithm": algorithm, "kv_cache": "fp8-head", **own}
+    alone = exported(tmp_path / "1", ids, **settings)
+    assert all(exported(tmp_path / f"{tp}", ids, tp=tp, **settings) == alone for tp in (2, 4))
+
+
+@pytest.mark.parametrize("cache", few(["fp8", "fp8-head"], "fp8-head"))
+def test_later_layers_are_calibrated_on_what_comes_out_of_the_cache(
+    cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the last layer is quantised for is what the layers before it make of the samples, their keys and values
+    rounded by the scales that are written."""
+    seen: dict[int | None, tuple[Tensor, Tensor]] = {}
+    original = CalibratedExport._calibrated
+
+    def noting(self: CalibratedExport, step: ExportStep) -> Any:
+        seen[step.index] = self.runner.batches[0], self.runner.hidden[0].clone()
+        return original(self, step)
+
+    monkeypatch.setattr(CalibratedExport, "_calibrated", noting)
+    few_samples = {"calib_samples": 2, "calib_length": 64, "evaluate": False, "quiet": True}
+    export(out=str(tmp_path / "out"), quant="int4", algorithm="gptq", kv_cache=cache, **few_samples)
+    tokens, given = seen[3]
+
+    def difference() -> float:
+        model = load_dequantised(tmp_path / "out")
+        found: list[Tensor] = []
+        model.model.layers[3].register_forward_pre_hook(lambda _, args: found.append(args[0]))
+        with torch.inference_mode():
+            model(input_ids=tokens)
+        return float((found[0] - given).abs().mean() / given.abs().mean())
+
+    unrounded = difference()
+    round_kv_cache(monkeypatch, tmp_path / "out")
+    rounded = difference()
+    print(f"{cache}: {rounded:.2e}, {unrounded:.2e} with keys and values as they are")
+    assert rounded < 0.01 * unrounded
 
 
 def test_scales_of_heads_are_kept_where_there_are_words_for_them(ids: str, tmp_path: Path) -> None:

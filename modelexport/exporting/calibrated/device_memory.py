@@ -333,6 +333,7 @@ class _LayerMemory:
             features = kept + max(features, 2 * widest)
         else:
             features += self._copies_of_input() * widest
+            features = max(features, _BUSY * streams * dims.hidden + self._rounded_cache())
         if self.world > 1:  # what ranks tell each other
             features += (self.world + 2) * max((x.gives for x in self.linears), default=0)
         found = {"a batch's activations": _FLOAT * self.tokens * features + self._routing()}
@@ -341,6 +342,14 @@ class _LayerMemory:
         if any(x.attends for x in self.linears):
             found["its attention scores"] = self._scores()
         return found
+
+    def _rounded_cache(self) -> int:
+        """Numbers of each token while keys and values are rounded as they are in the KV cache, before attention."""
+        if self.plan.kv_cache is None or not any(x.attends for x in self.linears):
+            return 0
+        dims = self.plan.dimensions
+        copies = _PACKED_INPUT if CACHES[self.plan.kv_cache].group else _ROUNDED_INPUT
+        return 2 * dims.axis_size("heads") + (2 + copies) * dims.axis_size("kv_heads")
 
     def _blocks(self) -> list[list[_HeldLinear]]:
         """The linears that run together: those of an attention, of an MLP, of one expert."""

@@ -24,7 +24,7 @@ from modelexport.quantization.algorithms.rtn import RoundToNearest
 from modelexport.quantization.calibration import static_ranges
 from modelexport.quantization.calibration.cut import WHOLE, ForwardShard
 from modelexport.quantization.calibration.statistics import InputStatistics
-from modelexport.quantization.kv_caches import CACHES
+from modelexport.quantization.kv_caches import CACHES, CacheRounding
 from modelexport.quantization.output_errors import OutputErrors, input_tensors
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ class QuantisedLayer:
         errors: number of a quantised task -> noise and signal of its rows on this rank, of those that only rounding
             has changed.
         keys, values: layer -> the largest magnitudes that its KV cache's scales are to cover.
+        cache: what rounds keys and values by these scales, as engines do before later layers see anything of them.
     """
 
     native: dict[int, dict[str, Tensor]] = field(default_factory=dict)
@@ -85,6 +86,7 @@ class QuantisedLayer:
     activations: dict[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
     keys: dict[int, tuple[float, ...]] = field(default_factory=dict)
     values: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    cache: CacheRounding | None = None
     report: LayerReport = field(default_factory=LayerReport)
 
 
@@ -302,10 +304,11 @@ class CalibratedLayer:
                 linear.weight = _clamped(linear.computing().weight, self.clips[name]).to(linear.weight.device)
         self._agree()
         made = QuantisedLayer(report=self.report)
+        self._cached(made)
         after = OutputErrors()
         for group in [list(self.quantised.values())] if rounding.learns else self._groups():
             computing = [linear.computing() for linear in group]
-            native = self._learn(rounding, computing) if rounding.learns else rounding.quantise(computing)
+            native = self._learn(rounding, computing, made.cache) if rounding.learns else rounding.quantise(computing)
             for linear in group:
                 tensors = native[linear.name] if len(linear.weight) else linear.rounded()
                 self._take(made, linear, tensors, after)
@@ -315,10 +318,11 @@ class CalibratedLayer:
         self.report.before, self.report.after = self.before.ratios(), after.ratios()
         self.report.notes = {name: note for name, note in rounding.notes.items() if name in self.linears}
         self.report.notes |= self._not_run()
-        self._cached(made)
         return made
 
-    def _learn(self, rounding: Rounding, linears: Sequence[CalibratedLinear]) -> Mapping[str, dict[str, Tensor]]:
+    def _learn(
+        self, rounding: Rounding, linears: Sequence[CalibratedLinear], cache: CacheRounding | None
+    ) -> Mapping[str, dict[str, Tensor]]:
         """Rounds all linears by the gradients of the layer."""
         weights = {linear.name: linear.weight for linear in linears}
         ranks = range(self.job.plan.parallelism.tp)
@@ -329,7 +333,7 @@ class CalibratedLayer:
             for linear in self.quantised.values()
             if linear.number_format is not None and linear.number_format.input_arguments() is not None
         }
-        with SharedGradients(self.runner, self.filled, weights, spans, activations) as layer:
+        with SharedGradients(self.runner, self.filled, weights, spans, activations, cache) as layer:
             own = [replace(linear, weight=layer.unrounded[linear.name]) for linear in linears]
             return rounding.learn(own, layer)
 
@@ -383,6 +387,7 @@ class CalibratedLayer:
             value.copy_(stored)  # what is written is what runs
 
     def _cached(self, made: QuantisedLayer) -> None:
+        """Finds the scales of the KV cache, by what the layer is given as it was before it is rounded."""
         observed, index = self.observed, self.step.index
         assert observed is not None
         assert index is not None
@@ -390,6 +395,8 @@ class CalibratedLayer:
             method = self.job.recipe.calib_range
             made.keys[index] = static_ranges.choose_cache(observed.keys, method, self.cache)
             made.values[index] = static_ranges.choose_cache(observed.values, method, self.cache)
+            if not self.runner.is_latent:
+                made.cache = self.cache.rounding(made.keys[index], made.values[index])
 
 
 def _clamped(weight: Tensor, reach: Tensor) -> Tensor:

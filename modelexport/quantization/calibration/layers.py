@@ -253,6 +253,11 @@ class LayerRunner:
         self._carried.close()
 
     @property
+    def is_latent(self) -> bool:
+        """True where keys and values are kept as one latent, of which attention sees only what is made of it."""
+        return self.rotary is not None
+
+    @property
     def hands_over(self) -> bool:
         """True where layers hand later ones more than hidden states, in a mapping: keys and values that they share."""
         return self._around.hands_over
@@ -474,6 +479,8 @@ class LayerRunner:
         aims: HiddenStates,
         linears: Collection[str],
         activations: Mapping[str, Activation] | None = None,
+        *,
+        cache: CacheRounding | None = None,
     ) -> Iterator[tuple[float, dict[str, Tensor]]]:
         """Yields of each batch the squared distance of a layer's outputs from their aims, and its gradients.
 
@@ -482,7 +489,7 @@ class LayerRunner:
             numbers: of the batches; each rank may have others.
             aims: see :meth:`aim`.
             linears: by whose weights; where there are none, only distances are computed.
-            activations: as for :meth:`advance`.
+            activations, cache: as for :meth:`advance`.
 
         Returns:
             In the order of ``numbers``: the distance, and linear -> gradient by its weight, float32 ``[out_features,
@@ -492,10 +499,10 @@ class LayerRunner:
 
         def one(number: int) -> tuple[float, dict[str, Tensor]]:
             if not linears:
-                out = self._run(layer, number, None, activations)
+                out = self._run(layer, number, None, activations, cache=cache)
                 return (out - aims[number]).square().sum().item(), {}
             leaves: dict[int, Tensor] = {}
-            out = self._run(layer, number, None, activations, leaves=leaves)
+            out = self._run(layer, number, None, activations, cache=cache, leaves=leaves)
             named = {address: [part for part in layer.products[address] if part.name in linears] for address in leaves}
             wanted = [address for address, parts in named.items() if parts]
             if not wanted:

@@ -189,7 +189,13 @@ class ShardedProducts(TorchFunctionMode):
         """Keys and values as attention is given them, which are noted as the model makes them."""
         if self.seen is not None:
             self._note_cache(key, value)
-        return (key, value) if self.cache is None else self.cache(key, value, self.together.kv_heads)
+        if self.cache is None:
+            return key, value
+        rounded = self.cache(key.detach(), value.detach(), self.together.kv_heads)
+        if self.leaves is None:
+            return rounded
+        # As for inputs of linears: the gradient is 1.
+        return key + (rounded[0] - key.detach()), value + (rounded[1] - value.detach())
 
     def _note_cache(self, key: Tensor, value: Tensor) -> None:
         assert self.seen is not None
