@@ -405,6 +405,36 @@ REFUSALS: tuple[Refusal, ...] = (
         "--kv-cache fp8 for other devices",
         caches=("fp8-head",),
     ),
+    # v1/attention/backends/flashinfer.py: supports_kv_cache_dtype, supports_combination, get_supported_head_sizes.
+    Refusal(
+        VLLM,
+        ("modelopt",),
+        (),
+        "of its attentions only FlashInfer (NVIDIA GPUs) reads it, and heads of 128, 256 or 512; of 64 on Blackwell",
+        "--kv-cache fp8 for others",
+        caches=("nvfp4",),
+    ),
+    # modelopt.py, ModelOptQuantConfigBase.from_config.
+    Refusal(
+        VLLM,
+        ("modelopt",),
+        (),
+        "it reads no modelopt checkpoint in which nothing but the cache is quantised (quant_algo)",
+        "--quant fp8 or nvfp4 beside it",
+        caches=("nvfp4",),
+        several=False,
+    ),
+    # modelopt.py: of kv_cache_scheme from_config takes FP8 alone, and ModelOptMixedPrecisionConfig.get_quant_method
+    # loads no scales where it took none.
+    Refusal(
+        VLLM,
+        ("modelopt",),
+        (),
+        "beside several number formats it leaves the scales out, and takes 1 for them",
+        "one --quant for all linears",
+        caches=("nvfp4",),
+        several=True,
+    ),
 )
 
 

@@ -26,8 +26,10 @@ class CacheFormat:
     """A number format of a KV cache.
 
     A scale is what a stored number is multiplied by: the largest magnitude that it is to cover, over 448. In NVFP4 that
-    is the scale above those of the groups, which the engine finds as tokens come; 448 as in FP8, since engines
-    turn what they read into FP8 before they multiply (ModelOpt's ``_process_quantized_modules``: "amax / 448").
+    is the scale above those of the groups, which an engine finds as tokens come: a group's is the e4m3 nearest to its
+    largest magnitude over 6 times the scale (vLLM's ``nvfp4_kv_cache_kernels.cu``). It is 448 there, too, and not
+    6 * 448 as for weights, since kernels turn what they read into FP8 before they multiply (ModelOpt's
+    ``unified_export_hf.py`` has one bound for both). That last rounding is the kernel's, and not done here.
 
     Attributes:
         name: as ``--kv-cache`` spells it.
@@ -111,6 +113,7 @@ CACHES: Mapping[str, CacheFormat] = {
     for cache in (
         CacheFormat("fp8", "FP8", 8),
         CacheFormat("fp8-head", "FP8, a scale for each head", 8, by_head=True),
+        CacheFormat("nvfp4", "NVFP4", 4, group=16),
     )
 }
 """The formats that can be written, by their names. int8 is not among them: no engine takes its scales from a

@@ -38,7 +38,7 @@ def ids(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def exported(out: Path, ids: str, **settings: Any) -> dict[str, str]:
     calibration = {"calib": ids, "calib_samples": 3, "calib_length": 32}
-    model = str(make_llama(**SHAPE, **settings.pop("shape", {})))
+    model = str(make_llama(**{**SHAPE, **settings.pop("shape", {})}))
     export(model=model, out=str(out), evaluate=False, quiet=True, **{**calibration, **settings})
     return digests(out)
 
@@ -57,10 +57,21 @@ def test_heads_have_scales_of_their_own_whichever_ranks_have_them(ids: str, tmp_
         assert heads[name].min() < whole[name]
 
 
-@pytest.mark.parametrize("algorithm", few(["gptq", "autoround", "awq"], "gptq"))
-def test_calibration_rounds_keys_and_values_alike_on_all_ranks(algorithm: str, ids: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "cache", "form"),
+    few(
+        [
+            *(("gptq", "fp8-head", "hf"), ("autoround", "fp8-head", "hf"), ("awq", "fp8", "hf")),
+            *(("gptq", "nvfp4", "modelopt"), ("autoround", "nvfp4", "modelopt")),
+        ],
+        ("gptq", "fp8-head", "hf"),
+    ),
+)
+def test_calibration_rounds_keys_and_values_alike_on_all_ranks(
+    algorithm: str, cache: str, form: str, ids: str, tmp_path: Path
+) -> None:
     own = {"autoround_steps": 2, "autoround_batch_size": 2} if algorithm == "autoround" else {}
-    settings = {"quant": "int4:32", "algorithm": algorithm, "kv_cache": "fp8-head", **own}
+    settings = {"quant": "int4:32", "algorithm": algorithm, "kv_cache": cache, "format": form, **own}
     alone = exported(tmp_path / "1", ids, **settings)
     assert all(exported(tmp_path / f"{tp}", ids, tp=tp, **settings) == alone for tp in (2, 4))
 
@@ -111,6 +122,11 @@ def test_scales_of_heads_are_kept_where_there_are_words_for_them(ids: str, tmp_p
     ("settings", "words"),
     [
         ({"kv_cache": "fp8-head", "format": "modelopt"}, "'modelopt' has no place for its scales; --format hf has"),
+        ({"kv_cache": "nvfp4"}, "'compressed-tensors' has no place for its scales; --format modelopt has"),
+        (
+            {"kv_cache": "nvfp4", "format": "modelopt", "shape": {"head_dim": 24}},
+            "16 numbers of a head share a scale, and heads have 24: choose --kv-cache fp8",
+        ),
         ({"kv_cache": "fp8-head", "shape": {"model_type": "deepseek_v3"}}, "latent attention keeps one latent of"),
     ],
 )

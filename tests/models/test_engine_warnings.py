@@ -63,6 +63,12 @@ def test_a_row_may_be_about_the_kv_cache() -> None:
     assert warnings("hf", [QUERY], cache="fp8") == []
     (line,) = warnings("hf", [], cache="fp8-head")
     assert "a KV cache in fp8-head as hf: of its attentions only FlashAttention 3" in line
+    fp8, nvfp4 = (changed(QUERY, number_format=name, group_size=None) for name in ("fp8", "nvfp4"))
+    for linears, words in (([], "nothing but the cache"), ([nvfp4], ""), ([fp8, nvfp4], "leaves the scales out")):
+        lines = [line for line in warnings("modelopt", linears, cache="nvfp4") if "KV cache" in line]
+        assert "only FlashInfer" in lines[0]
+        assert len(lines) == 1 + bool(words)
+        assert words in lines[-1]
 
 
 def test_kinds_are_counted_and_not_names() -> None:

@@ -48,6 +48,27 @@ def test_ranks_round_their_heads_as_one_rank_does() -> None:
     assert rounding(keys[:, :1], values[:, :1], (0, 0))[0].shape == keys[:, :1].shape, "a rank without a part"
 
 
+def test_nvfp4_is_rounded_in_groups_below_the_stored_scale() -> None:
+    """As compressed-tensors' own quantisation has it, whose global scale is the reciprocal."""
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+    from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+
+    words = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+    arguments = quantization.QuantizationArgs(**words, dynamic="local", scale_dtype=torch.float8_e4m3fn)
+    keys, values = some(), some(seed=1)
+    keys[0, 0, 0] = 0.0
+    keys[0, 1, 1] *= 1e-6
+    rounding = CACHES["nvfp4"].rounding([float(keys.abs().max())], [0.5 * float(values.abs().max())])
+    for got, x, scale in zip(rounding(keys, values), (keys, values), (rounding.keys, rounding.values), strict=True):
+        flat = x.flatten(0, 2)
+        above = scale.reciprocal()
+        own, zero = compute_dynamic_scales_and_zp(flat, arguments, torch.nn.Module(), global_scale=above)
+        theirs = fake_quantize(flat, own, zero, arguments, global_scale=above)
+        assert torch.allclose(got.flatten(0, 2), theirs, rtol=1e-5, atol=1e-7)
+        assert len(got[0, 2, 3, :16].abs().unique()) <= 8
+
+
 @pytest.mark.parametrize("method", ["compressed-tensors", "modelopt", "trtllm"])
 def test_what_a_method_writes_is_read_as_the_same_cache(method: str) -> None:
     from modelexport.quantization.methods.base import ModelQuantization

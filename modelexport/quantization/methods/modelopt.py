@@ -53,7 +53,7 @@ SCALES = "F32"
 SIDE_FILES: tuple[str, ...] = ("hf_quant_config.json",)
 KV_SHAPE: tuple[int, ...] = ()
 KV_SCALES = {"k": "k_proj.k_scale", "v": "v_proj.v_scale"}
-KV_CACHES: Mapping[str, str] = {"fp8": "FP8"}
+KV_CACHES: Mapping[str, str] = {"fp8": "FP8", "nvfp4": "NVFP4"}
 MIXED = "MIXED_PRECISION"
 
 _INT4_GROUPS = (32, 64, 128)
