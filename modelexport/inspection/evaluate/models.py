@@ -159,7 +159,7 @@ class PlainTensors:
         if cache.by_head:
             config = language_config(self.checkpoint.config or {}, self.names)
             count = config.get("num_key_value_heads") or config.get("num_attention_heads") or 1
-        scales = {"k": torch.ones(count), "v": torch.ones(count)}
+        scales = {"k": torch.ones(1), "v": torch.ones(1)}
         for name, info in self._cache_scales.items():
             if name.startswith(layer):
                 scales[name.rpartition(".")[2][0]] = self._cache_scale(info, count)
