@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from modelexport.errors import PlanError, UsageError, shown
-from modelexport.quantization import algorithms, devices
+from modelexport.quantization import algorithms, devices, kv_caches
 from modelexport.quantization.algorithms.base import KINDS, Algorithm, Kind
 from modelexport.settings import Settings, check_choice, check_common, check_sizes, decides_bytes, setting
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 GATHERS = ("shm", "nfs", "direct")
 RANGES = ("max", "percentile", "mse")
 EXPERTS = ("routed", "all")
-KV_CACHES = ("fp8",)
+KV_CACHES = tuple(kv_caches.CACHES)
 UNKNOWN_ARCHITECTURES = ("refuse", "structure")
 DRAFTS = ("keep", "quantise", "drop")
 _PART = r"[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9_])?"

@@ -121,7 +121,7 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> PreparedExpor
             assignment,
             Parallelism(tp=recipe.tp),
             method=method.METHOD,
-            kv_cache=recipe.kv_cache is not None,
+            kv_cache=recipe.kv_cache,
             rows=ROWS if recipe.is_calibrated else None,
             untied=untied,
             quantise_drafts=recipe.draft == "quantise",
@@ -320,7 +320,7 @@ def _target(recipe: ExportRecipe, checkpoint: Checkpoint, plan: ExportPlan) -> T
 def quantization_files(plan: ExportPlan) -> QuantizationFiles | None:
     """The quantization config of a plan, for config.json and files beside it; None where nothing is quantised."""
     formats = plan.formats()
-    if not formats and not plan.kv_cache:
+    if not formats and plan.kv_cache is None:
         return None
     embeddings = [module.path for module in plan.family.before if module.kind == "embedding" and module.path in formats]
     announced = ModelQuantization(formats, plan.ignored(), plan.kv_cache, __version__, plan.kept_subtrees(), embeddings)
@@ -349,7 +349,8 @@ def _warnings(prepared: PreparedExport) -> tuple[str, ...]:
                 )
     config = prepared.checkpoint.config or {}
     kind = str(config.get("model_type", ""))
-    found = engine_warnings(recipe.format, linears.values(), tp=recipe.target_tp, model=kind)
+    tp, cache = recipe.target_tp, plan.kv_cache
+    found = engine_warnings(recipe.format, linears.values(), tp=tp, model=kind, cache=cache)
     positions = config.get("max_position_embeddings")
     if (plan.needs_ranges or plan.calibrated) and isinstance(positions, int) and recipe.calib_length > positions:
         found.append(

@@ -7,6 +7,7 @@ as large as the rank's largest step, and they are reused, since touching fresh p
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,10 +36,10 @@ from modelexport.models.decoded import StoredLinear
 from modelexport.models.in_memory import gather_layers, is_gathered
 from modelexport.quantization import decoding, devices, formats, kernels
 from modelexport.quantization.calibration.ranges import Ranges
+from modelexport.quantization.kv_caches import CACHES
 from modelexport.quantization.methods import ReadOnlyNumbers, WeightSlice, of_method
 from modelexport.recipe import ExportRecipe
 
-FP8_MAX = 448.0  # the largest number of float8_e4m3fn
 SMALL_BYTES = 1 << 20  # tensors up to this size are copied rather than kept where they were read
 
 
@@ -381,15 +382,22 @@ class RankExport:
         return {name: in_shared_memory(t) for name, t in found.items()} if self.writer.wants_shared(task) else found
 
     def cache_scale(self, step: ExportStep, task: TensorTask) -> dict[str, Tensor]:
-        """The scale of a layer's cached keys or values: what they reach, over the largest number of FP8."""
+        """The scales of a layer's cached keys or values, by what they reach."""
         assert step.index is not None
+        assert self.job.plan.kv_cache is not None
         reached = (self.ranges.keys if task.cached == "k" else self.ranges.values).get(step.index)
         if reached is None:
             raise PlanError(
                 f"{step.id} has no attention whose keys and values are cached, as other layers of the model have: "
                 "leave out --kv-cache"
             )
-        return {task.parameter: torch.tensor(reached / FP8_MAX if reached > 0 else 1.0, dtype=torch.float32)}
+        scales, [output] = CACHES[self.job.plan.kv_cache].scales(reached), task.outputs
+        if scales.numel() != math.prod(output.shape):
+            raise PlanError(
+                f"{step.id} has {scales.numel()} key/value heads, and config.json says {math.prod(output.shape)}: "
+                "engines read as many scales in each layer; choose --kv-cache fp8"
+            )
+        return {task.parameter: scales.reshape(output.shape)}
 
     def _is_copied(self, task: TensorTask, weight: Tensor) -> bool:
         """Returns whether a tensor that passes through is copied: a norm must not hold up a whole layer's buffer."""

@@ -258,7 +258,7 @@ def decoded(checkpoint: Checkpoint) -> Checkpoint:
         of_a_draft = module.place.draft is not None and module.place.module.parameter in KV_SCALES
         if module.place.is_cache_scale or of_a_draft:
             for info in module.tensors.values():
-                left_out[info.name] = "a scale of the source's KV cache: --kv-cache fp8 makes new ones"
+                left_out[info.name] = "a scale of the source's KV cache: --kv-cache makes new ones"
                 del infos[info.name]
         if module.place.module.experts is not None and module.place.module.parameter not in module.tensors:
             quantization = matched.model.quantization

@@ -65,6 +65,9 @@ class Refusal:
         groups: only these group sizes.
         groups_but: only other group sizes than these.
         units: only shapes that are no multiple of this, ``(out, in)``, on one rank.
+        caches: any of these KV caches, as ``--kv-cache`` spells them: then the row is about a checkpoint with one, and
+            about none of its linears.
+        several: of those, only checkpoints with several number formats (True), or only with none (False).
     """
 
     engine: str
@@ -79,11 +82,19 @@ class Refusal:
     groups: tuple[int, ...] = ()
     groups_but: tuple[int, ...] = ()
     units: tuple[int, int] | None = None
+    caches: tuple[str, ...] = ()
+    several: bool | None = None
+
+    def means_cache(self, cache: str, number_formats: int) -> bool:
+        """Returns whether the row applies to a KV cache beside linears of so many number formats."""
+        fits = self.several is None or (number_formats > 1 if self.several else number_formats == 0)
+        return cache in self.caches and fits
 
     def means(self, linear: Linear, tp: int, model: str) -> bool:
         """Returns whether the row applies to that linear, of a model of that type, on ``tp`` ranks."""
         return (
-            (not self.models or model in self.models)
+            not self.caches
+            and (not self.models or model in self.models)
             and (not self.number_formats or linear.number_format in self.number_formats)
             and (self.experts is None or linear.is_expert is self.experts)
             and (not self.roles or linear.role in self.roles)
@@ -384,6 +395,46 @@ REFUSALS: tuple[Refusal, ...] = (
         "it knows no modelopt, and takes the stored numbers for the weights",
         "--format hf, if transformers is to load it",
     ),
+    # v1/attention/backend.py, validate_configuration: a backend without scales for heads is not taken; of all,
+    # flash_attn.py has them, from FlashAttention 3 on.
+    Refusal(
+        VLLM,
+        _HF,
+        (),
+        "of its attentions only FlashAttention 3 or later (Hopper GPUs) takes a scale for each head",
+        "--kv-cache fp8 for other devices",
+        caches=("fp8-head",),
+    ),
+    # v1/attention/backends/flashinfer.py: supports_kv_cache_dtype, supports_combination, get_supported_head_sizes.
+    Refusal(
+        VLLM,
+        ("modelopt",),
+        (),
+        "of its attentions only FlashInfer (NVIDIA GPUs) reads it, and heads of 128, 256 or 512; of 64 on Blackwell",
+        "--kv-cache fp8 for others",
+        caches=("nvfp4",),
+    ),
+    # modelopt.py, ModelOptQuantConfigBase.from_config.
+    Refusal(
+        VLLM,
+        ("modelopt",),
+        (),
+        "it reads no modelopt checkpoint in which nothing but the cache is quantised (quant_algo)",
+        "--quant fp8 or nvfp4 beside it",
+        caches=("nvfp4",),
+        several=False,
+    ),
+    # modelopt.py: of kv_cache_scheme from_config takes FP8 alone, and ModelOptMixedPrecisionConfig.get_quant_method
+    # loads no scales where it took none.
+    Refusal(
+        VLLM,
+        ("modelopt",),
+        (),
+        "beside several number formats it leaves the scales out, and takes 1 for them",
+        "one --quant for all linears",
+        caches=("nvfp4",),
+        several=True,
+    ),
 )
 
 
@@ -409,24 +460,31 @@ def loadable_tp(
     return [1, *cut]
 
 
-def warnings(format_name: str, linears: Iterable[Linear], *, tp: int = 1, model: str = "") -> list[str]:
-    """Warnings for these linears: one line for each row of the table that applies to any.
+def warnings(
+    format_name: str, linears: Iterable[Linear], *, tp: int = 1, model: str = "", cache: str | None = None
+) -> list[str]:
+    """Warnings for these linears, and for a KV cache: one line for each row of the table that applies to any.
 
     Args:
         format_name: as ``--format`` spells it.
         linears: those that will be written; the ones that are kept (``number_format`` ``"none"``) may be among them.
         tp: the tensor-parallel size that the checkpoint is meant for, 1 where that is open.
         model: config.json's model_type.
+        cache: the number format of the KV cache that the checkpoint has scales for.
     """
     alike: dict[Linear, Linear] = {}  # whatever their names: a line tells how many kinds there are
     for linear in linears:
         if linear.number_format != "none":
             alike.setdefault(replace(linear, name=""), linear)
     quantised = list(alike.values())
+    kinds = len({(linear.number_format, linear.group_size) for linear in quantised})
     lines = []
     for refusal in REFUSALS:
         if format_name not in refusal.formats:
             continue
+        if cache is not None and refusal.means_cache(cache, kinds):
+            what = f"a KV cache in {cache} as {format_name}"
+            lines.append(f"{refusal.engine} and {what}: {refusal.why}; use {refusal.instead}")
         meant = [linear for linear in quantised if refusal.means(linear, tp, model)]
         if meant:
             lines.append(_line(refusal, format_name, meant, len(quantised)))

@@ -88,14 +88,14 @@ class CheckpointKind:
             linears that are not quantised do not count, and none at all is ``("none",)``.
         model_type: config.json's; None where it is not known.
         sharded: whether it is written for more than one rank.
-        kv_cache: whether it has scales for the KV cache.
+        kv_cache: the KV cache that it has scales for, as ``--kv-cache`` spells it.
     """
 
     format: str
     number_formats: tuple[str, ...]
     model_type: str | None
     sharded: bool = False
-    kv_cache: bool = False
+    kv_cache: str | None = None
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Loading:
         test: the conformance test that ran it.
         sharded: whether it is about checkpoints that are written for several ranks: None says about either.
         mixed: whether several number formats in one checkpoint were tried.
-        kv_cache: whether it is about checkpoints with scales for the KV cache.
+        kv_cache: the KV cache that it is about checkpoints with scales for.
         any_group: whether it is about groups of any size: of names and shapes, which do not depend on it.
     """
 
@@ -123,7 +123,7 @@ class Loading:
     test: str
     sharded: bool | None = False
     mixed: bool = False
-    kv_cache: bool = False
+    kv_cache: str | None = None
     any_group: bool = False
 
     def is_about(self, stored: CheckpointKind) -> bool:
@@ -215,7 +215,7 @@ LOADINGS: tuple[Loading, ...] = (
     Loading(VLLM, "hf", dict.fromkeys(_VLLM_FAMILIES, ("int4:32",)), _VLLM, STAND_IN, _FAMILIES_TEST),
     Loading(VLLM, "hf", dict.fromkeys(_VLLM_EXPERTS, ("none",)), _VLLM, _OWN, _FAMILIES_TEST),
     Loading(VLLM, "hf", _VLLM_FILLED, _VLLM, _FILLED, FILLED_TEST, any_group=True),
-    Loading(VLLM, "hf", {"llama": ("none", "int4")}, _VLLM_FP8_CACHE, STAND_IN, _VLLM_TEST, kv_cache=True),
+    Loading(VLLM, "hf", {"llama": ("none", "int4")}, _VLLM_FP8_CACHE, STAND_IN, _VLLM_TEST, kv_cache="fp8"),
     Loading(
         VLLM,
         "awq",
@@ -228,7 +228,7 @@ LOADINGS: tuple[Loading, ...] = (
     Loading(VLLM, "gptq", {"llama": ("int8-wo",)}, _VLLM, STAND_IN, _VLLM_TEST),
     Loading(VLLM, "fp8-block", {"llama": ("fp8-block",)}, _VLLM, STAND_IN, _VLLM_TEST),
     Loading(VLLM, "modelopt", {"llama": _MODELOPT_READ}, _VLLM, STAND_IN, _VLLM_TEST, mixed=True),
-    Loading(VLLM, "modelopt", {"llama": ("nvfp4-wo",)}, _VLLM_FP8_CACHE, STAND_IN, _VLLM_TEST, kv_cache=True),
+    Loading(VLLM, "modelopt", {"llama": ("nvfp4-wo",)}, _VLLM_FP8_CACHE, STAND_IN, _VLLM_TEST, kv_cache="fp8"),
     Loading(
         VLLM,
         "vllm-sharded",
@@ -241,7 +241,10 @@ LOADINGS: tuple[Loading, ...] = (
     Loading(TRANSFORMERS, "hf", _TRANSFORMERS_RAN, _TRANSFORMERS, _COMPUTES, _TRANSFORMERS_TEST, mixed=True),
     Loading(TRANSFORMERS, "hf", {"llama": _DECODED}, _TRANSFORMERS_DECODED, _COMPUTES, _TRANSFORMERS_TEST),
     Loading(
-        TRANSFORMERS, "hf", {"llama": ("none", "int4")}, _TRANSFORMERS, _COMPUTES, _TRANSFORMERS_TEST, kv_cache=True
+        TRANSFORMERS, "hf", {"llama": ("none", "int4")}, _TRANSFORMERS, _COMPUTES, _TRANSFORMERS_TEST, kv_cache="fp8"
+    ),
+    Loading(
+        TRANSFORMERS, "hf", {"llama": ("none",)}, _TRANSFORMERS, _COMPUTES, _TRANSFORMERS_TEST, kv_cache="fp8-head"
     ),
     Loading(
         LLAMA_CPP,

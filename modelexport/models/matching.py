@@ -18,6 +18,7 @@ from modelexport.checkpoints.safetensors.file import Checkpoint, TensorInfo, dty
 from modelexport.errors import CheckpointError, PlanError, did_you_mean
 from modelexport.models.architecture import Dimensions, Family, Module, family_of, has_part, read_dimensions
 from modelexport.models.draft_layers import DraftModule, draft_modules
+from modelexport.quantization import kv_caches
 from modelexport.quantization.methods import (
     QuantizationConfig,
     Scheme,
@@ -492,18 +493,23 @@ def _in_words(scheme: Scheme) -> str:
 def _take_cache_scales(
     model: ModelDescription, layer: int, infos: dict[str, TensorInfo], unfit: list[str]
 ) -> Iterator[MatchedModule]:
-    """Takes the scales of a layer's KV cache, one number each, out of ``infos``; notes those that are not."""
+    """Takes the scales of a layer's KV cache, one number each or one for each head, out of ``infos``; notes those that
+    are not."""
     quantization = model.quantization
     if quantization is None or quantization.kv_cache_scheme is None:
         return
     own = methods()[quantization.method].KV_SCALES.values() if quantization.method in methods() else ()
+    cache = kv_caches.of_scheme(quantization.kv_cache_scheme)
+    by_head = cache is not None and cache.by_head
     prefix = model.family.layer_prefix.format(i=layer)
     for where in dict.fromkeys((*KV_SCALES, *own)):
         path, _, parameter = f"{model.family.attention or 'self_attn'}.{where}".rpartition(".")
         place = cache_place(prefix, path, parameter, layer)
         info = infos.pop(place.tensor(parameter), None)
-        if info is not None and math.prod(info.shape) != 1:
-            unfit.append(f"{info.name} is {_of(info)}: a KV cache's scale is one number")
+        heads = model.dimensions.heads if parameter.startswith("q") else model.dimensions.kv_heads
+        if info is not None and math.prod(info.shape) != (heads if by_head else 1):
+            wanted = f"a number for each of {heads} heads" if by_head else "one number"
+            unfit.append(f"{info.name} is {_of(info)}: a KV cache's scale is {wanted}")
         elif info is not None:
             spec = StoredTensorSpec((info.dtype,), (info.shape,))
             yield MatchedModule(place, None, {parameter: spec}, {parameter: info})

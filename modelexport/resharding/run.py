@@ -14,7 +14,7 @@ from modelexport.distributed.launch import MultiprocessConfig
 from modelexport.errors import UsageError
 from modelexport.inspection.card import model_card
 from modelexport.inspection.record.reading import ExportRecord
-from modelexport.inspection.record.rows import linears_of
+from modelexport.inspection.record.rows import linears_of, stored_of
 from modelexport.jobs.hosts import agree, check_coherent, is_spread, run_as_rank
 from modelexport.jobs.ranks import Progress, own_ranks, run_under_launcher, show_progress, single
 from modelexport.jobs.side_files import cards, files_digest, inputs_of, source_config, target_of
@@ -142,7 +142,9 @@ def _target(prepared: PreparedReshard) -> TargetDirectory:
 
 def engine_warnings(recipe: ReshardRecipe, record: ExportRecord) -> list[str]:
     """Warnings of engines known to refuse a recorded checkpoint in the form about to be written."""
-    return warnings(recipe.format, linears_of(record), tp=recipe.tp, model=record.model.model_type or "")
+    stored = stored_of(record)
+    model = stored.model_type or ""
+    return warnings(recipe.format, linears_of(record), tp=recipe.tp, model=model, cache=stored.kv_cache)
 
 
 def _job(prepared: PreparedReshard, done: dict[str, Any], *, spread: bool) -> ReshardJob:

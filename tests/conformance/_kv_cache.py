@@ -32,7 +32,9 @@ def round_kv_cache(monkeypatch: pytest.MonkeyPatch, directory: Path, *, towards_
         parts = []
         for x, part in ((key, "k"), (value, "v")):
             scale = scales[f"model.layers.{module.layer_idx}.self_attn.{part}_scale"].float()
-            assert 0 < scale < 1
+            assert 0 < scale.min() <= scale.max() < 1
+            if scale.numel() > 1:  # a number for each head, of which keys have been repeated for the queries
+                scale = scale.repeat_interleave(x.shape[1] // len(scale), 0)
             parts.append((e4m3(x.float() / scale, towards_zero=towards_zero) * scale).to(x.dtype))
         return plain(module, query, *parts, *args, **kwargs)
 

@@ -3,7 +3,8 @@
 In DIR are ours.safetensors ("case/suffix", and "case/value" of int4), ours.json (case -> quant_algo and side file) and
 source/ (a tiny model). Out come theirs.safetensors ("case/value": dequantised by modelopt's own classes, or for int4
 "case/weight": modelopt's packing of the value), theirs.json (case -> what modelopt makes of the side file) and
-exported/CONFIG/ (the model by modelopt's own export), whose linears are dequantised in exported/CONFIG.safetensors.
+exported/CONFIG/ (the model by modelopt's own export), whose linears are dequantised in exported/CONFIG.safetensors;
+and cached/CONFIG/, in FP8 with the scales of a KV cache.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ CONFIGS = (
     "W4A8_NVFP4_FP8_CFG",
     "W4A8_MXFP4_FP8_CFG",
 )
+
+
+CACHES = ("FP8_KV_CFG", "NVFP4_KV_CFG")
 
 
 def dequantised(algo: str, tensors: dict[str, Tensor]) -> Tensor | None:
@@ -105,7 +109,18 @@ def export(root: Path) -> None:
         save_file(values, root / "exported" / f"{name}.safetensors")
 
 
+def export_caches(root: Path) -> None:
+    for name in CACHES:
+        model = AutoModelForCausalLM.from_pretrained(root / "source", dtype=torch.float32).eval()
+        ids = torch.arange(64)[None]
+        both = [*mtq.FP8_DEFAULT_CFG["quant_cfg"], *getattr(mtq, name)["quant_cfg"]]
+        with torch.inference_mode():
+            mtq.quantize(model, {**mtq.FP8_DEFAULT_CFG, "quant_cfg": both}, lambda quantised: quantised(ids))  # noqa: B023
+            export_hf_checkpoint(model, export_dir=str(root / "cached" / name))
+
+
 if __name__ == "__main__":
     answer(Path(sys.argv[1]))
     export(Path(sys.argv[1]))
+    export_caches(Path(sys.argv[1]))
     print("MODELOPT DONE", flush=True)

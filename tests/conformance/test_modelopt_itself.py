@@ -19,6 +19,7 @@ from torch import Tensor
 
 from modelexport.checkpoints.safetensors.file import open_checkpoint
 from modelexport.errors import CheckpointError
+from modelexport.exporting import export
 from modelexport.quantization import formats
 from modelexport.quantization.formats.base import NumberFormat
 from modelexport.quantization.methods import fp8, modelopt, read_quantization_config
@@ -51,7 +52,7 @@ def number_format(case: str) -> NumberFormat:
     return formats.get(name, group_size=group_size, scale_dtype=torch.float32)
 
 
-def announced(*cases: str, kv_cache: bool = False) -> ModelQuantization:
+def announced(*cases: str, kv_cache: str | None = None) -> ModelQuantization:
     """The first two modules quantised, by the cases in turn, the others kept."""
     return ModelQuantization(
         {m: number_format(cases[n % len(cases)]) for n, m in enumerate(MODULES[:2])}, KEPT, kv_cache, "1"
@@ -214,6 +215,32 @@ def test_we_read_what_modelopt_exports(exchanged: Path, name: str, found: str | 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("cache", "config"), [("fp8", "FP8_KV_CFG"), ("nvfp4", "NVFP4_KV_CFG")])
+def test_the_scales_of_a_kv_cache_are_those_that_modelopt_exports(
+    cache: str, config: str, exchanged: Path, tmp_path: Path
+) -> None:
+    ids = tmp_path / "ids.jsonl"
+    ids.write_text(json.dumps({"input_ids": list(range(64))}) + "\n")
+    calibration: dict[str, Any] = {"calib": str(ids), "calib_samples": 1, "calib_length": 64, "calib_range": "max"}
+    settings: dict[str, Any] = {"quant": "fp8-static", "format": "modelopt", "kv_cache": cache, **calibration}
+    export(model=str(exchanged / "source"), out=str(tmp_path / "out"), evaluate=False, quiet=True, **settings)
+    ours, theirs = ((tmp_path / "out"), (exchanged / "cached" / config))
+    scales = [
+        {name: x for name, x in load_file(each / "model.safetensors").items() if name.endswith(("k_scale", "v_scale"))}
+        for each in (ours, theirs)
+    ]
+    assert scales[0].keys() == scales[1].keys()
+    for name, scale in scales[0].items():
+        assert (scale.shape, scale.dtype) == (scales[1][name].shape, scales[1][name].dtype)
+        assert float(scale) == pytest.approx(float(scales[1][name]), rel=1e-4), name
+    said = [json.loads((each / "config.json").read_text())["quantization_config"] for each in (ours, theirs)]
+    side = [json.loads((each / "hf_quant_config.json").read_text())["quantization"] for each in (ours, theirs)]
+    assert said[0]["kv_cache_scheme"] == said[1]["kv_cache_scheme"]
+    assert side[0]["kv_cache_quant_algo"] == side[1]["kv_cache_quant_algo"]
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(VLLM is None, reason="MODELEXPORT_VLLM_PYTHON names no interpreter with vLLM")
 def test_vllm_makes_the_parameters_that_we_write(tmp_path: Path) -> None:
@@ -221,13 +248,13 @@ def test_vllm_makes_the_parameters_that_we_write(tmp_path: Path) -> None:
     cases: dict[str, Any] = {}
     promises = {}
     for case in IN_VLLM:
-        announcement = modelopt.quantization_files(announced(case, kv_cache=True))
+        announcement = modelopt.quantization_files(announced(case, kv_cache="fp8"))
         cases[f"modelopt {case}"] = {"config": announcement.config}
         side = json.loads(announcement.files["hf_quant_config.json"])
         cases[f"side file {case}"] = {"config": {**side, "quant_method": "modelopt"}}
     for mixed in (("nvfp4", "fp8-static"), ("mxfp8", "nvfp4-wo"), ("fp8", "fp8-block"), ("fp8-block", "nvfp4")):
         cases[f"modelopt {' '.join(mixed)}"] = {
-            "config": modelopt.quantization_files(announced(*mixed, kv_cache=True)).config
+            "config": modelopt.quantization_files(announced(*mixed, kv_cache="fp8")).config
         }
     for case in ("fp8-block", "fp8-static"):
         cases[f"fp8 {case}"] = {"config": fp8.quantization_files(announced(case)).config}

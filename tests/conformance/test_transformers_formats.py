@@ -162,14 +162,16 @@ def test_gpt_oss_as_it_was_published(tmp_path: Path) -> None:
     assert all(torch.equal(held[name], tensor) for name, tensor in plain.items())
 
 
-@pytest.mark.parametrize("quant", ["none", "int4"])
-def test_kv_cache_scales(tmp_path: Path, tokens: dict[str, Any], monkeypatch: pytest.MonkeyPatch, quant: str) -> None:
+@pytest.mark.parametrize(("quant", "cache"), [("none", "fp8"), ("int4", "fp8"), ("none", "fp8-head")])
+def test_kv_cache_scales(
+    tmp_path: Path, tokens: dict[str, Any], monkeypatch: pytest.MonkeyPatch, quant: str, cache: str
+) -> None:
     """Keys after the rotary embedding, and values, rounded to FP8 by the scales that we have written."""
-    directory = exported(tmp_path / "out", quant, tokens, kv_cache="fp8")
+    directory = exported(tmp_path / "out", quant, tokens, kv_cache=cache)
     theirs, ours = loaded(directory, torch.float32), load_dequantised(directory)
     without = logits_of(ours)
     round_kv_cache(monkeypatch, directory)  # ours: theirs calls sdpa
     expected, got = logits_of(ours), logits_of(theirs)
-    print(f"{quant}, KV cache in fp8: logits differ by {described((got - expected).abs(), expected)}")
+    print(f"{quant}, KV cache in {cache}: logits differ by {described((got - expected).abs(), expected)}")
     assert (expected - without).abs().mean() >= 1e-3, "rounding changes nothing: is it done at all?"
     assert (got - expected).abs().mean() <= 1e-4

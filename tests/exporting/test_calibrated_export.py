@@ -64,7 +64,12 @@ def ids(tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     ("algorithm", "settings"),
     few(
-        [("gptq", {}), ("gptq", {"gptq_asymmetry": 0.5}), ("rotation+smoothquant", {}), ("autoround", LEARNING)],
+        [
+            ("gptq", {"kv_cache": "fp8"}),
+            ("gptq", {"gptq_asymmetry": 0.5}),
+            ("rotation+smoothquant", {}),
+            ("autoround", {**LEARNING, "kv_cache": "fp8-head"}),
+        ],
         ("rotation+smoothquant", {}),
     ),
 )
@@ -168,7 +173,7 @@ def test_a_run_that_is_cut_off_is_taken_up_at_its_layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, algorithm: str
 ) -> None:
     own = LEARNING if algorithm == "autoround" else {"gptq_asymmetry": 0.5}
-    settings: dict[str, Any] = {"quant": "int4", "algorithm": algorithm, **FEWER, **own}
+    settings: dict[str, Any] = {"quant": "int4", "algorithm": algorithm, "kv_cache": "fp8", **FEWER, **own}
     monkeypatch.setenv("FAULT", f"{kind} 1 3")
     with monkeypatch.context() as patch:
         patch.setattr(export_rank, "run_rank", faults.misbehave)

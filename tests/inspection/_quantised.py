@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -68,14 +69,18 @@ def save_decoded(source: Path, quantised: Path, directory: Path, quant: str) -> 
     return directory
 
 
-def with_cache_scales(source: Path, directory: Path, scales: dict[str, float]) -> Path:
-    """A copy of a checkpoint whose keys and values engines keep in FP8; ``layers.0.self_attn.k_scale`` -> a scale."""
+def with_cache_scales(source: Path, directory: Path, scales: Mapping[str, float | list[float]]) -> Path:
+    """A copy of a checkpoint whose keys and values engines keep in FP8; ``layers.0.self_attn.k_scale`` -> a scale, or
+    that of each head."""
     shutil.copytree(source, directory)
     tensors = load_file(source / "model.safetensors")
-    tensors.update({f"model.{name}": torch.tensor([scale]) for name, scale in scales.items()})
+    by_head = any(isinstance(scale, list) for scale in scales.values())
+    shape = (-1, 1, 1) if by_head else (1,)
+    tensors.update({f"model.{name}": torch.tensor(scale).reshape(shape) for name, scale in scales.items()})
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((source / "config.json").read_text())
-    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+    strategy = "attn_head" if by_head else "tensor"
+    scheme = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False}
     config["quantization_config"]["kv_cache_scheme"] = scheme
     (directory / "config.json").write_text(json.dumps(config))
     return directory

@@ -60,8 +60,9 @@ def test_an_evaluation_is_that_of_the_layers(quantised: Path, monkeypatch: pytes
     assert whole.windows_in_text == layers.windows_in_text
 
 
-def test_keys_and_values_go_through_the_cache(quantised: Path, tmp_path: Path) -> None:
-    scales = {f"layers.{n}.self_attn.{part}_scale": s for n in range(4) for part, s in (("k", 0.05), ("v", 0.003))}
+@pytest.mark.parametrize(("key", "value"), [(0.05, 0.003), ([0.05, 0.9, 0.01, 0.5], [0.003, 0.1, 0.002, 0.004])])
+def test_keys_and_values_go_through_the_cache(key: Any, value: Any, quantised: Path, tmp_path: Path) -> None:
+    scales = {f"layers.{n}.self_attn.{part}_scale": s for n in range(4) for part, s in (("k", key), ("v", value))}
     checkpoint = with_cache_scales(quantised, tmp_path / "kv", scales)
     ids, whole = torch.arange(129) * 31 % 2048, plain(checkpoint)
     assert whole is not None

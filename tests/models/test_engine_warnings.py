@@ -7,6 +7,7 @@ import pytest
 from modelexport.models.checkpoint_formats import names as format_names
 from modelexport.models.engines import REFUSALS, Linear, warnings
 from modelexport.quantization import formats
+from modelexport.quantization.kv_caches import CACHES
 
 EXPERT = Linear("experts.0.w1", "int4", (512, 256), 128, "expert.gate", "column", True)
 QUERY = Linear("q_proj", "int4", (512, 256), 128, "attention.q", "column")
@@ -21,6 +22,7 @@ def test_rows_name_formats_that_exist() -> None:
     for refusal in REFUSALS:
         assert set(refusal.number_formats) <= set(formats.names())
         assert set(refusal.formats) <= set(format_names())
+        assert set(refusal.caches) <= set(CACHES)
         assert "--" in refusal.instead
 
 
@@ -55,6 +57,18 @@ def test_a_row_may_be_about_one_type_of_models() -> None:
     assert warnings("hf", [QUERY], model="llama") == []
     (line,) = warnings("hf", [QUERY], model="gpt_oss")
     assert "--format mxfp4" in line
+
+
+def test_a_row_may_be_about_the_kv_cache() -> None:
+    assert warnings("hf", [QUERY], cache="fp8") == []
+    (line,) = warnings("hf", [], cache="fp8-head")
+    assert "a KV cache in fp8-head as hf: of its attentions only FlashAttention 3" in line
+    fp8, nvfp4 = (changed(QUERY, number_format=name, group_size=None) for name in ("fp8", "nvfp4"))
+    for linears, words in (([], "nothing but the cache"), ([nvfp4], ""), ([fp8, nvfp4], "leaves the scales out")):
+        lines = [line for line in warnings("modelopt", linears, cache="nvfp4") if "KV cache" in line]
+        assert "only FlashInfer" in lines[0]
+        assert len(lines) == 1 + bool(words)
+        assert words in lines[-1]
 
 
 def test_kinds_are_counted_and_not_names() -> None:

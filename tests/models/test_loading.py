@@ -74,7 +74,8 @@ def ran_by_vllm(row: Loading) -> set[tuple[str, str]]:
 
 def ran_by_transformers(row: Loading) -> set[tuple[str, str]]:
     if row.kv_cache:
-        return {("llama", quant) for quant in parameters(test_transformers_formats.test_kv_cache_scales)}
+        cases = parameters(test_transformers_formats.test_kv_cache_scales)
+        return {("llama", quant) for quant, cache in cases if cache == row.kv_cache}
     llama = {("llama", label(quant)) for quant in test_transformers_formats.ALL}
     experts = {
         (kind, "int4:32") for kind, _, _ in parameters(test_transformers_formats.test_experts_that_were_calibrated)
@@ -150,8 +151,8 @@ def test_versions_are_those_that_the_tests_name() -> None:
         (CheckpointKind("hf", ("int4:64",), "llama"), {"vLLM": "run"}),
         (CheckpointKind("gptq", ("int4:64",), "llama"), {}),
         (CheckpointKind("hf", ("fp8", "int4"), "llama"), {"vLLM": "run", "transformers": "run"}),
-        (CheckpointKind("hf", ("int4",), "llama", kv_cache=True), {"vLLM": "run", "transformers": "run"}),
-        (CheckpointKind("hf", ("fp8",), "llama", kv_cache=True), {}),
+        (CheckpointKind("hf", ("int4",), "llama", kv_cache="fp8"), {"vLLM": "run", "transformers": "run"}),
+        (CheckpointKind("hf", ("fp8",), "llama", kv_cache="fp8"), {}),
         (CheckpointKind("hf", ("int4",), "llama", sharded=True), {"torch": "run"}),
         (CheckpointKind("awq", ("int4",), "llama", sharded=True), {}),
         (CheckpointKind("awq", ("int4", "int4-asym"), "llama"), {}),

@@ -114,8 +114,8 @@ def _of_observed(observed: Observed, index: int) -> dict[str, Any]:
             told[id(statistics)] = of_statistics(statistics)
         found[name] = [told[id(statistics)], observed.tokens[name]]
     for name, cached in (("keys", observed.keys), ("values", observed.values)):
-        if cached is not None:
-            found[f"{name} {index}"] = of_statistics(cached)
+        if cached:
+            found[f"{name} {index}"] = [of_statistics(each) for each in cached]
     return found
 
 

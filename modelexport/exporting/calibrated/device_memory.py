@@ -24,6 +24,7 @@ from modelexport.quantization.algorithms.rtn import RoundToNearest
 from modelexport.quantization.calibration import static_ranges, statistics
 from modelexport.quantization.calibration.cut import ROWS, ForwardCut
 from modelexport.quantization.calibration.layers import BATCH_TOKENS
+from modelexport.quantization.kv_caches import CACHES
 from modelexport.recipe import ExportRecipe
 from modelexport.system.tables import size_text
 
@@ -277,7 +278,7 @@ class _LayerMemory:
 
     def _always(self) -> frozenset[str]:
         """The statistics that are taken whatever the algorithm."""
-        static = self.plan.kv_cache or any(
+        static = self.plan.kv_cache is not None or any(
             x.task.number_format is not None and x.task.number_format.has_static_inputs for x in self.quantised
         )
         return frozenset({"sample"}) | (static_ranges.wants(self.recipe.calib_range) if static else frozenset())
@@ -301,8 +302,15 @@ class _LayerMemory:
             statistics.nbytes(x.given, wants, self.rank, self.world, at_rest=key not in staying)
             for key, x in inputs.items()
         ]
-        cached = 2 * statistics.nbytes(self.plan.dimensions.hidden, {"amax", "histogram"}) if self.plan.kv_cache else 0
-        return {"statistics of its linears' inputs": sum(sizes) + cached}
+        return {"statistics of its linears' inputs": sum(sizes) + self._cache_statistics()}
+
+    def _cache_statistics(self) -> int:
+        """Of keys and values, whose heads may each have a histogram."""
+        if self.plan.kv_cache is None:
+            return 0
+        dims = self.plan.dimensions
+        heads = dims.kv_heads if CACHES[self.plan.kv_cache].by_head else 1
+        return 2 * heads * statistics.nbytes(-(-dims.hidden // heads), {"amax", "histogram"})
 
     def _forward(self, *, seen: bool) -> dict[str, int]:
         """Of a batch on its way through the layer.
@@ -323,6 +331,7 @@ class _LayerMemory:
             features = kept + max(features, 2 * widest)
         else:
             features += self._copies_of_input() * widest
+            features = max(features, _BUSY * streams * dims.hidden + self._rounded_cache())
         if self.world > 1:  # what ranks tell each other
             features += (self.world + 2) * max((x.gives for x in self.linears), default=0)
         found = {"a batch's activations": _FLOAT * self.tokens * features + self._routing()}
@@ -331,6 +340,14 @@ class _LayerMemory:
         if any(x.attends for x in self.linears):
             found["its attention scores"] = self._scores()
         return found
+
+    def _rounded_cache(self) -> int:
+        """Numbers of each token while keys and values are rounded as they are in the KV cache, before attention."""
+        if self.plan.kv_cache is None or not any(x.attends for x in self.linears):
+            return 0
+        dims = self.plan.dimensions
+        copies = _PACKED_INPUT if CACHES[self.plan.kv_cache].group else _ROUNDED_INPUT
+        return 2 * dims.axis_size("heads") + (2 + copies) * dims.axis_size("kv_heads")
 
     def _blocks(self) -> list[list[_HeldLinear]]:
         """The linears that run together: those of an attention, of an MLP, of one expert."""

@@ -17,6 +17,7 @@ from modelexport.quantization.calibration.cut import Range, even_ranges, nodes, 
 from modelexport.quantization.calibration.exchange import Exchange
 from modelexport.quantization.calibration.layers import FilledLayer, LayerRunner
 from modelexport.quantization.calibration.watch import Activation
+from modelexport.quantization.kv_caches import CacheRounding
 
 __all__ = ["SharedGradients"]
 
@@ -32,6 +33,7 @@ class SharedGradients(LayerGradients):
         weights: linear -> its weight's rows of this rank, unrounded; views of the layer's own memory.
         rows: linear -> which rows each rank has.
         activations: linear -> what rounds its inputs.
+        cache: what rounds keys and values.
 
     Attributes:
         unrounded: linear -> its weight's rows, in memory that the layer does not write to.
@@ -44,9 +46,11 @@ class SharedGradients(LayerGradients):
         weights: Mapping[str, Tensor],
         rows: Mapping[str, Sequence[Range]],
         activations: Mapping[str, Activation],
+        cache: CacheRounding | None = None,
     ) -> None:
         self.rank, self.world = collectives.get_rank(), collectives.get_world_size()
-        self._runner, self._layer, self._rows, self._activations = runner, layer, rows, activations
+        self._runner, self._layer, self._rows = runner, layer, rows
+        self._activations, self._cache = activations, cache
         self.unrounded = {name: weight.clone() for name, weight in weights.items()}
         self.batches, self.batch_samples = len(runner.batches), max(len(batch) for batch in runner.batches)
 
@@ -86,7 +90,9 @@ class SharedGradients(LayerGradients):
         count = len(numbers)
         shares = even_ranges(count, self.world)
         first, stop = shares[self.rank]
-        found = self._runner.gradients(self._layer, numbers[first:stop], self._aims, linears, self._activations)
+        found = self._runner.gradients(
+            self._layer, numbers[first:stop], self._aims, linears, self._activations, cache=self._cache
+        )
 
         def batch(node: Range) -> tuple[float, Gradients] | None:
             return next(found) if node[1] - node[0] == 1 else None

@@ -24,6 +24,7 @@ from modelexport.quantization.algorithms.rtn import RoundToNearest
 from modelexport.quantization.calibration import static_ranges
 from modelexport.quantization.calibration.cut import WHOLE, ForwardShard
 from modelexport.quantization.calibration.statistics import InputStatistics
+from modelexport.quantization.kv_caches import CACHES, CacheRounding
 from modelexport.quantization.output_errors import OutputErrors, input_tensors
 
 if TYPE_CHECKING:
@@ -75,15 +76,17 @@ class QuantisedLayer:
         activations: linear -> what rounds its inputs, of those whose inputs are rounded.
         errors: number of a quantised task -> noise and signal of its rows on this rank, of those that only rounding
             has changed.
-        keys, values: layer -> the largest magnitude that its KV cache's scale is to cover.
+        keys, values: layer -> the largest magnitudes that its KV cache's scales are to cover.
+        cache: what rounds keys and values by these scales, as engines do before later layers see anything of them.
     """
 
     native: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     plain: dict[int, Tensor] = field(default_factory=dict)
     errors: dict[int, tuple[float, float]] = field(default_factory=dict)
     activations: dict[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
-    keys: dict[int, float] = field(default_factory=dict)
-    values: dict[int, float] = field(default_factory=dict)
+    keys: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    values: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    cache: CacheRounding | None = None
     report: LayerReport = field(default_factory=LayerReport)
 
 
@@ -102,6 +105,7 @@ class CalibratedLayer:
     ) -> None:
         self.job, self.step, self.runner, self.filled, self.scales = job, step, runner, filled, scales
         self.report = LayerReport()
+        self.cache = None if job.plan.kv_cache is None else CACHES[job.plan.kv_cache]
         self.numbers = {
             full_name(step.layer, task.path, task.parameter): number
             for number, task in enumerate(step.tasks)
@@ -158,17 +162,23 @@ class CalibratedLayer:
         """Run the samples through the layer as it is now, unless all that is wanted of them is known."""
         ranged = any(x.number_format is not None and x.number_format.has_static_inputs for x in self.linears.values())
         method = self.job.recipe.calib_range
-        wants = wants | {"sample"} | (static_ranges.wants(method) if ranged or self.job.plan.kv_cache else frozenset())
+        ranged = ranged or self.cache is not None
+        wants = wants | {"sample"} | (static_ranges.wants(method) if ranged else frozenset())
         if wants <= self.seen:
             return
         assert self.step.index is not None
-        if ranged or self.job.plan.kv_cache:
+        if ranged:
             self.runner.check_ranges(self.step.index)
         phase(f"{self.step.id}: samples through the layer, for {what}")
         self.observed = None  # lets go of what is known, before more is gathered
         for linear in self.linears.values():
             linear.inputs = None
-        self.observed = self.runner.observe(self.filled, wants, all_experts=self.job.recipe.calib_experts == "all")
+        self.observed = self.runner.observe(
+            self.filled,
+            wants,
+            all_experts=self.job.recipe.calib_experts == "all",
+            by_head=self.cache is not None and self.cache.by_head,
+        )
         self.seen = wants
         for name, linear in self.linears.items():
             linear.inputs = self.observed.inputs.get(name)
@@ -256,7 +266,7 @@ class CalibratedLayer:
                 continue
             apply_fold(self.filled.tensors, self.shares, fold, scale)
             # What is known of inputs was divided, as far as that goes; what the cache is given was not.
-            self.seen = frozenset() if self.job.plan.kv_cache else self.seen - {"histogram", "hessian"}
+            self.seen = frozenset() if self.cache is not None else self.seen - {"histogram", "hessian"}
             if fold.rows is None:
                 own = (f"{fold.fold.source}.{parameter}" for parameter in ("weight", "bias"))
                 changed.update(dict.fromkeys(name for name in own if name in self.tasks))
@@ -282,10 +292,11 @@ class CalibratedLayer:
             linear.number_format = replace(linear.number_format, observer=rounding.observer)
         self._agree()
         made = QuantisedLayer(report=self.report)
+        self._cached(made)
         after = OutputErrors()
         for group in [list(self.quantised.values())] if rounding.learns else self._groups():
             computing = [linear.computing() for linear in group]
-            native = self._learn(rounding, computing) if rounding.learns else rounding.quantise(computing)
+            native = self._learn(rounding, computing, made.cache) if rounding.learns else rounding.quantise(computing)
             for linear in group:
                 tensors = native[linear.name] if len(linear.weight) else linear.rounded()
                 self._take(made, linear, tensors, after)
@@ -295,10 +306,11 @@ class CalibratedLayer:
         self.report.before, self.report.after = self.before.ratios(), after.ratios()
         self.report.notes = {name: note for name, note in rounding.notes.items() if name in self.linears}
         self.report.notes |= self._not_run()
-        self._cached(made)
         return made
 
-    def _learn(self, rounding: Rounding, linears: Sequence[CalibratedLinear]) -> Mapping[str, dict[str, Tensor]]:
+    def _learn(
+        self, rounding: Rounding, linears: Sequence[CalibratedLinear], cache: CacheRounding | None
+    ) -> Mapping[str, dict[str, Tensor]]:
         """Rounds all linears by the gradients of the layer."""
         weights = {linear.name: linear.weight for linear in linears}
         ranks = range(self.job.plan.parallelism.tp)
@@ -309,7 +321,7 @@ class CalibratedLayer:
             for linear in self.quantised.values()
             if linear.number_format is not None and linear.number_format.input_arguments() is not None
         }
-        with SharedGradients(self.runner, self.filled, weights, spans, activations) as layer:
+        with SharedGradients(self.runner, self.filled, weights, spans, activations, cache) as layer:
             own = [replace(linear, weight=layer.unrounded[linear.name]) for linear in linears]
             return rounding.learn(own, layer)
 
@@ -362,10 +374,13 @@ class CalibratedLayer:
             value.copy_(stored)  # what is written is what runs
 
     def _cached(self, made: QuantisedLayer) -> None:
+        """Finds the scales of the KV cache, by what the layer is given as it was before it is rounded."""
         observed, index = self.observed, self.step.index
         assert observed is not None
         assert index is not None
-        if self.job.plan.kv_cache and observed.keys is not None and observed.values is not None:
+        if self.cache is not None and observed.keys:
             method = self.job.recipe.calib_range
-            made.keys[index] = static_ranges.choose(observed.keys, method)
-            made.values[index] = static_ranges.choose(observed.values, method)
+            made.keys[index] = static_ranges.choose_cache(observed.keys, method, self.cache)
+            made.values[index] = static_ranges.choose_cache(observed.values, method, self.cache)
+            if not self.runner.is_latent:
+                made.cache = self.cache.rounding(made.keys[index], made.values[index])

@@ -13,6 +13,7 @@ from modelexport.exporting.calibrated.samples import Samples, forward_reader, sh
 from modelexport.exporting.rank import RankExport, RankJob
 from modelexport.models.architecture import language_config
 from modelexport.quantization.calibration.ranges import Ranges, observe
+from modelexport.quantization.kv_caches import CACHES
 
 if TYPE_CHECKING:
     import torch
@@ -63,6 +64,6 @@ def calibrate(job: RankJob, reader: Reader, samples: Samples, device: torch.devi
         memory=recipe.calib_memory,
         experts_apart=memory.experts_apart,
         derived=plan.family.is_derived,
-        cached=plan.kv_cache,
+        cache=None if plan.kv_cache is None else CACHES[plan.kv_cache],
         progress=progress,
     )

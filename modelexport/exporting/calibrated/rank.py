@@ -172,7 +172,7 @@ class CalibratedExport(RankExport):
             made = layer.round(self.rounding)
             if index + 1 < len(self.decoder):
                 phase(f"{step.id}: samples through the quantised layer")
-                self.runner.advance(filled, made.activations)
+                self.runner.advance(filled, made.activations, cache=made.cache)
         self.ranges.keys.update(made.keys)
         self.ranges.values.update(made.values)
         if self.rank == 0:

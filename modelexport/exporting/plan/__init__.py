@@ -18,15 +18,17 @@ from modelexport.exporting.plan.cuts import Cuts
 from modelexport.exporting.plan.linears import (
     UNCUT,
     check_cache_scheme,
+    check_cached_heads,
     kept_cache_scales,
     linear_outputs,
     made_cache_scales,
 )
 from modelexport.exporting.plan.steps import ExportPlan, ExportStep, OutputTensor, TensorTask, full_name
-from modelexport.models.architecture import Module
+from modelexport.models.architecture import Module, language_config
 from modelexport.models.decoded import StoredLinear, decoded, model_dtype, stored_linear
 from modelexport.models.matching import Matched, MatchedModule, ModelDescription, Place, match, refuse
 from modelexport.models.ties import check_tied, untie
+from modelexport.quantization import kv_caches
 from modelexport.quantization.methods import Method, ReadOnlyNumbers, of_method
 from modelexport.quantization.methods.mxfp4 import BLOCK as MXFP4_GROUP
 from modelexport.sharding.plan import Cut, Parallelism, even_cut
@@ -49,7 +51,7 @@ def build_plan(
     parallelism: Parallelism,
     *,
     method: str = "compressed-tensors",
-    kv_cache: bool = False,
+    kv_cache: str | None = None,
     rows: int | None = None,
     untied: str = "",
     quantise_drafts: bool = False,
@@ -60,7 +62,7 @@ def build_plan(
     Args:
         assignment: which linear gets which number format; None: each keeps what it has in the source.
         method: the quantisation method that the target spells them by.
-        kv_cache: whether scales of an FP8 KV cache are to be written.
+        kv_cache: the KV cache whose scales are to be written, by its name in ``kv_caches.CACHES``.
         rows: where layers are calibrated: linears are cut along their rows only, on multiples of this.
         untied: the reason why a head that is tied to the embedding becomes a tensor of its own, as what is rotated
             needs: its head has taken in the final norm, its embedding has not. "": it stays tied.
@@ -154,7 +156,10 @@ class _Planner:
         self.quantise_drafts = quantise_drafts
         self.casts = casts
 
-    def plan(self, made_cache: bool) -> ExportPlan:
+    def plan(self, made_cache: str | None) -> ExportPlan:
+        if made_cache is not None:
+            config = language_config(self.checkpoint.config or {}, self.checkpoint.infos)
+            check_cached_heads(config, self.dims, kv_caches.CACHES[made_cache])
         ties = self._ties()
         steps: list[ExportStep] = []
         for layer, group in groupby(self.matched.modules, key=lambda module: module.place.layer):
@@ -184,7 +189,9 @@ class _Planner:
         ]
         if apart and self.cuts.rows is not None:
             notes = (*notes, f"{' and '.join(apart)}: rounded to nearest: calibration is of the layers between")
-        kept_cache = self.assignment is None and self.quantization is not None and self.quantization.kv_cache_scheme
+        kept_cache = None
+        if self.assignment is None and self.quantization is not None:
+            kept_cache = kv_caches.of_scheme(self.quantization.kv_cache_scheme)
         return ExportPlan(
             self.family,
             self.dims,
@@ -193,7 +200,7 @@ class _Planner:
             tuple(steps),
             self.left_out,
             self.unquantised,
-            made_cache or bool(kept_cache),
+            made_cache if kept_cache is None else kept_cache.name,
             self.cuts.rows is not None,
             notes,
         )
@@ -208,7 +215,7 @@ class _Planner:
             experts = module.experts.by_expert(self.dims.weight_shape(module))[0]
             yield from (f"{prefix}{path.format(e=e)}" for _, path in module.experts.linears for e in range(experts))
 
-    def _layer(self, number: int, modules: Iterable[MatchedModule], made_cache: bool) -> ExportStep:
+    def _layer(self, number: int, modules: Iterable[MatchedModule], made_cache: str | None) -> ExportStep:
         layer = self.family.layer_prefix.format(i=number)
         tasks: list[TensorTask] = []
         cache_scales: dict[str, TensorInfo] = {}
@@ -221,16 +228,18 @@ class _Planner:
         self._check_fused(layer, tasks)
         return ExportStep(layer, layer, number, tuple(self.cuts.layer(self._cast(tasks))))
 
-    def _cache_tasks(self, layer: int, found: Mapping[str, TensorInfo], made: bool) -> list[TensorTask]:
+    def _cache_tasks(self, layer: int, found: Mapping[str, TensorInfo], made: str | None) -> list[TensorTask]:
         """The scales of a layer's KV cache: made, taken over where all numbers are kept, else left out."""
-        if self.assignment is None and not made:
-            check_cache_scheme(self.quantization)
+        if self.assignment is None and made is None:
+            check_cache_scheme(self.quantization, self.method)
             if not found or self.quantization is None:
                 return []
-            return kept_cache_scales(self.family, self.quantization, self.method, layer, found)
-        why = "a scale of the source's KV cache: --kv-cache fp8 makes new ones"
+            return kept_cache_scales(self.family, self.dims, self.quantization, self.method, layer, found)
+        why = "a scale of the source's KV cache: --kv-cache makes new ones"
         self.left_out |= dict.fromkeys(found, why)
-        return made_cache_scales(self.family, self.method, layer) if made else []
+        if made is None:
+            return []
+        return made_cache_scales(self.family, self.dims, self.method, kv_caches.CACHES[made], layer)
 
     def _ties(self) -> list[tuple[TensorInfo, TensorInfo]]:
         """Heads that are written once with the embedding that they are tied to, and the embeddings.

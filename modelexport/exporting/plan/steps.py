@@ -161,7 +161,7 @@ class ExportPlan:
         method: the quantisation method that spells what is quantised.
         left_out: tensors of the source that are not written -> why.
         unquantised: modules kept in the source's dtype -> why.
-        kv_cache: whether the scales of an FP8 KV cache are written.
+        kv_cache: the KV cache whose scales are written, by its name in ``kv_caches.CACHES``; None: there are none.
         calibrated: whether decoder layers are quantised one by one while samples run through them.
         notes: what to know of how the model is exported.
     """
@@ -173,7 +173,7 @@ class ExportPlan:
     steps: tuple[ExportStep, ...]
     left_out: dict[str, str] = field(default_factory=dict)
     unquantised: dict[str, str] = field(default_factory=dict)
-    kv_cache: bool = False
+    kv_cache: str | None = None
     calibrated: bool = False
     notes: tuple[str, ...] = ()
 

@@ -21,7 +21,7 @@ def loading_lines(record: ExportRecord) -> Iterator[str]:
     """Yields lines of Markdown."""
     stored, size = stored_of(record), record.recipe.get("target_tp", 1)
     tp = size if isinstance(size, int) else 1
-    refused = warnings(stored.format, linears_of(record), tp=tp, model=stored.model_type or "")
+    refused = warnings(stored.format, linears_of(record), tp=tp, model=stored.model_type or "", cache=stored.kv_cache)
     yield "## Loading it"
     yield ""
     seen = 0

@@ -7,13 +7,12 @@ read; the other two functions make whole models of that.
 
 from __future__ import annotations
 
-import math
 import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +29,10 @@ from modelexport.models.rules import left_out
 from modelexport.models.stacked import experts_apart
 from modelexport.quantization.calibration.cut import WHOLE, ForwardShard
 from modelexport.quantization.calibration.model import in_memory
-from modelexport.quantization.calibration.watch import CacheRounding
 from modelexport.quantization.decoding import dequantise
 from modelexport.quantization.formats import of_scheme
+from modelexport.quantization.kv_caches import CACHES, NOT_ROUNDED, CacheRounding
+from modelexport.quantization.kv_caches import of_scheme as of_cache_scheme
 from modelexport.quantization.methods import (
     QuantizationConfig,
     ReadOnlyNumbers,
@@ -48,12 +48,10 @@ from modelexport.quantization.methods import (
 if TYPE_CHECKING:
     from modelexport.quantization.formats.base import NumberFormat
 
-__all__ = ["CacheKind", "PlainTensors", "cache_kind", "load_dequantised", "load_reference"]
+__all__ = ["PlainTensors", "cache_kind", "load_dequantised", "load_reference"]
 
 Activation = Callable[[Tensor], Tensor]
 """A linear's input as an engine rounds it, ``[..., in_features]``, dtype kept."""
-CacheKind = Literal["rounded", "not rounded"]
-_E4M3 = 448.0
 
 
 class PlainTensors:
@@ -65,15 +63,16 @@ class PlainTensors:
         names: every tensor that the unquantised model may have, in the checkpoint's order.
         activations: linear -> how its input is rounded; of the linears that have been read and whose format rounds
             them.
-        cache: how engines keep keys and values: ``"rounded"`` to FP8 (see :meth:`cache_rounding`), ``"not rounded"``
-            where they round them in a way that is not done here (latent attention, other numbers); None: as they are.
+        cache: the number format in which engines keep keys and values (see :meth:`cache_rounding`);
+            ``"not rounded"`` where they round them in a way that is not done here (latent attention, other numbers);
+            None: as they are.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint = _as_matrices(checkpoint)
         self.names: list[str] = []
         self.activations: dict[str, Activation] = {}
-        self.cache: CacheKind | None = None
+        self.cache: str | None = None
         self._cache_scales: dict[str, TensorInfo] = {}
         self._reader = Reader(checkpoint)
         self._linears: dict[str, _Linear] = {}
@@ -146,7 +145,7 @@ class PlainTensors:
     def cache_rounding(self, layer: str) -> CacheRounding | None:
         """Returns what rounds a layer's keys and values; None where engines do not, or not as it is done here.
 
-        By one scale of the checkpoint for each; by 1 where it has none, as engines do.
+        By the checkpoint's scales of each; by 1 where it has none, as engines do.
 
         Args:
             layer: what the names of its tensors begin with, ``"model.layers.0."``.
@@ -154,17 +153,26 @@ class PlainTensors:
         Raises:
             CheckpointError: a scale is no number above 0.
         """
-        if self.cache != "rounded":
+        if self.cache is None or self.cache not in CACHES:
             return None
-        scales = {"k": 1.0, "v": 1.0}
+        cache, count = CACHES[self.cache], 1
+        if cache.by_head:
+            config = language_config(self.checkpoint.config or {}, self.names)
+            count = config.get("num_key_value_heads") or config.get("num_attention_heads") or 1
+        scales = {"k": torch.ones(1), "v": torch.ones(1)}
         for name, info in self._cache_scales.items():
             if name.startswith(layer):
-                found = self._reader.read(info).float()
-                scale = found.item() if found.numel() == 1 else math.nan
-                if not 0 < scale < math.inf:
-                    raise CheckpointError(f"{self.checkpoint.directory}: {name} is no scale of a KV cache: {scale:g}")
-                scales[name.rpartition(".")[2][0]] = scale
-        return partial(_through_cache, scales["k"], scales["v"])
+                scales[name.rpartition(".")[2][0]] = self._cache_scale(info, count)
+        return CacheRounding(cache, scales["k"], scales["v"])
+
+    def _cache_scale(self, info: TensorInfo, count: int) -> Tensor:
+        """So many scales of a layer's keys or values, float32 ``[count]``."""
+        scale = self._reader.read(info).float().flatten()
+        wrong = scale[~((scale > 0) & torch.isfinite(scale))]
+        if scale.numel() != count or wrong.numel():
+            numbers = f"{scale.numel()} numbers, not {count}" if scale.numel() != count else f"{wrong[0].item():g}"
+            raise CheckpointError(f"{self.checkpoint.directory}: {info.name} is no scale of a KV cache: {numbers}")
+        return scale
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a tensor of the plain model."""
@@ -309,22 +317,13 @@ class _Linear:
         return partial(_rounded, number_format, small, multiplied)
 
 
-def cache_kind(config: Mapping[str, Any] | None, quantization: QuantizationConfig | None) -> CacheKind | None:
-    """See :class:`PlainTensors`."""
+def cache_kind(config: Mapping[str, Any] | None, quantization: QuantizationConfig | None) -> str | None:
+    """See :attr:`PlainTensors.cache`."""
     scheme = None if quantization is None else quantization.kv_cache_scheme
     if scheme is None:
         return None
-    is_fp8 = (scheme.get("num_bits"), scheme.get("type"), scheme.get("strategy", "tensor")) == (8, "float", "tensor")
-    return "rounded" if is_fp8 and not (config or {}).get("kv_lora_rank") else "not rounded"
-
-
-def _through_cache(key_scale: float, value_scale: float, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values as they come out of an FP8 cache: the nearest float8_e4m3fn of x / scale, times the scale."""
-    parts = []
-    for x, scale in ((key, key_scale), (value, value_scale)):
-        code = (x.float() / scale).clamp(-_E4M3, _E4M3).to(torch.float8_e4m3fn)
-        parts.append((code.float() * scale).to(x.dtype))
-    return parts[0], parts[1]
+    cache = None if (config or {}).get("kv_lora_rank") else of_cache_scheme(scheme)
+    return NOT_ROUNDED if cache is None else cache.name
 
 
 def _rounded(number_format: NumberFormat, small: Mapping[str, Tensor], multiplied: Tensor | None, x: Tensor) -> Tensor:

@@ -68,8 +68,8 @@ class TaskEvaluation:
         window: the most tokens that were looked at together.
         dtype: of the arithmetic.
         device: the kind of device that computed, ``cpu`` or ``cuda``.
-        kv_cache: ``"rounded"`` where keys and values were rounded as engines do to keep them, ``"not rounded"`` where
-            engines round them, and that was not done; None where engines do not.
+        kv_cache: the number format that keys and values were rounded to, as engines do to keep them; ``"not rounded"``
+            where engines round them, and that was not done; None where engines do not.
         harness: version of lm-eval.
         seconds: all that was run.
     """

@@ -21,6 +21,7 @@ from modelexport.models.architecture import language_config, why_no_language_mod
 from modelexport.models.opening import open_model
 from modelexport.quantization import devices
 from modelexport.quantization.calibration.text import TokenDocuments, has_tokenizer
+from modelexport.quantization.kv_caches import CACHES, NOT_ROUNDED
 from modelexport.quantization.methods import read_quantization_config
 from modelexport.system.small_files import read_small
 from modelexport.system.tables import table
@@ -39,8 +40,10 @@ POOL = 16
 """Windows are spread over the first tokens of a file, this many times what is needed: it may be a whole corpus."""
 
 CACHE_NOTES = {
-    "rounded": ("keys and values rounded to FP8, as engines keep them",),
-    "not rounded": ("the KV cache was not rounded, as engines will round this checkpoint's",),
+    **{
+        cache.name: (f"keys and values rounded to {cache.in_words}, as engines keep them",) for cache in CACHES.values()
+    },
+    NOT_ROUNDED: ("the KV cache was not rounded, as engines will round this checkpoint's",),
 }
 """Lines about a checkpoint's KV cache, by what was done."""
 DTypeName = Literal["float32", "bfloat16"]
@@ -62,8 +65,8 @@ class TextEvaluation:
         device: the kind of device that computed, ``cpu`` or ``cuda``.
         model: the checkpoint's losses.
         comparison: with the source; None without one.
-        kv_cache: ``"rounded"`` where keys and values were rounded as engines do to keep them, ``"not rounded"`` where
-            engines round them, and that was not done; None where engines do not.
+        kv_cache: the number format that keys and values were rounded to, as engines do to keep them; ``"not rounded"``
+            where engines round them, and that was not done; None where engines do not.
         seconds: all that was run.
     """
 

@@ -16,6 +16,7 @@ from modelexport.models.engines import REFUSALS
 from modelexport.models.loading import LOADINGS, STAND_IN
 from modelexport.quantization import algorithms
 from modelexport.quantization import formats as number_formats
+from modelexport.quantization.kv_caches import CACHES
 from modelexport.recipe import field_of
 from modelexport.system.tables import text_table
 from modelexport.system.terminal import show
@@ -166,7 +167,7 @@ def _seen(found: dict[str, Any]) -> list[str]:
         for model_type, labels in row["ran"].items():
             own = ", ".join(label for label in labels if every or label.partition(":")[0] == found["name"])
             if own:
-                cache = ", with a KV cache in FP8" if row["kv_cache"] else ""
+                cache = "" if row["kv_cache"] is None else f", with a KV cache in {CACHES[row['kv_cache']].in_words}"
                 lines.append(f"{row['engine']}: {own} as {row['format']}, {model_type}{cache}: {row['seen']}")
     return lines
 
@@ -175,6 +176,8 @@ def _refused(found: dict[str, Any]) -> list[str]:
     lines = []
     for row in found["refused"]:
         what = ", ".join(row["number_formats"]) or "whatever is quantised"
+        if row["caches"]:
+            what = f"a KV cache in {', '.join(row['caches'])}"
         only = " (experts)" if row["experts"] else ""
         where = f"{what} as {', '.join(row['formats'])}{only}"
         lines.append(f"{row['engine']}: {where}: {row['why']}; use {row['instead']}")

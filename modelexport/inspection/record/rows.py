@@ -67,7 +67,7 @@ def stored_of(record: ExportRecord) -> CheckpointKind:
         number_formats=tuple(sorted(labels)) or ("none",),
         model_type=record.model.model_type,
         sharded=any(record.recipe.get(f"target_{axis}", 1) != 1 for axis in ("tp", "pp", "ep")),
-        kv_cache=record.recipe.get("kv_cache") is not None,
+        kv_cache=None if (cache := record.recipe.get("kv_cache")) is None else str(cache),
     )
 
 

@@ -30,7 +30,7 @@ from modelexport.inspection.report.figures import (
 )
 from modelexport.inspection.report.scales import ScaleCounts, bin_edge, count_scales
 from modelexport.models.modules import Architecture, StoredModule
-from modelexport.quantization import algorithms
+from modelexport.quantization import algorithms, kv_caches
 from modelexport.quantization.methods import QuantizationConfig, of_method
 
 __all__ = ["ModuleGroup", "ModuleRow", "Report", "StoredBytes", "gather"]
@@ -338,7 +338,8 @@ def _engine_warnings(contents: OpenedCheckpoint) -> list[str]:
 
     name = stored if stored != "hf" else method_format
     found = _linears(contents.architecture, quantization, contents.modules)
-    return [] if name is None else warnings(name, found)
+    cache = kv_caches.of_scheme(quantization.kv_cache_scheme)
+    return [] if name is None else warnings(name, found, cache=None if cache is None else cache.name)
 
 
 def _linears(

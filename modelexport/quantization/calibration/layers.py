@@ -56,7 +56,8 @@ from modelexport.quantization.calibration.model import (
 from modelexport.quantization.calibration.statistics import Collector, InputStatistics
 from modelexport.quantization.calibration.sums import ForwardRanks
 from modelexport.quantization.calibration.towers import EmbeddedSample
-from modelexport.quantization.calibration.watch import Activation, CacheRounding, LayerInputs, ShardedProducts
+from modelexport.quantization.calibration.watch import Activation, LayerInputs, ShardedProducts
+from modelexport.quantization.kv_caches import CacheRounding
 
 __all__ = ["BATCH_TOKENS", "DYNAMIC", "FilledLayer", "LayerRunner", "Observed", "Read"]
 
@@ -71,15 +72,16 @@ class Observed:
         inputs: linear -> statistics of its whole input, the same object for linears that were given the same tensor;
             those to which no token came are missing.
         tokens: linear -> how many tokens came.
-        keys, values: of what goes into the KV cache: keys after the rotary embedding, values as projected. With latent
-            attention both are the same, of the latent and of the rotary part, which share one cache. None without
-            attention, or where only other statistics than ``amax`` and ``histogram`` were asked for.
+        keys, values: of what goes into the KV cache: keys after the rotary embedding, values as projected. Those of all
+            heads together, or of each. With latent attention both are the same, of the latent and of the rotary part,
+            which share one cache. Empty without attention, or where only other statistics than ``amax`` and
+            ``histogram`` were asked for.
     """
 
     inputs: dict[str, InputStatistics] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
-    keys: InputStatistics | None = None
-    values: InputStatistics | None = None
+    keys: tuple[InputStatistics, ...] = ()
+    values: tuple[InputStatistics, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -251,6 +253,11 @@ class LayerRunner:
         self._carried.close()
 
     @property
+    def is_latent(self) -> bool:
+        """True where keys and values are kept as one latent, of which attention sees only what is made of it."""
+        return self.rotary is not None
+
+    @property
     def hands_over(self) -> bool:
         """True where layers hand later ones more than hidden states, in a mapping: keys and values that they share."""
         return self._around.hands_over
@@ -345,7 +352,13 @@ class LayerRunner:
             )
 
     def observe(
-        self, layer: FilledLayer, wants: Collection[str], *, all_experts: bool = False, advance: bool = False
+        self,
+        layer: FilledLayer,
+        wants: Collection[str],
+        *,
+        all_experts: bool = False,
+        advance: bool = False,
+        by_head: bool = False,
     ) -> Observed:
         """Run all samples through a layer to see what its linears get.
 
@@ -355,6 +368,7 @@ class LayerRunner:
                 model pass the layer too, for which its weights must be unrounded: once for each layer.
             all_experts: every expert sees every token, whichever the router chose for it.
             advance: the outputs become ``hidden``, as :meth:`advance` has it; otherwise that stays what it is.
+            by_head: keys and values have statistics for each head.
 
         Raises:
             PlanError: ``all_experts``, but this model's routers cannot be told to choose all.
@@ -365,7 +379,8 @@ class LayerRunner:
         assert together is not None, "the runner is not entered"
         collectors: dict[str, Collector] = {}  # by the first of the linears that share it
         owners: dict[str, str] = {}
-        caches: dict[str, Collector] = {}
+        keys: dict[str, Collector] = {}  # by head
+        values: dict[str, Collector] = {}
         cache_wants = wants & {"amax", "histogram"}
         pool = self._pool if self.device.type == devices.CPU else None
 
@@ -387,21 +402,21 @@ class LayerRunner:
                 for name in names:
                     assert owners.setdefault(name, names[0]) == names[0], "inputs are shared by other linears now"
             if seen.keys is not None and seen.values is not None and cache_wants:
-                collect(caches, "keys", seen.keys, cache_wants)
-                if seen.values is not seen.keys:
-                    collect(caches, "values", seen.values, cache_wants)
+                for found, x in ((keys, seen.keys), *([(values, seen.values)] if seen.values is not seen.keys else [])):
+                    for head, part in enumerate(x.unbind(1) if by_head else [x.flatten(1)]):
+                        collect(found, str(head), part, cache_wants)
 
         with choosing_all(self.layers[layer.index]) if all_experts else nullcontext():
             for number, both in enumerate(self._seen(layer, keep=advance, compare="cross" in wants)):
                 take(number, *both)
                 del both  # or its inputs would stay while the next batch runs
         done = {name: collector.finish() for name, collector in collectors.items()}
-        cached = {name: collector.finish() for name, collector in caches.items()}
+        cached = [tuple(collector.finish() for collector in found.values()) for found in (keys, values)]
         observed = Observed(
             {name: done[owners[name]] for name in layer.linears if name in owners},
             {name: done[owners[name]].tokens if name in owners else 0 for name in layer.linears},
-            cached.get("keys"),
-            cached.get("values", cached.get("keys")),
+            cached[0],
+            cached[1] or cached[0],
         )
         if all_experts:
             self._check_all_seen(layer, observed)
@@ -428,7 +443,7 @@ class LayerRunner:
             layer: a filled one, with whatever its tensors hold now.
             activations: linear -> a function of its whole input ``[tokens, in_features]``, whose result (new memory) it
                 is given instead.
-            cache: keys (after the rotary embedding) and values -> as they come out of an engine's cache.
+            cache: rounds keys (after the rotary embedding) and values as an engine's cache does.
             trial: what the layer hands over to later ones beside its outputs (see :attr:`hands_over`) is forgotten.
         """
 
@@ -464,6 +479,8 @@ class LayerRunner:
         aims: HiddenStates,
         linears: Collection[str],
         activations: Mapping[str, Activation] | None = None,
+        *,
+        cache: CacheRounding | None = None,
     ) -> Iterator[tuple[float, dict[str, Tensor]]]:
         """Yields of each batch the squared distance of a layer's outputs from their aims, and its gradients.
 
@@ -472,7 +489,7 @@ class LayerRunner:
             numbers: of the batches; each rank may have others.
             aims: see :meth:`aim`.
             linears: by whose weights; where there are none, only distances are computed.
-            activations: as for :meth:`advance`.
+            activations, cache: as for :meth:`advance`.
 
         Returns:
             In the order of ``numbers``: the distance, and linear -> gradient by its weight, float32 ``[out_features,
@@ -482,10 +499,10 @@ class LayerRunner:
 
         def one(number: int) -> tuple[float, dict[str, Tensor]]:
             if not linears:
-                out = self._run(layer, number, None, activations)
+                out = self._run(layer, number, None, activations, cache=cache)
                 return (out - aims[number]).square().sum().item(), {}
             leaves: dict[int, Tensor] = {}
-            out = self._run(layer, number, None, activations, leaves=leaves)
+            out = self._run(layer, number, None, activations, cache=cache, leaves=leaves)
             named = {address: [part for part in layer.products[address] if part.name in linears] for address in leaves}
             wanted = [address for address, parts in named.items() if parts]
             if not wanted:

@@ -23,6 +23,7 @@ from modelexport.quantization.calibration.statistics import InputStatistics
 from modelexport.quantization.calibration.text import LENGTH, SAMPLES, token_batches_from
 from modelexport.quantization.calibration.towers import EmbeddedSample
 from modelexport.quantization.formats.base import NumberFormat
+from modelexport.quantization.kv_caches import CacheFormat
 
 __all__ = ["LENGTH", "SAMPLES", "Ranges", "observe", "token_batches_from"]
 
@@ -33,15 +34,16 @@ class Ranges:
 
     Attributes:
         inputs: linear, by its module's name in the checkpoint -> of its inputs. All experts of a layer have the same.
-        keys, values: layer -> of what goes into its KV cache: keys after the rotary embedding, values as projected.
-            With latent attention (DeepSeek) both are of the latent and of the rotary part, which share one cache.
+        keys, values: layer -> of what goes into its KV cache: keys after the rotary embedding, values as projected;
+            one for all heads, or one for each. With latent attention (DeepSeek) both are of the latent and of the
+            rotary part, which share one cache.
         unseen: linears of experts that no token was routed to; their ``inputs`` are those of their siblings.
         samples, length: how much text it was.
     """
 
     inputs: dict[str, float]
-    keys: dict[int, float]
-    values: dict[int, float]
+    keys: dict[int, tuple[float, ...]]
+    values: dict[int, tuple[float, ...]]
     unseen: tuple[str, ...] = ()
     samples: int = 0
     length: int = 0
@@ -64,7 +66,7 @@ def observe(
     memory: int | None = None,
     experts_apart: bool = False,
     derived: bool = False,
-    cached: bool = False,
+    cache: CacheFormat | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Ranges:
     """Measures the magnitudes that static scales are to cover: of every linear's inputs, every layer's keys and values.
@@ -88,7 +90,7 @@ def observe(
         device: what computes.
         memory: bytes of hidden states to keep in memory; None for all.
         experts_apart, derived: see :class:`LayerRunner`.
-        cached: whether keys and values have static scales.
+        cache: that keys and values have static scales for.
         progress: called with (layers done, layers in all).
 
     Raises:
@@ -116,10 +118,14 @@ def observe(
     ) as runner:
         for index in range(len(runner.layers)):
             with runner.filled(index) as layer:
-                if cached or not chosen.keys().isdisjoint(layer.linears):
+                if cache is not None or not chosen.keys().isdisjoint(layer.linears):
                     runner.check_ranges(index)
                 observed = runner.observe(
-                    layer, static_ranges.wants(method), all_experts=all_experts, advance=not all_experts
+                    layer,
+                    static_ranges.wants(method),
+                    all_experts=all_experts,
+                    advance=not all_experts,
+                    by_head=cache is not None and cache.by_head,
                 )
                 if all_experts:
                     runner.advance(layer)
@@ -128,9 +134,9 @@ def observe(
             inputs = _of_all_experts(observed.inputs, linears, unseen)
             _check_all_finite(index, inputs, observed)
             ranges.inputs.update(_reaches(inputs, method, chosen))
-            if observed.keys is not None and observed.values is not None:
-                ranges.keys[index] = static_ranges.choose(observed.keys, method)
-                ranges.values[index] = static_ranges.choose(observed.values, method)
+            if observed.keys:
+                ranges.keys[index] = static_ranges.choose_cache(observed.keys, method, cache)
+                ranges.values[index] = static_ranges.choose_cache(observed.values, method, cache)
             del observed, inputs
             if progress is not None:
                 progress(index + 1, len(runner.layers))
@@ -176,12 +182,9 @@ def _of_all_experts(
 
 def _check_all_finite(index: int, inputs: Mapping[str, InputStatistics], observed: Observed) -> None:
     seen = [(f"the inputs of {name}", found) for name, found in inputs.items()]
-    if observed.keys is not None and observed.values is not None:
-        # In the order of their computation, so that the first that is not finite is the nearest to the cause.
-        seen[1:1] = [
-            (f"the keys of layer {index}", observed.keys),
-            (f"the values of layer {index}", observed.values),
-        ]
+    # In the order of their computation, so that the first that is not finite is the nearest to the cause.
+    both = (("keys", observed.keys), ("values", observed.values))
+    seen[1:1] = [(f"the {what} of layer {index}", found) for what, parts in both for found in parts]
     for what, found in seen:
         _check_finite(_largest(found), what)
 

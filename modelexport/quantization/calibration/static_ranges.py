@@ -38,8 +38,9 @@ from modelexport.quantization.kernels.searching import sum_in_halves
 
 if TYPE_CHECKING:
     from modelexport.quantization.formats.base import NumberFormat
+    from modelexport.quantization.kv_caches import CacheFormat
 
-__all__ = ["FRACTION", "METHODS", "choose", "squared_error", "together", "wants"]
+__all__ = ["FRACTION", "METHODS", "choose", "choose_cache", "squared_error", "together", "wants"]
 
 METHODS = ("max", "percentile", "mse")
 FRACTION = 0.9999
@@ -97,6 +98,21 @@ def choose(
     tried = [amax * 2.0 ** (-step / _STEPS_AN_OCTAVE) for step in range(_OCTAVES * _STEPS_AN_OCTAVE + 1)]
     errors = [squared_error(counts, reach, levels) for reach in tried]
     return tried[errors.index(min(errors))]
+
+
+def choose_cache(
+    statistics: Sequence[InputStatistics], method: str = "max", cache: CacheFormat | None = None
+) -> tuple[float, ...]:
+    """The largest magnitudes that the scales of cached keys, or values, should cover; see :func:`choose`.
+
+    Args:
+        statistics: of all heads together, or of each.
+        method: one of :data:`METHODS`; where a scale has those of groups below it, ``mse`` is ``max``, as for NVFP4.
+        cache: None: FP8.
+    """
+    if cache is not None and cache.group and method == "mse":
+        method = "max"
+    return tuple(choose(each, method) for each in statistics)
 
 
 def together(parts: Sequence[InputStatistics]) -> InputStatistics:

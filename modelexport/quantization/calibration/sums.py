@@ -35,11 +35,14 @@ class ForwardRanks:
     Args:
         cut: this rank's.
         alone: whether no other rank has a part.
+
+    Attributes:
+        kv_heads: see :class:`ForwardCut`; of this rank.
     """
 
     def __init__(self, cut: ForwardCut, *, alone: bool = False) -> None:
         self.rank, self.world = (0, 1) if alone else (collectives.get_rank(), collectives.get_world_size())
-        self._cut = cut
+        self._cut, self.kv_heads = cut, cut.kv_heads
         rows = {path: share for path, share in cut.shares.items() if share.dim == 1}
         mine = {
             "spans": {path: share.spans if share.tiles else () for path, share in rows.items()},

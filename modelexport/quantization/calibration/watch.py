@@ -19,12 +19,11 @@ from torch.overrides import TorchFunctionMode
 from modelexport.quantization.calibration.attention import attention_of_heads
 from modelexport.quantization.calibration.cut import ForwardShard
 from modelexport.quantization.calibration.sums import ForwardRanks
+from modelexport.quantization.kv_caches import CacheRounding
 
 __all__ = ["Activation", "LayerInputs", "LinearRows", "ShardedProducts"]
 
 _PRODUCTS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
-CacheRounding = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Keys and values as they come out of an engine's cache, of the same shapes and dtype."""
 Activation = Callable[[Tensor], Tensor]
 
 
@@ -53,7 +52,7 @@ class LayerInputs:
 
     Attributes:
         inputs: each different input ``[tokens, in_features]``, and the linears that it was given to.
-        keys, values: of the attention, ``[tokens, features]``.
+        keys, values: of the attention, ``[tokens, key/value heads, features]``; of latent attention, one head.
     """
 
     inputs: list[tuple[Tensor, list[str]]] = field(default_factory=list)
@@ -73,7 +72,7 @@ class ShardedProducts(TorchFunctionMode):
             functions of ``activations`` then have the gradient 1. None: nothing is differentiated.
         kv_heads: that this rank's attention has.
         rotary: of latent attention: the last so many columns of a key are what the cache holds of it.
-        cache: keys and values, each ``[samples, heads, length, head_dim]`` -> as they come out of an engine's cache.
+        cache: rounds keys and values as an engine's cache does.
     """
 
     def __init__(
@@ -190,7 +189,13 @@ class ShardedProducts(TorchFunctionMode):
         """Keys and values as attention is given them, which are noted as the model makes them."""
         if self.seen is not None:
             self._note_cache(key, value)
-        return (key, value) if self.cache is None else self.cache(key, value)
+        if self.cache is None:
+            return key, value
+        rounded = self.cache(key.detach(), value.detach(), self.together.kv_heads)
+        if self.leaves is None:
+            return rounded
+        # As for inputs of linears: the gradient is 1.
+        return key + (rounded[0] - key.detach()), value + (rounded[1] - value.detach())
 
     def _note_cache(self, key: Tensor, value: Tensor) -> None:
         assert self.seen is not None
@@ -198,15 +203,16 @@ class ShardedProducts(TorchFunctionMode):
             keys = key[:, 0, :, key.shape[-1] - self.rotary :].reshape(-1, self.rotary)
             latent = next((x for x, names in self.seen.inputs if any(n.endswith(".kv_b_proj") for n in names)), None)
             both = keys if latent is None else torch.cat([latent, keys], dim=1)
-            self.seen.keys = self.seen.values = both
+            self.seen.keys = self.seen.values = both.unsqueeze(1)
             return
         self.seen.keys, self.seen.values = (self._cached(x) for x in (key, value))
 
     def _cached(self, x: Tensor) -> Tensor:
-        """``[samples, heads, length, head_dim]`` -> ``[tokens, features]`` of all ranks."""
+        """``[samples, heads, length, head_dim]`` -> ``[tokens, heads, head_dim]`` of all ranks."""
         # transformers may have repeated them; some layers have fewer than others.
         times = max(1, x.shape[1] // (self.kv_heads or x.shape[1]))
-        return self.together.whole_heads(x[:, ::times].transpose(1, 2).flatten(0, 1))
+        whole = self.together.whole_heads(x[:, ::times].transpose(1, 2).flatten(0, 1))
+        return whole.unflatten(1, (-1, x.shape[3]))
 
 
 def _address(x: Tensor) -> tuple[int, int, int]:

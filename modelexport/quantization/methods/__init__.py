@@ -34,6 +34,7 @@ __all__ = [
     "StoredTensorSpec",
     "WeightSlice",
     "extras",
+    "holding_cache",
     "methods",
     "of_format",
     "of_method",
@@ -74,6 +75,12 @@ def of_method(name: str) -> Method:
 def of_format(name: str) -> Method | None:
     """The method that a ``--format`` is named after, None where that is no method."""
     return next((method for method in methods().values() if name == method.FORMAT), None)
+
+
+def holding_cache(name: str) -> list[Method]:
+    """The methods whose checkpoints have words for a KV cache of that name, in ``--format``'s order of choice."""
+    found = [method for method in methods().values() if name in getattr(method, "KV_CACHES", ())]
+    return sorted(found, key=lambda method: method.FORMAT != "hf")
 
 
 def read_quantization_config(config: Mapping[str, Any] | None) -> QuantizationConfig | None:

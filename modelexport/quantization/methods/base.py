@@ -323,14 +323,14 @@ class ModelQuantization:
         formats: every quantised linear -> its number format, in the model's order.
         unquantised: every linear and head that is kept, in the model's order, heads of tied embeddings too.
         embeddings: those of ``formats`` that are no linears: their rows are looked up.
-        kv_cache: whether the KV cache has scales (FP8).
+        kv_cache: what the KV cache has scales for, by the name in ``kv_caches.CACHES``; None: it has none.
         version: ours, where a method names the producer.
         subtrees: parts of the model that are kept whole; their linears are among ``unquantised``, too.
     """
 
     formats: Mapping[str, NumberFormatProtocol]
     unquantised: Sequence[str]
-    kv_cache: bool = False
+    kv_cache: str | None = None
     version: str = ""
     subtrees: Sequence[KeptSubtree] = ()
     embeddings: Sequence[str] = ()
@@ -381,6 +381,11 @@ class Method(Protocol):
     KV_SCALES: Mapping[str, str]
     """Where a KV cache's scales stand within a layer's attention: ``"k" -> "k_proj.k_scale"``; empty: nowhere."""
 
+    KV_CACHES: Mapping[str, str | Mapping[str, Any]]
+    """The KV caches that it has words for, by their names in ``kv_caches.CACHES`` -> how config.json says so.
+
+    Methods that have none need not offer this."""
+
     SIDE_FILES: tuple[str, ...]
     """Files beside the weights that say what ``quantization_config`` says, in checkpoints whose config.json lacks it.
 
@@ -395,7 +400,7 @@ class Method(Protocol):
     """
 
     KV_SHAPE: tuple[int, ...]
-    """The shape of each, which holds one number: ``()`` or ``(1,)``."""
+    """The shape of each that holds one number: ``()`` or ``(1,)``. Those of heads are ``[kv_heads, 1, 1]``."""
 
     def read(self, value: Mapping[str, Any]) -> QuantizationConfig:
         """Reads a ``quantization_config``.

@@ -39,13 +39,17 @@ SCALES = None
 KV_SCALES = {"k": "k_scale", "v": "v_scale"}
 KV_SHAPE = (1,)
 SIDE_FILES: tuple[str, ...] = ()
-KV_SCHEME = {
+_KV_SCHEME = {
     "num_bits": 8,
     "type": "float",
     "symmetric": True,
     "strategy": "tensor",
     "group_size": None,
     "dynamic": False,
+}
+KV_CACHES: Mapping[str, Mapping[str, Any]] = {
+    "fp8": _KV_SCHEME,
+    "fp8-head": {**_KV_SCHEME, "strategy": "attn_head"},
 }
 _VALUES = {("int", 8): "I8", ("float", 8): "F8_E4M3"}
 _FLOATS = {
@@ -234,7 +238,7 @@ def quantization_files(announced: ModelQuantization) -> QuantizationFiles:
         "quantization_status": "compressed",
         "config_groups": config_groups,
         "ignore": announced.ignored(),
-        "kv_cache_scheme": dict(KV_SCHEME) if announced.kv_cache else None,
+        "kv_cache_scheme": None if announced.kv_cache is None else dict(KV_CACHES[announced.kv_cache]),
     }
     return QuantizationFiles(config)
 

@@ -53,6 +53,7 @@ SCALES = "F32"
 SIDE_FILES: tuple[str, ...] = ("hf_quant_config.json",)
 KV_SHAPE: tuple[int, ...] = ()
 KV_SCALES = {"k": "k_proj.k_scale", "v": "v_proj.v_scale"}
+KV_CACHES: Mapping[str, str] = {"fp8": "FP8", "nvfp4": "NVFP4"}
 MIXED = "MIXED_PRECISION"
 
 _INT4_GROUPS = (32, 64, 128)
@@ -304,7 +305,8 @@ def quantization_files(announced: ModelQuantization) -> QuantizationFiles:
         entry = _entry(_known_layout(number_format), number_format.group_size)
         layers.update(dict.fromkeys(modules, entry))
     distinct = list({json.dumps(entry): entry for entry in layers.values()}.values())
-    inner: dict[str, Any] = {"quant_algo": None, "kv_cache_quant_algo": "FP8" if announced.kv_cache else None}
+    cache = None if announced.kv_cache is None else KV_CACHES[announced.kv_cache]
+    inner: dict[str, Any] = {"quant_algo": None, "kv_cache_quant_algo": cache}
     config: dict[str, Any] = {}
     if len(distinct) > 1:
         inner |= {"quant_algo": MIXED, "quantized_layers": {name: layers[name] for name in announced.formats}}
@@ -320,8 +322,8 @@ def quantization_files(announced: ModelQuantization) -> QuantizationFiles:
     wildcards = [f"*{subtree.path}{below}" for subtree in announced.subtrees for below in ("", ".*")]
     inner["exclude_modules"] = [*announced.unquantised, *wildcards]
     config |= {"ignore": inner["exclude_modules"], "quant_algo": inner["quant_algo"]}
-    if announced.kv_cache:
-        config["kv_cache_scheme"] = _kv_scheme("FP8")
+    if cache is not None:
+        config["kv_cache_scheme"] = _kv_scheme(cache) if cache == "FP8" else cache  # as modelopt itself has it
     producer = {"name": "modelexport", "version": announced.version}
     config |= {"producer": producer, "quant_method": METHOD}
     side = {"producer": producer, "quantization": inner}

@@ -56,6 +56,7 @@ SCALES = "F32"
 SIDE_FILES: tuple[str, ...] = ()
 KV_SCALES = {"k": "k_scale", "v": "v_scale"}
 KV_SHAPE: tuple[int, ...] = (1,)
+KV_CACHES: Mapping[str, str] = {"fp8": "FP8"}
 GROUP_SIZES = (64, 128)
 
 _PLACES = {  # modelopt's suffixes -> ours, where they are not the same word
@@ -230,7 +231,7 @@ def quantization_files(announced: ModelQuantization) -> QuantizationFiles:
             "MIXED_PRECISION checkpoints: choose one of them for all, or --format modelopt or hf"
         )
     config: dict[str, Any] = {"quant_method": METHOD, "quant_algo": algos[0][0] if algos else None}
-    config["kv_cache_quant_algo"] = "FP8" if announced.kv_cache else None
+    config["kv_cache_quant_algo"] = None if announced.kv_cache is None else KV_CACHES[announced.kv_cache]
     if algos and algos[0][0] == "W4A16_AWQ":
         config |= {"group_size": algos[0][1], "has_zero_point": False, "pre_quant_scale": False}
     elif algos and algos[0][0] == "NVFP4":

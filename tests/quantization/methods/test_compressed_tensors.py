@@ -88,7 +88,7 @@ def test_kv_cache() -> None:
     quantization = pytest.importorskip("compressed_tensors.quantization")
     from dataclasses import replace
 
-    config = compressed_tensors.quantization_files(replace(announced(("", "fp8")), kv_cache=True)).config
+    config = compressed_tensors.quantization_files(replace(announced(("", "fp8")), kv_cache="fp8")).config
     parsed = quantization.QuantizationConfig.model_validate(config)
     assert parsed.kv_cache_scheme.num_bits == 8
     assert compressed_tensors.read(config).kv_cache_scheme == config["kv_cache_scheme"]

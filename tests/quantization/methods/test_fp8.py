@@ -161,7 +161,7 @@ def test_what_it_cannot_hold_is_refused_with_what_to_type() -> None:
     with pytest.raises(PlanError, match="one number format, but fp8-block and fp8-static"):
         fp8.quantization_files(ModelQuantization({"a": ALL["fp8-block"], "b": ALL["fp8-static"]}, ()))
     with pytest.raises(PlanError, match="KV cache"):
-        fp8.quantization_files(ModelQuantization({"a": ALL["fp8-block"]}, (), kv_cache=True))
+        fp8.quantization_files(ModelQuantization({"a": ALL["fp8-block"]}, (), kv_cache="fp8"))
     with pytest.raises(CheckpointError, match="a scale is missing: weight are there"):
         fp8.decode(ALL["fp8-block"], {"weight": torch.zeros(1, 1)}, WeightSlice.whole((1, 1)))
 

@@ -34,7 +34,7 @@ ALGOS = {
 }
 
 
-def announced(*names: str, kept: tuple[str, ...] = ("lm_head",), kv_cache: bool = False) -> ModelQuantization:
+def announced(*names: str, kept: tuple[str, ...] = ("lm_head",), kv_cache: str | None = None) -> ModelQuantization:
     """Four linears, of the number formats in turn."""
     modules = [f"model.layers.{n}.mlp.down_proj" for n in range(4)]
     return ModelQuantization({m: ALL[names[n % len(names)]] for n, m in enumerate(modules)}, kept, kv_cache, "1.2.3")
@@ -201,7 +201,7 @@ def test_the_number_format_is_found_again(name: str) -> None:
 
 
 def test_what_is_announced_for_one_format() -> None:
-    announcement = modelopt.quantization_files(announced("nvfp4", kv_cache=True))
+    announcement = modelopt.quantization_files(announced("nvfp4", kv_cache="fp8"))
     producer = {"name": "modelexport", "version": "1.2.3"}
     four = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
     assert announcement.config == {

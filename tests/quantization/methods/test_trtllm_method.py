@@ -47,7 +47,7 @@ STORED = {  # of a weight of 6 rows of 256, as TensorRT-LLM's classes and modelo
 }
 
 
-def announced(name: str, *, kv_cache: bool = False) -> ModelQuantization:
+def announced(name: str, *, kv_cache: str | None = None) -> ModelQuantization:
     modules = [f"model.layers.{n}.mlp.down_proj" for n in range(2)]
     return ModelQuantization(dict.fromkeys(modules, ALL[name]), ("lm_head",), kv_cache, "1.2.3")
 
@@ -133,7 +133,7 @@ def test_real_weights_dequantise_to_the_same() -> None:
 
 def test_what_config_json_says() -> None:
     assert of_format("trtllm") is trtllm
-    config = trtllm.quantization_files(announced("int4-64", kv_cache=True)).config
+    config = trtllm.quantization_files(announced("int4-64", kv_cache="fp8")).config
     assert config == {
         "quant_method": "trtllm",
         "quant_algo": "W4A16_AWQ",
@@ -146,7 +146,7 @@ def test_what_config_json_says() -> None:
     read = trtllm.read(config)
     assert read.kv_cache_scheme == {"dynamic": False, "num_bits": 8, "type": "float"}
     assert read.schemes[0].weights["group_size"] == 64
-    cache = trtllm.quantization_files(ModelQuantization({}, ("lm_head",), True)).config
+    cache = trtllm.quantization_files(ModelQuantization({}, ("lm_head",), "fp8")).config
     assert trtllm.read(cache).schemes == ()
     for name, algo in ALGOS.items():
         assert trtllm.quantization_files(announced(name)).config["quant_algo"] == algo
