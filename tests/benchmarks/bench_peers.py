@@ -4,7 +4,8 @@
         MODELEXPORT_GPTQMODEL_PYTHON=... python tests/benchmarks/bench_peers.py
     python tests/benchmarks/bench_peers.py --only ours gptq         rows whose names have one of these in them
     python tests/benchmarks/bench_peers.py --ours mse               our side with another algorithm: tries the harness
-    python tests/benchmarks/bench_peers.py --models demo moe --windows 64 --memory along
+    python tests/benchmarks/bench_peers.py --models demo moe --windows 64 --memory along --json FILE
+                                                            what FILE has already is not made again
 
 Models: the four of bench_quality.py (64 samples of 256 tokens; judged on held-out text) and a random Llama of 128 M
 parameters (16 x 128; nothing to judge). Peers run in their own environments, whose interpreters the variables name (a
@@ -132,6 +133,10 @@ class Row:
     def name(self) -> str:
         return f"{self.tool} {self.task}"
 
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        return (self.contest, self.tool, self.task, self.model)
+
     def wall(self) -> float:
         return statistics.median(run.wall for run in self.runs)
 
@@ -195,6 +200,20 @@ def _report_of(row: Row, scratch: Path) -> dict[str, Any]:
     steps = report["seconds"]
     work = sum(seconds for step, seconds in steps.items() if step != "imports")
     return {**report, "work": work, "steps": steps}
+
+
+def read_rows(path: Path | None) -> dict[tuple[str, str, str, str], Row]:
+    """What an earlier run has written; failed ones are made again."""
+    if path is None or not path.exists():
+        return {}
+    rows = []
+    for found in json.loads(path.read_text()):
+        row = Row(**found)
+        row.runs = [Run(**run) for run in found["runs"]]
+        row.sampled = Run(**found["sampled"]) if found["sampled"] else None
+        row.figures = Figures(**found["figures"]) if found["figures"] else None
+        rows.append(row)
+    return {row.key: row for row in rows if not row.failed}
 
 
 # --------------------------------------------------------------------------------------------------- the report
@@ -332,7 +351,7 @@ def main() -> int:
     parser.add_argument("--ours", metavar="ALGORITHM", help="in place of each of our algorithms")
     parser.add_argument("--scratch", type=Path, help="where targets go (default: a temporary directory)")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds after which a run is ended")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every run's figures here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every row here, and take what is there")
     add_write_option(parser)
     options = parser.parse_args()
     # Our commands run this tree's package, wherever this is called from and whatever is installed.
@@ -342,14 +361,19 @@ def main() -> int:
             print(f"{tool} is left out: {variable} names no interpreter", flush=True)
     become_reaper()
     rows: list[Row] = []
+    known = read_rows(options.json)
     with tempfile.TemporaryDirectory(prefix="bench_peers.", dir=options.scratch) as temporary:
         cache = options.cache or Path.home() / ".cache" / "modelexport" / "yardsticks"
         for model in models(options.models, Path(temporary), options.windows, cache):
             for row in rows_of(model, options.only, options.ours):
+                if row.key in known:
+                    rows.append(known[row.key])
+                    continue
                 rows.append(row)
                 _all_runs(row, model, Path(temporary), options)
+                known[row.key] = row
                 if options.json:  # after every row: it is a long way to the end
-                    options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+                    options.json.write_text(json.dumps([asdict(row) for row in known.values()], indent=1) + "\n")
     with written(__file__, options.write):
         print("\n".join(report(rows)))
     return 1 if any(row.failed for row in rows) else 0
