@@ -163,10 +163,12 @@ class ExportRecipe(Settings):
     target_ep: int = setting(
         1, "expert-parallel ranks that the checkpoint is written for", metavar="N", decides_bytes=True
     )
-    calib: str | None = setting(
-        None,
-        "text, JSON lines, or a data set as hf:NAME:SPLIT, to calibrate with (default: the package's text)",
-        metavar="FILE",
+    calib: tuple[str, ...] = setting(
+        (),
+        "text, JSON lines, or a data set as hf:NAME:SPLIT, to calibrate with (default: the package's text); may be "
+        "given several times, each with the weight of its share of the samples",
+        metavar="FILE[=W]",
+        several=True,
         decides_bytes=True,
     )
     calib_seed: int = setting(0, "which samples, and the signs of rotation", metavar="N", decides_bytes=True)
@@ -223,7 +225,9 @@ class ExportRecipe(Settings):
     json: bool = setting(False, "print the result as JSON")
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "adapter", (self.adapter,) if isinstance(self.adapter, str) else tuple(self.adapter))
+        for name in ("adapter", "calib"):
+            given = getattr(self, name)
+            object.__setattr__(self, name, (given,) if isinstance(given, str) else tuple(given or ()))
         if self.gather is not None:
             check_choice("gather", self.gather, GATHERS)
         check_sizes(tp=self.tp, target_tp=self.target_tp, target_pp=self.target_pp, target_ep=self.target_ep)

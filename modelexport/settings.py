@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -139,6 +139,31 @@ def check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
         raise UsageError(f"--{key} {value}: unknown{nearest(value, choices)}")
 
 
+def with_weight(text: str, flag: str, is_there: Callable[[str], bool]) -> tuple[str, float]:
+    """Splits ``NAME`` or ``NAME=WEIGHT``, as settings that may be given several times have them.
+
+    Args:
+        flag: the setting, for the message.
+        is_there: whether there is something of a name: then an equals sign is a part of it.
+
+    Returns:
+        The name, and its weight: 1 where none is given.
+
+    Raises:
+        UsageError: the weight is no finite number, or 0.
+    """
+    name, equals, number = text.rpartition("=")
+    if not equals or is_there(text):
+        return text, 1.0
+    try:
+        weight = float(number)
+    except ValueError:
+        weight = math.nan
+    if not math.isfinite(weight) or weight == 0:
+        raise UsageError(f"{flag} {shown(text)}: {shown(number)} is no weight: a number is needed, e.g. =0.5")
+    return name, weight
+
+
 def _coerce(spec: dataclasses.Field[Any], value: Any, where: str) -> Any:
     """Check ``value`` against the field's declared type; ints are taken where floats are asked for."""
     kinds = {"str": str, "int": int, "float": (int, float), "bool": bool}
@@ -161,7 +186,7 @@ def _coerce(spec: dataclasses.Field[Any], value: Any, where: str) -> Any:
 
 def _texts(name: str, value: Any, where: str) -> tuple[str, ...]:
     """A text, or a list of them, as a tuple."""
-    items = [value] if isinstance(value, str) else value
+    items = [value] if isinstance(value, str) else () if value is None else value
     if not isinstance(items, (list, tuple)) or not all(isinstance(item, str) for item in items):
         raise UsageError(f"{where}: {name} must be a text or a list of texts, found {quoted(value)}")
     return tuple(items)

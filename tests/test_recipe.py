@@ -75,7 +75,7 @@ valid: dict[str, st.SearchStrategy[Any]] = {
     "draft": st.sampled_from(["keep", "quantise", "drop"]),
     "unknown_architecture": st.sampled_from(["refuse", "structure"]),
     "device": st.sampled_from(["auto", "cpu", "cuda", "cuda:1"]),
-    "calib": st.none() | st.text(min_size=1),
+    "calib": st.lists(st.text(min_size=1)).map(tuple),
     "calib_samples": st.integers(1, 10_000),
     "calib_length": st.integers(1, 10_000),
     "calib_seed": st.integers(0, 2**31),

@@ -20,6 +20,7 @@ from modelexport.checkpoints.safetensors.header import TensorInfo, read_header
 from modelexport.checkpoints.safetensors.placement import Placement
 from modelexport.checkpoints.torch_archive.state_dict import read_state_dict
 from modelexport.errors import CheckpointError, UsageError, quoted, shown
+from modelexport.settings import with_weight
 from modelexport.system.dtypes import FLOATS
 from modelexport.system.json_values import JsonValues
 from modelexport.system.small_files import LARGEST_CONFIG, has_file, read_json
@@ -191,16 +192,8 @@ def parse_setting(text: str) -> tuple[Path, float]:
     Raises:
         UsageError: there is no such directory, or the weight is no number.
     """
-    directory, weight = Path(os.path.expanduser(text)), 1.0
-    name, equals, number = text.rpartition("=")
-    if equals and not directory.exists():
-        directory = Path(os.path.expanduser(name))
-        try:
-            weight = float(number)
-        except ValueError:
-            weight = math.nan
-        if not math.isfinite(weight) or weight == 0:
-            raise UsageError(f"--adapter {shown(text)}: {shown(number)} is no weight: a number is needed, e.g. =0.5")
+    name, weight = with_weight(text, "--adapter", lambda name: os.path.exists(os.path.expanduser(name)))
+    directory = Path(os.path.expanduser(name))
     if not directory.is_dir():
         found = "is a file; give the directory that holds it" if directory.exists() else "is no directory"
         raise UsageError(f"--adapter {shown(text)}: {directory} {found}")

@@ -34,7 +34,7 @@ from modelexport.quantization import algorithms, devices
 from modelexport.quantization.assignment import KEEP, Assignment
 from modelexport.quantization.calibration.cut import ROWS
 from modelexport.quantization.calibration.images import check_processor, image_rows
-from modelexport.quantization.calibration.text import TokenDocuments, has_tokenizer
+from modelexport.quantization.calibration.text import TokenDocuments, has_tokenizer, shares
 from modelexport.quantization.methods import QUANTIZATION_KEYS, of_method
 from modelexport.quantization.methods.base import ModelQuantization, QuantizationFiles
 from modelexport.recipe import ExportRecipe
@@ -45,6 +45,8 @@ from modelexport.system.terminal import note
 if TYPE_CHECKING:
     from modelexport.exporting.calibrated.device_memory import DeviceMemory
 
+_TOKENS_OF_A_SCALE = 1000
+"""Fewer are too few for a static scale."""
 _ROTATED = "no longer tied to the embedding, which has not taken in the last norm as it has"
 
 __all__ = ["PreparedExport", "check_early", "parse_assignment", "prepare", "quantization_files"]
@@ -359,6 +361,8 @@ def _warnings(prepared: PreparedExport) -> tuple[str, ...]:
         )
     if plan.calibrated:
         found += _few_tokens(prepared)
+    if plan.needs_ranges:
+        found += _few_for_scales(recipe)
     notes = getattr(checkpoint_formats.get(recipe.format), "notes", None)
     if notes is not None:
         found += notes(prepared.target.plan, prepared.checkpoint.config or {}, prepared.checkpoint.directory)
@@ -397,6 +401,20 @@ def _few_tokens(prepared: PreparedExport) -> Iterator[str]:
                 f"{', which the experts share' if is_expert else ''}: too few to tell them apart; give --calib-samples "
                 f"{-(-needed // recipe.calib_length)} or more (of --calib-length {recipe.calib_length})"
             )
+
+
+def _few_for_scales(recipe: ExportRecipe) -> Iterator[str]:
+    """Yields the number of tokens that static scales are fitted to, where it is small.
+
+    Of numbers that are drawn alike one in N + 1 is beyond the largest of N others.
+    """
+    tokens = recipe.calib_samples * recipe.calib_length
+    if tokens < _TOKENS_OF_A_SCALE:
+        yield (
+            f"static scales are fitted to {tokens:,} tokens: about one token in {tokens + 1:,} will be beyond all of "
+            f"them, where {_TOKENS_OF_A_SCALE:,} are usual; give --calib-samples "
+            f"{-(-_TOKENS_OF_A_SCALE // recipe.calib_length)} or more (of --calib-length {recipe.calib_length})"
+        )
 
 
 def parse_assignment(recipe: ExportRecipe) -> Assignment | None:
@@ -444,20 +462,22 @@ def _check_text(recipe: ExportRecipe, source: Source) -> None:
     """Checks that what reads the calibration text is there.
 
     Raises:
-        UsageError: the text, the tokenizer or the processor is missing, or an image.
+        UsageError: a text, the tokenizer or the processor is missing, or an image; or a text has no share of the
+            samples.
     """
-    documents = TokenDocuments(recipe.calib, source.directory, 1)
-    try:
-        documents.check()
-    except UsageError as error:
-        if source.checkpoint is None or has_tokenizer(source.directory):
-            raise
-        raise UsageError(
-            f"{source.label} has no tokenizer, which is needed to read the calibration text: give tokenizer=..., an "
-            'object or its directory, or calib=FILE.jsonl with a list of "input_ids" on each line'
-        ) from error
-    if next(image_rows(documents.path), None) is not None:
-        check_processor(source.directory, documents.label)
+    for share in shares(recipe.calib, recipe.calib_samples):
+        documents = TokenDocuments(share.text, source.directory, 1)
+        try:
+            documents.check()
+        except UsageError as error:
+            if source.checkpoint is None or has_tokenizer(source.directory):
+                raise
+            raise UsageError(
+                f"{source.label} has no tokenizer, which is needed to read the calibration text: give tokenizer=..., "
+                'an object or its directory, or calib=FILE.jsonl with a list of "input_ids" on each line'
+            ) from error
+        if next(image_rows(documents.path), None) is not None:
+            check_processor(source.directory, documents.label)
 
 
 def _check_calibration(recipe: ExportRecipe, source: Source, checkpoint: Checkpoint) -> None:

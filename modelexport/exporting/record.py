@@ -24,7 +24,7 @@ from modelexport.jobs.side_files import cards, files_digest, inputs_of, source_c
 from modelexport.jobs.target_directory import TargetDirectory, TargetDirectorySpec
 from modelexport.quantization.assignment import KEEP
 from modelexport.quantization.calibration.images import image_files
-from modelexport.quantization.calibration.text import DATASET, file_of
+from modelexport.quantization.calibration.text import file_of, shares
 from modelexport.quantization.methods import methods
 from modelexport.recipe import ExportRecipe, is_calibration
 from modelexport.system.small_files import file_sha256
@@ -72,13 +72,22 @@ def make_record(
 
 
 def _calibration(recipe: ExportRecipe, seen: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The text that static scales were made with; None where there are none."""
+    """The texts that the model was calibrated on; None where it was on none."""
     if seen is None:
         return None
-    text = "modelexport's own text" if recipe.calib is None else recipe.calib
-    if recipe.calib is not None and not text.startswith(DATASET):
-        text = Path(text).name
-    return {**recipe.recorded_calibration(), "text": text, **seen}
+    texts = shares(recipe.calib, recipe.calib_samples)
+    found = {**recipe.recorded_calibration(), "text": texts[0].name, **seen}
+    if len(texts) > 1:
+        found["text"] = ", ".join(f"{share.name} ({share.samples})" for share in texts)
+        found["sources"] = [{"text": share.name, "weight": share.weight, "samples": share.samples} for share in texts]
+    return found
+
+
+def _calibration_files(prepared: PreparedExport) -> list[Path]:
+    if not prepared.is_calibrated:
+        return []
+    texts = shares(prepared.recipe.calib, prepared.recipe.calib_samples)
+    return [path for share in texts if (path := file_of(share.text)) is not None]
 
 
 def _layers(plan: ExportPlan) -> list[dict[str, Any]]:
@@ -134,7 +143,7 @@ def target_of_export(prepared: PreparedExport) -> TargetDirectory:
         source=prepared.checkpoint,
         target=replace(prepared.target, side_files={**prepared.target.side_files, **beside}),
         fingerprint=_fingerprint(prepared),
-        inputs=inputs_of(prepared.checkpoint, recipe.config, recipe.calib if prepared.is_calibrated else None),
+        inputs=inputs_of(prepared.checkpoint, recipe.config, _calibration_files(prepared)),
         config=source_config(
             prepared.checkpoint, recipe.config, None if announced is None else announced.config, replaced=True
         ),
@@ -196,12 +205,12 @@ def _inherited(before: ExportRecord | None, made: Mapping[str, Any]) -> dict[str
 def _fingerprint(prepared: PreparedExport) -> dict[str, Any]:
     """The facts that must be equal for an interrupted export to be resumed: the source's files and the settings."""
     recipe = prepared.recipe
-    file = file_of(recipe.calib) if prepared.is_calibrated else None
+    texts = _calibration_files(prepared)
     return {
         "model": str(prepared.source.directory) if prepared.source.fetcher is None else prepared.source.label,
         "source_files": files_digest(prepared.checkpoint.config, prepared.checkpoint.files),
         **{key: value for key, value in recipe.deciding().items() if prepared.is_calibrated or not is_calibration(key)},
-        "calibration_file": None if file is None else files_digest(None, [file, *image_files(file)]),
+        "calibration_files": files_digest(None, [path for text in texts for path in (text, *image_files(text))]),
         "adapters": [adapter.facts() for adapter in prepared.adapters],
         "modelexport": __version__,
     }

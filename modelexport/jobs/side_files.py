@@ -16,7 +16,6 @@ from modelexport.errors import CheckpointError
 from modelexport.inspection.card import model_card
 from modelexport.inspection.record.reading import read_record
 from modelexport.models.opening import config_path
-from modelexport.quantization.calibration.text import file_of
 from modelexport.system.small_files import LARGEST_CONFIG, has_file, read_small
 
 
@@ -60,10 +59,10 @@ def source_config(
     return config_bytes(content, quantization, replace=replaced)
 
 
-def inputs_of(checkpoint: Checkpoint, config: str | None, text: str | None = None) -> list[Path]:
-    """The files that a target is made from: weights, config.json, and the text that a model is calibrated on."""
+def inputs_of(checkpoint: Checkpoint, config: str | None, texts: Iterable[Path] = ()) -> list[Path]:
+    """The files that a target is made from: weights, config.json, and the texts that a model is calibrated on."""
     own = checkpoint.directory / "config.json" if config is None else config_path(config)
-    return stamped(path for path in (*checkpoint.files, own, file_of(text)) if path is not None)
+    return stamped((*checkpoint.files, own, *texts))
 
 
 def files_digest(config: dict[str, Any] | None, files: Iterable[Path]) -> str:

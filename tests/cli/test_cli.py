@@ -128,7 +128,7 @@ OTHER: dict[str, Any] = {
     "kv_cache": "fp8",
     "draft": "drop",
     "unknown_architecture": "structure",
-    "calib": "text.jsonl",
+    "calib": ("text.jsonl", "hf:more:train=0.5"),
     "calib_samples": 8,
     "calib_length": 32,
     "calib_seed": 3,

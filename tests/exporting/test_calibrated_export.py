@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -13,16 +14,19 @@ import torch
 from safetensors.torch import load_file
 
 from modelexport.assets import demo_documents, demo_model_path
+from modelexport.checkpoints.safetensors.file import Reader
 from modelexport.errors import RankFailedError, UsageError
 from modelexport.exporting import export
 from modelexport.exporting import rank as export_rank
 from modelexport.exporting.calibrated.rank import CalibratedExport
+from modelexport.exporting.calibrated.samples import samples_of
 from modelexport.exporting.plan import ExportStep
 from modelexport.exporting.prepare import prepare
 from modelexport.inspection.evaluate import evaluate
 from modelexport.inspection.evaluate.models import load_dequantised
 from modelexport.inspection.evaluate.text import evaluate_on_text
 from modelexport.inspection.verify import verify_checkpoint
+from modelexport.models.opening import open_model
 from modelexport.recipe import ExportRecipe
 from tests.exporting.test_export import digests
 from tests.helpers import faults
@@ -318,6 +322,54 @@ def test_tokens_too_few_for_a_hessian_are_told(ids: str) -> None:
     assert any("which the experts share" in each for each in warnings("mixtral", **few))
     assert not any("too few" in each for each in warnings("qwen2", calib_samples=12, calib_length=100))
     assert not any("too few" in each for each in warnings("qwen2", **few | {"algorithm": "awq"}))
+
+
+def test_tokens_too_few_for_static_scales_are_told(ids: str) -> None:
+    def said(quant: str, samples: int) -> list[str]:
+        settings = {"quant": quant, "calib": ids, "quiet": True, "dry_run": True, "calib_length": 100}
+        prepared = prepare(ExportRecipe(model=str(make_llama()), calib_samples=samples, **settings))
+        return [each for each in prepared.warnings if each.startswith("static scales")]
+
+    (warning,) = said("int8-static", 2)
+    assert re.search(r"fitted to 200 tokens: about one token in 201 .* --calib-samples 10 or more", warning)
+    assert said("int8-static", 10) == said("int8", 2) == []
+
+
+def test_several_texts_take_their_shares_in_turn(tmp_path: Path) -> None:
+    texts = []
+    for token in (1, 2):
+        (tmp_path / f"{token}.jsonl").write_text(json.dumps({"input_ids": [token] * 600}))
+        texts.append(f"{tmp_path}/{token}.jsonl={token}")
+    model = make_llama()
+    checkpoint = open_model(model, None)
+    recipe = ExportRecipe(quant="int8-static", calib=tuple(texts), calib_samples=6, calib_length=100)
+    with contextlib.closing(Reader(checkpoint)) as reader:
+        samples = samples_of(checkpoint, recipe, model, reader)
+    assert samples.windows[:, 0].tolist() == [2, 1, 2, 2, 1, 2]
+    settings: dict[str, Any] = {"model": str(model), "quant": "int8-static", "calib": texts, "quiet": True}
+    export(out=str(tmp_path / "out"), calib_samples=6, calib_length=100, **settings)
+    calibration = record_of(tmp_path / "out")["calibration"]
+    assert calibration["text"] == "1.jsonl (2), 2.jsonl (4)"
+    assert calibration["sources"] == [{"text": f"{n}.jsonl", "weight": n, "samples": 2 * n} for n in (1, 2)]
+    assert "calib:\n- 1.jsonl=1\n- 2.jsonl=2\n" in (tmp_path / "out" / "README.md").read_text()
+    with pytest.raises(RankFailedError, match=r"2\.jsonl has 600 tokens, but 8 samples of 100 .*--calib-samples 9\)"):
+        export(out=str(tmp_path / "no"), calib_samples=12, calib_length=100, **settings)
+
+
+def test_layers_that_another_second_text_made_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    for text in texts:
+        text.write_text("Some words that are written here. " * 300)
+    settings: dict[str, Any] = {"quant": "int4", "algorithm": "gptq", "calib": list(map(str, texts)), **FEWER}
+    monkeypatch.setenv("FAULT", "raise 0 4")
+    with monkeypatch.context() as patch:
+        patch.setattr(export_rank, "run_rank", faults.misbehave)
+        with pytest.raises(RankFailedError):
+            export(out=str(tmp_path / "out"), **settings)
+    texts[1].write_text("Other words that are written here. " * 300)
+    export(out=str(tmp_path / "out"), **settings)
+    export(out=str(tmp_path / "new"), **settings)
+    assert digests(tmp_path / "out") == digests(tmp_path / "new"), "layers of before were kept"
 
 
 def test_what_cannot_be_calibrated_is_refused_before_the_work(tmp_path: Path) -> None:

@@ -302,6 +302,29 @@ def test_text_that_cannot_be_used(tmp_path: Path, content: str | None, name: str
         token_batches_from(tmp_path / name, demo_model_path(), vocabulary=2048, length=4)
 
 
+def test_samples_are_divided_among_texts_by_their_weights(tmp_path: Path) -> None:
+    def counts(samples: int, *texts: str) -> list[int]:
+        return [share.samples for share in calibration_text.shares(texts, samples)]
+
+    assert counts(64) == [64]
+    assert counts(64, "a.txt=0.1") == [64]
+    assert counts(8, "a.txt=3", "b.txt") == [6, 2]
+    assert counts(4, "a.txt", "b.txt", "c.txt") == [2, 1, 1], "what is left over is the first one's"
+    assert counts(5, "a.txt=2", "hf:name:train=3") == [2, 3]
+    odd = tmp_path / "a=2"
+    odd.write_text("x")
+    assert [(share.name, share.weight) for share in calibration_text.shares([str(odd)], 1)] == [("a=2", 1.0)]
+    for texts, said in (
+        (("a.txt=0",), "--calib a.txt=0: 0 is no weight"),
+        (("a.txt=x",), "--calib a.txt=x: x is no weight"),
+        (("a.txt=-1", "b.txt=2"), "--calib a.txt=-1: a weight above 0 is needed"),
+        (("a.txt", "a.txt=2"), "--calib a.txt is given twice"),
+        (("a.txt=9", "b.txt"), r"b.txt: with a weight of 1 among 10 it has none of 4 samples: .*--calib-samples 10 or"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            calibration_text.shares(texts, 4)
+
+
 def test_a_line_without_end_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration_text, "_LONGEST_LINE", 4)
     monkeypatch.setattr(calibration_text, "_BLOCK", 8)

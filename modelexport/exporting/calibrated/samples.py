@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from modelexport.models.in_memory import gather_layers, is_gathered
 from modelexport.quantization.calibration.cut import ForwardShard
 from modelexport.quantization.calibration.images import ImageRow, image_rows, load_processor, processed
 from modelexport.quantization.calibration.ranges import token_batches_from
-from modelexport.quantization.calibration.text import file_of
+from modelexport.quantization.calibration.text import TextShare, file_of, shares
 from modelexport.recipe import ExportRecipe
 
 if TYPE_CHECKING:
@@ -29,8 +29,9 @@ class Samples:
     """The calibration samples.
 
     Attributes:
-        windows: of text, int64 ``[samples, length]``; none of them where all samples show images.
-        embedded: samples that show images, each of its own length.
+        windows: of text, int64 ``[samples, length]``; none of them where all samples show images. Those of several
+            texts take turns, so that the first of them are of all.
+        embedded: samples that show images, each of its own length; of several texts in turn, too.
     """
 
     windows: Tensor
@@ -59,17 +60,28 @@ class Samples:
 
 
 def samples_of(source: Checkpoint, recipe: ExportRecipe, tokenizer: Path, reader: Reader) -> Samples:
-    """The calibration samples: rows that show images, and windows of the text of all others for the rest of the number.
+    """The calibration samples: of each text rows that show images, and windows of all others for the rest of its share.
 
     Raises:
         UsageError: there is too little text, no tokenizer, or no processor.
         PlanError: the model cannot be run on images.
     """
-    rows = list(image_rows(file_of(recipe.calib)))
-    wanted = recipe.calib_samples
-    chosen = _drawn(rows, wanted, recipe.calib_seed)
-    embedded = _embedded(source, recipe, tokenizer, reader, chosen) if chosen else ()
-    return Samples(_windows(source, recipe, tokenizer, wanted - len(chosen), len(chosen)), embedded)
+    import torch
+
+    windows, embedded = [], []
+    for share in shares(recipe.calib, recipe.calib_samples):
+        rows = _drawn(list(image_rows(file_of(share.text))), share.samples, recipe.calib_seed)
+        embedded.append(_embedded(source, recipe, tokenizer, reader, share, rows) if rows else ())
+        windows.append(_windows(source, recipe, tokenizer, share, len(rows)))
+    order = _turns([len(each) for each in windows])
+    mixed = torch.stack([windows[text][place] for text, place in order]) if order else windows[0]
+    return Samples(mixed, tuple(embedded[text][place] for text, place in _turns([len(each) for each in embedded])))
+
+
+def _turns(counts: Sequence[int]) -> list[tuple[int, int]]:
+    """The samples of several texts, ``(text, place in it)``, each text's spread evenly over all."""
+    spread = [((place + 0.5) / count, text, place) for text, count in enumerate(counts) for place in range(count)]
+    return [(text, place) for _, text, place in sorted(spread)]
 
 
 def _drawn(rows: list[ImageRow], wanted: int, seed: int) -> list[ImageRow]:
@@ -82,31 +94,33 @@ def _drawn(rows: list[ImageRow], wanted: int, seed: int) -> list[ImageRow]:
     return [rows[place] for place in places.sort().values.tolist()]
 
 
-def _windows(source: Checkpoint, recipe: ExportRecipe, tokenizer: Path, wanted: int, images: int) -> Tensor:
+def _windows(source: Checkpoint, recipe: ExportRecipe, tokenizer: Path, share: TextShare, images: int) -> Tensor:
     import torch
 
+    wanted = share.samples - images
     if wanted == 0:
         return torch.empty(0, recipe.calib_length, dtype=torch.int64)
     try:
         return token_batches_from(
-            recipe.calib,
+            share.text,
             tokenizer,
             vocabulary=language_config(source.config or {}, source.infos)["vocab_size"],
             samples=wanted,
             length=recipe.calib_length,
             seed=recipe.calib_seed,
+            share=share.samples / share.of,
         )
     except UsageError as error:
         if not images:
             raise
         raise UsageError(
-            f"--calib {recipe.calib}: {images} of {recipe.calib_samples} samples are its rows with images, and its "
+            f"--calib {share.text}: {images} of {share.samples} samples are its rows with images, and its "
             f"text does not give the other {wanted}: ask for {images} (--calib-samples {images}), or add text; {error}"
         ) from error
 
 
 def _embedded(
-    source: Checkpoint, recipe: ExportRecipe, tokenizer: Path, reader: Reader, rows: list[ImageRow]
+    source: Checkpoint, recipe: ExportRecipe, tokenizer: Path, reader: Reader, share: TextShare, rows: list[ImageRow]
 ) -> tuple[EmbeddedSample, ...]:
     from modelexport.quantization.calibration.towers import embedded
 
@@ -115,7 +129,7 @@ def _embedded(
             f"--algorithm {recipe.algorithm} turns the hidden states, which images would come into as they are: leave "
             "out the rows with images, or choose another algorithm"
         )
-    processor = load_processor(tokenizer, f"--calib {recipe.calib}")
+    processor = load_processor(tokenizer, f"--calib {share.text}")
     dtype = torch_dtype(next(info.dtype for info in source.infos.values() if info.dtype in _TOWER_DTYPES))
     samples = [processed(processor, row) for row in rows]
     return tuple(embedded(source.config or {}, source.infos.keys(), forward_reader(source, reader), samples, dtype))

@@ -9,6 +9,7 @@ from typing import Any
 from modelexport.inspection.card.markdown import code, plain
 from modelexport.inspection.record.reading import ExportRecord
 from modelexport.quantization import algorithms
+from modelexport.quantization.calibration.text import OWN_TEXT
 from modelexport.recipe import ExportRecipe, calibration_key, is_calibration, recorded_names
 from modelexport.settings import decides_bytes
 
@@ -17,7 +18,6 @@ __all__ = ["recipe_lines", "recipe_of"]
 _TARGET = ("target_tp", "target_pp", "target_ep")
 _ALWAYS = ("quant", "algorithm", "format")
 _OF_ADAPTER = ("name", "kind", "rank", "alpha", "weight")
-_OWN_TEXT = "modelexport's own text"
 
 
 def recipe_of(record: ExportRecord) -> dict[str, Any]:
@@ -35,8 +35,10 @@ def recipe_of(record: ExportRecord) -> dict[str, Any]:
     chosen = [algorithm.name for algorithm in algorithms.used(recipe.get("algorithm")) if algorithm.kind == "assign"]
     used = [name for name in str(recipe.get("algorithm", default)).split("+") if name not in chosen] or [default]
     calibration = dict(record.calibration)
-    if calibration.get("text") == _OWN_TEXT:
+    if calibration.get("text") == OWN_TEXT:
         del calibration["text"]
+    elif calibration.get("sources"):
+        calibration["text"] = [f"{source['text']}={source['weight']:g}" for source in calibration["sources"]]
     own_keys = {field: key for key, field in recorded_names(used).items()}
     wanted = {**recipe, "algorithm": "+".join(used)}
     for spec in filter(decides_bytes, fields(ExportRecipe)):

@@ -32,7 +32,8 @@ _OPTIONAL = {
     **dict.fromkeys(("adapters", "changed", "tensor_parallel_sizes", "warnings", "rounded_before"), list),
 }
 _OF_CALIBRATION = {"samples": int, "length": int, "text": str, "unseen_experts": list}
-_OF_CALIBRATION_OPTIONAL = {"notes": dict, "rare_experts": dict}
+_OF_CALIBRATION_OPTIONAL = {"notes": dict, "rare_experts": dict, "sources": list}
+_OF_SOURCE: dict[str, Kind] = {"text": str, "weight": (int, float), "samples": int}
 _OF_COMPARISON = {"model": dict, "reference": dict}
 _OF_LAYER = {"name": str, "modules": dict}
 _OF_MODULE = {"kind": str, "role": str, "partition": str, "number_format": str, "shape": list, "tensors": dict}
@@ -84,6 +85,10 @@ def _check_calibration(path: Path, calibration: Mapping[str, Any] | None) -> Non
     _check(path, calibration, _OF_CALIBRATION, "calibration.", needed=True)
     _check(path, calibration, _OF_CALIBRATION_OPTIONAL, "calibration.")
     _check_items(path, calibration["unseen_experts"], str, "calibration.unseen_experts.")
+    sources = calibration.get("sources") or []
+    _check_items(path, sources, dict, "calibration.sources.")
+    for number, source in enumerate(sources):
+        _check(path, source, _OF_SOURCE, f"calibration.sources.{number}.", needed=True)
     notes = calibration.get("notes") or {}
     _check(path, notes, dict.fromkeys(notes, str), "calibration.notes.", needed=True)
 

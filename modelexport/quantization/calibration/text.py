@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import math
 import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
@@ -18,6 +20,7 @@ from modelexport.assets import Split, demo_documents
 from modelexport.errors import CheckpointError, UsageError, error_text, quoted
 from modelexport.quantization.calibration.images import shows_images
 from modelexport.quantization.calibration.rows import COLUMNS, Chat, read_row
+from modelexport.settings import with_weight
 from modelexport.system.json_values import JsonValues
 from modelexport.system.small_files import LARGEST_JSON, check_regular, has_file, open_regular, read_json
 
@@ -27,13 +30,16 @@ if TYPE_CHECKING:
 __all__ = [
     "DATASET",
     "LENGTH",
+    "OWN_TEXT",
     "SAMPLES",
     "TOKENIZER_FILES",
+    "TextShare",
     "TokenDocuments",
     "file_of",
     "has_tokenizer",
     "load_tokenizer",
     "rendered",
+    "shares",
     "token_batches_from",
 ]
 
@@ -53,6 +59,69 @@ _THINK, _THOUGHT = "<think>", "</think>"
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 DATASET = "hf:"
 """What the name of a data set begins with: ``hf:NAME``, ``hf:NAME:SPLIT`` or ``hf:NAME:CONFIGURATION:SPLIT``."""
+OWN_TEXT = "modelexport's own text"
+"""The name that records have for the text of the package."""
+
+
+@dataclass(frozen=True)
+class TextShare:
+    """One of the texts that a model is calibrated on.
+
+    Attributes:
+        text: as :func:`file_of` takes it.
+        weight: of all texts' weights.
+        samples: windows or rows with images that are taken from it.
+        of: samples of all texts together.
+    """
+
+    text: str | None
+    weight: float
+    samples: int
+    of: int
+
+    @property
+    def name(self) -> str:
+        """The name in records: of a file its own, without its directory."""
+        if self.text is None:
+            return OWN_TEXT
+        return self.text if self.text.startswith(DATASET) else Path(self.text).name
+
+
+def shares(texts: Sequence[str], samples: int) -> list[TextShare]:
+    """Divides samples among texts by their weights.
+
+    Each has the whole part of its share; what is left over goes, one each, to the largest fractions, and of equal ones
+    to the text that is named first.
+
+    Args:
+        texts: ``FILE`` or ``FILE=WEIGHT``, weights above 0; none: the text of the package.
+        samples: of all together.
+
+    Raises:
+        UsageError: a weight is no number above 0, a text is named twice, or there is no sample for it.
+    """
+    if not texts:
+        return [TextShare(None, 1.0, samples, samples)]
+    given = [with_weight(text, CALIBRATION, lambda name: os.path.lexists(os.path.expanduser(name))) for text in texts]
+    names = [name for name, _ in given]
+    for name, weight in given:
+        if weight < 0:
+            raise UsageError(f"{CALIBRATION} {name}={weight:g}: a weight above 0 is needed, e.g. {name}=0.5")
+        if names.count(name) > 1:
+            raise UsageError(f"{CALIBRATION} {name} is given twice: give it once, with a weight: {name}=2")
+    total = math.fsum(weight for _, weight in given)
+    parts = [weight / total * samples for _, weight in given]
+    counts = [math.floor(part) for part in parts]
+    fractions = sorted(range(len(parts)), key=lambda place: counts[place] - parts[place])
+    for place in fractions[: samples - sum(counts)]:
+        counts[place] += 1
+    for (name, weight), count in zip(given, counts, strict=True):
+        if count == 0:
+            raise UsageError(
+                f"{CALIBRATION} {name}: with a weight of {weight:g} among {total:g} it has none of {samples} samples: "
+                f"give --calib-samples {math.ceil(total / weight)} or more, or leave it out"
+            )
+    return [TextShare(name, weight, count, samples) for (name, weight), count in zip(given, counts, strict=True)]
 
 
 def file_of(text: str | os.PathLike[str] | None, flag: str = CALIBRATION) -> Path | None:
@@ -105,6 +174,7 @@ def token_batches_from(
     samples: int = SAMPLES,
     length: int = LENGTH,
     seed: int = 0,
+    share: float = 1.0,
 ) -> Tensor:
     """Windows of a text that do not overlap, drawn by a seed: int64 ``[samples, length]``.
 
@@ -119,6 +189,7 @@ def token_batches_from(
             are folded into it; ``input_ids`` beyond it are refused.
         samples, length: how many windows, of how many tokens.
         seed: which windows; the same whenever text, tokenizer and numbers are.
+        share: of all samples that these are, for the message that there are too few tokens.
 
     Raises:
         UsageError: no such file or data set, a line that is not as above, no tokenizer, or fewer tokens than asked
@@ -136,7 +207,7 @@ def token_batches_from(
     if len(ids) < needed:
         raise UsageError(
             f"{documents.label} has {len(ids):,} tokens, but {samples} samples of {length} are {needed:,}: give a "
-            f"longer text with --calib, or ask for fewer samples (--calib-samples {len(ids) // length})"
+            f"longer text with --calib, or ask for fewer samples (--calib-samples {int(len(ids) // length / share)})"
             if len(ids) >= length
             else f"{documents.label} has {len(ids):,} tokens, but a single sample of {length} needs as many: give a "
             f"longer text with --calib, or shorter samples with --calib-length"
