@@ -71,7 +71,7 @@ valid: dict[str, st.SearchStrategy[Any]] = {
     "calib_experts": st.sampled_from(["routed", "all"]),
     "calib_memory": st.none() | st.integers(0, 2**40),
     "device_memory": st.none() | st.integers(1, 2**40),
-    "kv_cache": st.sampled_from([None, "fp8", "fp8-head", "nvfp4"]),
+    "kv_cache": st.sampled_from([None, "fp8", "fp8-head", "int8", "nvfp4"]),
     "draft": st.sampled_from(["keep", "quantise", "drop"]),
     "unknown_architecture": st.sampled_from(["refuse", "structure"]),
     "device": st.sampled_from(["auto", "cpu", "cuda", "cuda:1"]),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from modelexport.errors import PlanError
 
@@ -18,14 +18,16 @@ __all__ = ["CACHES", "NOT_ROUNDED", "CacheFormat", "CacheRounding", "of_scheme"]
 
 NOT_ROUNDED = "not rounded"
 """In place of a name: engines round such a cache, and it is not done here."""
-_E4M3 = 448.0
+_LARGEST = {"float": 448.0, "int": 127.0}
+"""Of what scales are made for: e4m3 and int8."""
 
 
 @dataclass(frozen=True)
 class CacheFormat:
     """A number format of a KV cache.
 
-    A scale is what a stored number is multiplied by: the largest magnitude that it is to cover, over 448. In NVFP4 that
+    A scale is what a stored number is multiplied by: the largest magnitude that it is to cover, over 448, or over 127
+    where numbers are integers. In NVFP4 that
     is the scale above those of the groups, which an engine finds as tokens come: a group's is the e4m3 nearest to its
     largest magnitude over 6 times the scale (vLLM's ``nvfp4_kv_cache_kernels.cu``). It is 448 there, too, and not
     6 * 448 as for weights, since kernels turn what they read into FP8 before they multiply (ModelOpt's
@@ -34,7 +36,8 @@ class CacheFormat:
     Attributes:
         name: as ``--kv-cache`` spells it.
         in_words: its numbers, for a sentence.
-        num_bits: of a number, a float.
+        num_bits: of a number.
+        numbers: what it is.
         by_head: whether each key/value head has scales of its own; else a layer has one for keys and one for values.
         group: numbers of a head, next to each other, that share a scale of the engine's; 0: there are none.
     """
@@ -42,6 +45,7 @@ class CacheFormat:
     name: str
     in_words: str
     num_bits: int
+    numbers: Literal["float", "int"] = "float"
     by_head: bool = False
     group: int = 0
 
@@ -49,7 +53,11 @@ class CacheFormat:
         """The scales, float32 ``[n]``, that cover these magnitudes; 1 where there is nothing but zeros."""
         import torch
 
-        return torch.tensor([reach / _E4M3 if reach > 0 else 1.0 for reach in reached], dtype=torch.float32)
+        return torch.tensor([reach / self._largest if reach > 0 else 1.0 for reach in reached], dtype=torch.float32)
+
+    @property
+    def _largest(self) -> float:
+        return _LARGEST[self.numbers]
 
     def rounding(self, keys: Sequence[float], values: Sequence[float]) -> CacheRounding:
         """Returns what rounds by the scales that cover these magnitudes of keys and of values."""
@@ -68,7 +76,10 @@ class CacheFormat:
             from modelexport.quantization.kernels import microscaling_reference
 
             return microscaling_reference.fake_quantise(x, self.group, scale.reshape(1).reciprocal(), torch.uint8)
-        code = (x.float() / scale).clamp(-_E4M3, _E4M3).to(torch.float8_e4m3fn)
+        scaled = x.float() / scale
+        if self.numbers == "int":
+            return (scaled.round_().clamp_(-self._largest - 1, self._largest) * scale).to(x.dtype)
+        code = scaled.clamp_(-self._largest, self._largest).to(torch.float8_e4m3fn)
         return (code.float() * scale).to(x.dtype)
 
 
@@ -113,11 +124,11 @@ CACHES: Mapping[str, CacheFormat] = {
     for cache in (
         CacheFormat("fp8", "FP8", 8),
         CacheFormat("fp8-head", "FP8, a scale for each head", 8, by_head=True),
+        CacheFormat("int8", "int8", 8, "int"),
         CacheFormat("nvfp4", "NVFP4", 4, group=16),
     )
 }
-"""The formats that can be written, by their names. int8 is not among them: no engine takes its scales from a
-checkpoint (docs/number-formats.md)."""
+"""The formats that can be written, by their names; docs/number-formats.md has the engines that read each."""
 
 
 def of_scheme(scheme: Mapping[str, Any] | None) -> CacheFormat | None:
@@ -129,4 +140,4 @@ def of_scheme(scheme: Mapping[str, Any] | None) -> CacheFormat | None:
 
 
 def _meaning(cache: CacheFormat) -> tuple[str, int, str]:
-    return "float", cache.num_bits, "attn_head" if cache.by_head else "tensor"
+    return cache.numbers, cache.num_bits, "attn_head" if cache.by_head else "tensor"

@@ -118,10 +118,24 @@ def test_scales_of_heads_are_kept_where_there_are_words_for_them(ids: str, tmp_p
         convert(str(tmp_path / "hf"), out=str(tmp_path / "refused"), format="modelopt", quiet=True)
 
 
+def test_int8_reaches_as_far_as_fp8_in_fewer_steps(ids: str, tmp_path: Path) -> None:
+    """In TensorRT-LLM's checkpoint, the same whichever ranks make it."""
+    settings = {"quant": "none", "format": "trtllm", "calib_range": "max"}
+    alone = exported(tmp_path / "int8", ids, kv_cache="int8", **settings)
+    assert exported(tmp_path / "2", ids, kv_cache="int8", tp=2, **settings) == alone
+    exported(tmp_path / "fp8", ids, kv_cache="fp8", **settings)
+    config = json.loads((tmp_path / "int8" / "config.json").read_text())
+    assert config["quantization"]["kv_cache_quant_algo"] == "INT8"
+    int8, fp8 = (load_file(tmp_path / name / "rank0.safetensors") for name in ("int8", "fp8"))
+    for name in (f"transformer.layers.{n}.attention.{part}_cache_scaling_factor" for n in (0, 1) for part in "kv"):
+        assert float(int8[name]) == pytest.approx(float(fp8[name]) * 448 / 127)
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"kv_cache": "fp8-head", "format": "modelopt"}, "'modelopt' has no place for its scales; --format hf has"),
+        ({"kv_cache": "int8"}, "'compressed-tensors' has no place for its scales; --format trtllm has"),
         ({"kv_cache": "nvfp4"}, "'compressed-tensors' has no place for its scales; --format modelopt has"),
         (
             {"kv_cache": "nvfp4", "format": "modelopt", "shape": {"head_dim": 24}},

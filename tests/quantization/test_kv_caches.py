@@ -48,6 +48,20 @@ def test_ranks_round_their_heads_as_one_rank_does() -> None:
     assert rounding(keys[:, :1], values[:, :1], (0, 0))[0].shape == keys[:, :1].shape, "a rank without a part"
 
 
+def test_int8_is_rounded_to_whole_steps_of_the_scale() -> None:
+    """As compressed-tensors' own quantisation has it."""
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+
+    arguments = quantization.QuantizationArgs(num_bits=8, type="int", strategy="tensor", symmetric=True)
+    keys, values = some(), some(seed=1)
+    rounding = CACHES["int8"].rounding([float(keys.abs().max())], [0.5 * float(values.abs().max())])
+    assert float(rounding.keys) == pytest.approx(float(keys.abs().max()) / 127)
+    for got, x, scale in zip(rounding(keys, values), (keys, values), (rounding.keys, rounding.values), strict=True):
+        assert torch.equal(got, fake_quantize(x, scale, torch.zeros(1), arguments))
+        assert not torch.equal(got, x)
+
+
 def test_nvfp4_is_rounded_in_groups_below_the_stored_scale() -> None:
     """As compressed-tensors' own quantisation has it, whose global scale is the reciprocal."""
     quantization = pytest.importorskip("compressed_tensors.quantization")

@@ -78,12 +78,12 @@ def made_cache_scales(
 
 
 def check_cached_heads(config: Mapping[str, Any], dimensions: Dimensions, cache: CacheFormat) -> None:
-    """Refuse a cache whose scales are of parts of heads, or of heads, for an attention that has no such.
+    """Refuse a cache that engines do not keep for an attention.
 
     Raises:
-        PlanError: keys and values are kept as one latent, or heads are not whole groups.
+        PlanError: keys and values are kept as one latent, in anything but FP8, or heads are not whole groups.
     """
-    if (cache.by_head or cache.group) and config.get("kv_lora_rank"):
+    if cache is not kv_caches.CACHES["fp8"] and config.get("kv_lora_rank"):
         raise PlanError(
             f"--kv-cache {cache.name}: latent attention keeps one latent of {shown(config['kv_lora_rank'])} numbers "
             "for all heads, and engines keep none of those so: choose --kv-cache fp8"

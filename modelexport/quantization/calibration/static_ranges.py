@@ -1,4 +1,4 @@
-"""The magnitude that a stored scale of activations, or of an FP8 KV cache, is to cover.
+"""The magnitude that a stored scale of activations, or of a KV cache, is to cover.
 
 What lies beyond is clamped, and what lies within is rounded the more finely the less is covered:
 
@@ -35,10 +35,10 @@ from torch import Tensor
 
 from modelexport.quantization.calibration.statistics import BINS, InputStatistics
 from modelexport.quantization.kernels.searching import sum_in_halves
+from modelexport.quantization.kv_caches import CACHES, CacheFormat
 
 if TYPE_CHECKING:
     from modelexport.quantization.formats.base import NumberFormat
-    from modelexport.quantization.kv_caches import CacheFormat
 
 __all__ = ["FRACTION", "METHODS", "choose", "choose_cache", "squared_error", "together", "wants"]
 
@@ -48,7 +48,6 @@ FRACTION = 0.9999
 
 _STEPS_AN_OCTAVE = 16
 _OCTAVES = 8
-_FP8_CACHE: Mapping[str, Any] = {"num_bits": 8, "type": "float", "dynamic": False}
 
 
 def wants(method: str) -> frozenset[str]:
@@ -59,7 +58,7 @@ def wants(method: str) -> frozenset[str]:
 def choose(
     statistics: InputStatistics,
     method: str = "max",
-    number_format: NumberFormat | None = None,
+    number_format: NumberFormat | CacheFormat | None = None,
     *,
     fraction: float = FRACTION,
 ) -> float:
@@ -68,7 +67,7 @@ def choose(
     Args:
         statistics: with ``amax`` and, but for ``max``, ``histogram``; of a linear's inputs, or of keys or values.
         method: one of :data:`METHODS`.
-        number_format: with static inputs; None: an FP8 (e4m3) KV cache.
+        number_format: with static inputs, or a KV cache's; None: an FP8 (e4m3) KV cache.
         fraction: of the magnitudes that ``percentile`` covers, above 0, at most 1.
 
     For NVFP4, whose groups of 16 have scales of their own below the stored one, that one hardly matters: covering less
@@ -107,12 +106,10 @@ def choose_cache(
 
     Args:
         statistics: of all heads together, or of each.
-        method: one of :data:`METHODS`; where a scale has those of groups below it, ``mse`` is ``max``, as for NVFP4.
+        method: one of :data:`METHODS`.
         cache: None: FP8.
     """
-    if cache is not None and cache.group and method == "mse":
-        method = "max"
-    return tuple(choose(each, method) for each in statistics)
+    return tuple(choose(each, method, cache) for each in statistics)
 
 
 def together(parts: Sequence[InputStatistics]) -> InputStatistics:
@@ -186,9 +183,11 @@ def _levels(kind: str) -> Tensor:
     return torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float().double()  # 0x7f is NaN
 
 
-def _arguments(number_format: NumberFormat | None) -> Mapping[str, Any]:
+def _arguments(number_format: NumberFormat | CacheFormat | None) -> Mapping[str, Any]:
     if number_format is None:
-        return _FP8_CACHE
+        number_format = CACHES["fp8"]
+    if isinstance(number_format, CacheFormat):
+        return {"num_bits": number_format.num_bits, "type": number_format.numbers}
     arguments = number_format.input_arguments()
     if arguments is None or not number_format.has_static_inputs:
         raise ValueError(f"number format {number_format.name} stores no scale of inputs")

@@ -56,7 +56,7 @@ SCALES = "F32"
 SIDE_FILES: tuple[str, ...] = ()
 KV_SCALES = {"k": "k_scale", "v": "v_scale"}
 KV_SHAPE: tuple[int, ...] = (1,)
-KV_CACHES: Mapping[str, str] = {"fp8": "FP8"}
+KV_CACHES: Mapping[str, str] = {"fp8": "FP8", "int8": "INT8"}
 GROUP_SIZES = (64, 128)
 
 _PLACES = {  # modelopt's suffixes -> ours, where they are not the same word
@@ -116,9 +116,10 @@ def read(value: Mapping[str, Any]) -> QuantizationConfig:
                 )
         schemes = [_scheme(algo, value.get("group_size"))]
     cache = value.get("kv_cache_quant_algo")
-    if cache not in (None, "FP8"):
-        raise CheckpointError(f"quantization: kv_cache_quant_algo '{shown(cache)}' is not read; FP8 is")
-    kv = None if cache is None else {"dynamic": False, "num_bits": 8, "type": "float"}
+    numbers_of = {None: None, "FP8": "float", "INT8": "int"}
+    if cache is not None and (not isinstance(cache, str) or cache not in numbers_of):
+        raise CheckpointError(f"quantization: kv_cache_quant_algo '{shown(cache)}' is not read; FP8 and INT8 are")
+    kv = None if cache is None else {"dynamic": False, "num_bits": 8, "type": numbers_of[cache]}
     ignore = strings(value.get("ignore"), "ignore")
     return QuantizationConfig(METHOD, None if algo is None else str(algo), None, tuple(schemes), ignore, kv)
 

@@ -176,7 +176,7 @@ def test_what_it_has_no_word_for() -> None:
         ({"has_zero_point": True}, r"FP8 with has_zero_point \(zero points\) is not read"),
         ({"quant_algo": "W4A16_AWQ", "pre_quant_scale": True}, "W4A16_AWQ with pre_quant_scale"),
         ({"quant_algo": "W4A16_AWQ", "group_size": "64"}, "group_size '64'; a number of columns is needed"),
-        ({"kv_cache_quant_algo": "INT8"}, "kv_cache_quant_algo 'INT8' is not read; FP8 is"),
+        ({"kv_cache_quant_algo": "NVFP4"}, "kv_cache_quant_algo 'NVFP4' is not read; FP8 and INT8 are"),
         ({"ignore": 3}, "ignore must be a list of names"),
     ],
 )
