@@ -22,8 +22,9 @@ Model
 Training
     1,670 steps of 16 x 256 tokens (3.6 epochs). Muon for the matrices (learning rate 4e-3, weight decay 0.1),
     AdamW (3e-3) for embedding and norms; warm-up 50 steps, linear decay over the second half, bf16 autocast
-    (float32 on processors that have no bf16 arithmetic: it is 80 times slower there), seed 0. The embedded model took 38 minutes on one CPU core and ended at 3.136 nats a held-out token. Its
-    order of batches was not kept, so weights made here differ from it in value, not in kind.
+    (float32 on processors without bf16 arithmetic, where that is 80 times slower), seed 0. The embedded model took
+    38 minutes on one CPU core and ended at 3.136 nats a held-out token. Its order of batches was not kept, so weights
+    made here differ from it in value, not in kind.
 """
 
 from __future__ import annotations
