@@ -36,9 +36,11 @@ __all__ = [
     "by_rows",
     "copy_finite",
     "dequantise",
+    "descend",
     "expect",
     "is_little",
     "nearest_groups",
+    "nearest_moved",
     "of",
     "quantise_blocks",
     "quantise_groups",
@@ -399,3 +401,25 @@ def squared_error(
 ) -> None:
     """See :func:`.reference.squared_error`."""
     by_rows("squared_error", weight, weight, q, scale, out, group=group, bits=bits, zero=zero)
+
+
+def nearest_moved(
+    weight: Tensor, offset: Tensor, step: Tensor, zero: Tensor | None, columns: int, low: float, high: float, out: Tensor
+) -> None:
+    """See :func:`.reference.nearest_moved`; of tensors on the CPU."""
+    by_rows("nearest_moved", weight, weight, offset, step, zero, columns, low, high, out)
+
+
+def descend(
+    weight: Tensor,
+    offset: Tensor,
+    gradient: Tensor,
+    step: Tensor,
+    zero: Tensor | None,
+    columns: int,
+    low: float,
+    high: float,
+    rate: float,
+) -> None:
+    """See :func:`.reference.descend`; of tensors on the CPU."""
+    by_rows("descend", weight, weight, offset, gradient, step, zero, columns, low, high, rate)

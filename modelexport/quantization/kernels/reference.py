@@ -387,3 +387,49 @@ def search_errors(
             value = value if shift is None else value - shift.unsqueeze(1)
             error = (wide - value * step.unsqueeze(1)).double()
             out[block, number] = torch.where(finite, sum_of_lanes(error * error, SEARCH_LANES), 0.0)
+
+
+def nearest_moved(
+    weight: Tensor, offset: Tensor, step: Tensor, zero: Tensor | None, columns: int, low: float, high: float, out: Tensor
+) -> None:
+    """Fills ``out`` with the values nearest to ``weight + offset * step`` of the integers ``low .. high``.
+
+    Args:
+        weight, offset, out: float32 ``[rows, cols]``, contiguous; offsets are in steps.
+        step, zero: float32 ``[rows, blocks]``: what an integer is multiplied by when ``zero``, if any, has been taken off;
+            for each ``columns`` columns, the last of which may be fewer.
+    """
+    for block in _row_blocks(*weight.shape):
+        wide, shift = _for_columns(step[block], zero, block, columns, weight.shape[1])
+        ratio = (weight[block] + offset[block] * wide) / wide
+        number = (ratio if shift is None else ratio + shift).clamp(low, high).round()
+        out[block] = (number if shift is None else number - shift) * wide
+
+
+def descend(
+    weight: Tensor,
+    offset: Tensor,
+    gradient: Tensor,
+    step: Tensor,
+    zero: Tensor | None,
+    columns: int,
+    low: float,
+    high: float,
+    rate: float,
+) -> None:
+    """Moves offsets by ``rate`` against the signs of a gradient, as far as -0.5 and 0.5, where ``weight + offset * step``
+    is not beyond the integers ``low .. high``. For the arguments see :func:`nearest_moved`."""
+    for block in _row_blocks(*weight.shape):
+        wide, shift = _for_columns(step[block], zero, block, columns, weight.shape[1])
+        number = (weight[block] + offset[block] * wide) / wide
+        number = number if shift is None else number + shift
+        within = (number >= low) & (number <= high)
+        offset[block] = offset[block].sub(gradient[block].sign() * within, alpha=rate).clamp(-0.5, 0.5)
+
+
+def _for_columns(
+    step: Tensor, zero: Tensor | None, block: slice, columns: int, cols: int
+) -> tuple[Tensor, Tensor | None]:
+    """A block of rows' steps and zero points, one for each column."""
+    wide = step.repeat_interleave(columns, dim=1)[:, :cols]
+    return wide, None if zero is None else zero[block].repeat_interleave(columns, dim=1)[:, :cols]
