@@ -26,8 +26,8 @@ class OutputErrors:
     """The errors of a layer's linears; every rank adds its rows, and :meth:`ratios` adds the ranks'.
 
     Attributes:
-        tables: linear -> the squares of the errors and of the outputs, float64 ``[rows, 2]``; the rows, and their number
-            in the whole weight.
+        tables: linear -> the squares of the errors and of the outputs, float64 ``[rows, 2]``; the rows; and how many
+            the whole weight has.
     """
 
     tables: dict[str, tuple[Tensor, tuple[int, int], int]] = field(default_factory=dict)
@@ -50,19 +50,17 @@ class OutputErrors:
         def work(part: slice) -> None:
             for start in range(part.start, part.stop, ROWS):
                 rows = slice(start, min(part.stop, start + ROWS))
-                right = None
-                if known is None or rounded is not x:
+                if rounded is x:
+                    table[rows, 0] = _squares((decoded[rows] - weight[rows]) @ x.t())
+                if rounded is not x or known is None:
                     right = weight[rows] @ x.t()
                     table[rows, 1] = _squares(right)
-                if rounded is x:
-                    wrong = (decoded[rows] - weight[rows]) @ x.t()
-                else:
-                    wrong = decoded[rows] @ rounded.t() - right
-                table[rows, 0] = _squares(wrong)
+                if rounded is not x:
+                    table[rows, 0] = _squares(decoded[rows] @ rounded.t() - right)
 
         if len(weight):
             kernels.split_rows(weight, work, ROWS)
-            if known is not None:
+            if known is not None and rounded is x:
                 table[:, 1] = known[:, 1]
         self.tables[linear.name] = (table, linear.rows, linear.shape[0])
 

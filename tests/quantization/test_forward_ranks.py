@@ -150,13 +150,13 @@ def test_a_layer_is_left_at_its_last_linear_where_outputs_count_for_nothing(monk
         for index in range(2):
             with runner.filled(index) as layer:
                 multiplied.clear()
-                left = targets.of_statistics(runner.observe(layer, WANTS).inputs[f"model.layers.{index}.mlp.down_proj"])
+                down = f"model.layers.{index}.mlp.down_proj"
+                left = targets.of_statistics(runner.observe(layer, WANTS).inputs[down])
                 assert ("mlp.down_proj" in multiplied) == (index == 0)
                 assert multiplied.count("mlp.up_proj") == len(runner.batches)
-                runner._called_once = {key: False for key in runner._called_once}
-                whole = targets.of_statistics(runner.observe(layer, WANTS).inputs[f"model.layers.{index}.mlp.down_proj"])
-                assert left == whole
-                runner._called_once = {key: True for key in runner._called_once}
+                runner._called_once = dict.fromkeys(runner._called_once, False)
+                assert left == targets.of_statistics(runner.observe(layer, WANTS).inputs[down])
+                runner._called_once = dict.fromkeys(runner._called_once, True)
                 runner.advance(layer)
                 assert multiplied.count("mlp.down_proj") == len(runner.batches) * (2 if index else 3)
 

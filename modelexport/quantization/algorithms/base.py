@@ -104,7 +104,6 @@ class CalibratedLinear:
             name=self.name,
         )
 
-
     def nearest(self) -> Tensor:
         """Returns the values that :meth:`rounded` gives its rows, float32 ``[rows, in_features]``.
 

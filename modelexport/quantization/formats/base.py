@@ -126,8 +126,8 @@ class NumberFormat(ABC):
         return 0
 
     def choose(self, values: Tensor, products: Tensor) -> Tensor | None:
-        """Returns the number of the scale with which each block of a row has the least d G d^T, uint8 ``[rows, blocks]``,
-        d being what rounding does to the block; of equal ones the largest scale's. None where it has to be tried.
+        """Returns the number of the scale with which each block of a row has the least d G d^T, uint8
+        ``[rows, blocks]``, d being what rounding does to the block. None where scales have to be tried one by one.
 
         Args:
             values: float32 ``[rows, cols]``.

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from modelexport.errors import UsageError, error_text
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 __all__ = [
@@ -404,7 +405,14 @@ def squared_error(
 
 
 def nearest_moved(
-    weight: Tensor, offset: Tensor, step: Tensor, zero: Tensor | None, columns: int, low: float, high: float, out: Tensor
+    weight: Tensor,
+    offset: Tensor,
+    step: Tensor,
+    zero: Tensor | None,
+    columns: int,
+    low: float,
+    high: float,
+    out: Tensor,
 ) -> None:
     """See :func:`.reference.nearest_moved`; of tensors on the CPU."""
     by_rows("nearest_moved", weight, weight, offset, step, zero, columns, low, high, out)

@@ -4,7 +4,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 from __future__ import annotations
 
-import numpy as np
 from numba import types
 
 from modelexport.quantization.kernels.compiled import (

@@ -61,8 +61,8 @@ def _e2m1(target, step, rounded, rows):
 
 @_inline
 def _add_four(sums, at, first, second, third, fourth, errors, last, rows):
-    """Adds four columns' errors, times a number each, to a column's sums, one after the other; ``last`` is where those of
-    the first begin, and the others lie before it."""
+    """Adds four columns' errors, times a number each, to a column's sums, one after the other; ``last`` is where those
+    of the first begin, and the others lie before it."""
     one, two, three, four = last, last - rows, last - 2 * rows, last - 3 * rows
     for r in range(rows):
         value = _F32(sums[_U64(at + r)] + _F32(first * errors[_U64(one + r)]))

@@ -223,7 +223,14 @@ def search_errors(
 
 
 def nearest_moved(
-    weight: Tensor, offset: Tensor, step: Tensor, zero: Tensor | None, columns: int, low: float, high: float, out: Tensor
+    weight: Tensor,
+    offset: Tensor,
+    step: Tensor,
+    zero: Tensor | None,
+    columns: int,
+    low: float,
+    high: float,
+    out: Tensor,
 ) -> None:
     """See :func:`.reference.nearest_moved`."""
     from modelexport.quantization.kernels import compiled_offsets

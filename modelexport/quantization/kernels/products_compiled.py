@@ -79,15 +79,14 @@ def _error(wide, begin, aimed, place, group, scale, now, moved, lanes):
     return _halved(lanes)
 
 
-@_jit(
-    types.void(
-        _floats, *[_int] * 4, *[types.float32] * 2, _floats, _floats, _int, _floats, _int, *[_floats] * 3, types.uint8[::1]
-    )
-)
+_arguments = (_floats, *[_int] * 4, *[types.float32] * 2, _floats, _floats, _int, _floats, _int, *[_floats] * 3)
+
+
+@_jit(types.void(*_arguments, types.uint8[::1]))
 def choose(
     wide, rows, cols, group, code, limit, cap, caps, amax, each, shrinks, scale_kind, products, moved, aimed, out
 ):
-    """See the reference; ``amax`` has ``each`` values for a block: 1, or 2 with zero points. ``moved`` is written to."""
+    """See the reference; ``amax`` has ``each`` values for a block: 1, or 2 with zero points."""
     blocks = cols // group
     steps, zeros = np.empty(TRIED, np.float32), np.zeros(TRIED, np.float32)
     before, now, own = np.empty(group, np.float32), np.empty(group, np.float32), np.empty(group, np.float32)

@@ -1,4 +1,5 @@
-"""The choice of scales by the products of a linear's inputs for CPU tensors: tensors in, :mod:`.products_compiled` loops.
+"""The choice of scales by the products of a linear's inputs for CPU tensors: tensors in, :mod:`.products_compiled`
+loops.
 
 Importing this module compiles the loop, or loads it from numba's cache; no thread is started, no torch operation run.
 """

@@ -390,14 +390,21 @@ def search_errors(
 
 
 def nearest_moved(
-    weight: Tensor, offset: Tensor, step: Tensor, zero: Tensor | None, columns: int, low: float, high: float, out: Tensor
+    weight: Tensor,
+    offset: Tensor,
+    step: Tensor,
+    zero: Tensor | None,
+    columns: int,
+    low: float,
+    high: float,
+    out: Tensor,
 ) -> None:
     """Fills ``out`` with the values nearest to ``weight + offset * step`` of the integers ``low .. high``.
 
     Args:
         weight, offset, out: float32 ``[rows, cols]``, contiguous; offsets are in steps.
-        step, zero: float32 ``[rows, blocks]``: what an integer is multiplied by when ``zero``, if any, has been taken off;
-            for each ``columns`` columns, the last of which may be fewer.
+        step, zero: float32 ``[rows, blocks]``: what an integer is multiplied by when ``zero``, if any, has been taken
+            off; for each ``columns`` columns, the last of which may be fewer.
     """
     for block in _row_blocks(*weight.shape):
         wide, shift = _for_columns(step[block], zero, block, columns, weight.shape[1])
@@ -417,8 +424,9 @@ def descend(
     high: float,
     rate: float,
 ) -> None:
-    """Moves offsets by ``rate`` against the signs of a gradient, as far as -0.5 and 0.5, where ``weight + offset * step``
-    is not beyond the integers ``low .. high``. For the arguments see :func:`nearest_moved`."""
+    """Moves offsets by ``rate`` against the signs of a gradient, as far as -0.5 and 0.5, where
+    ``weight + offset * step`` is not beyond the integers ``low .. high``. For the arguments see :func:`nearest_moved`.
+    """
     for block in _row_blocks(*weight.shape):
         wide, shift = _for_columns(step[block], zero, block, columns, weight.shape[1])
         number = (weight[block] + offset[block] * wide) / wide
