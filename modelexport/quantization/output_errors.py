@@ -7,13 +7,13 @@ same on any number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from modelexport.distributed import collectives
+from modelexport.quantization import kernels
 from modelexport.quantization.algorithms.base import CalibratedLinear
 from modelexport.quantization.calibration.cut import ROWS
 from modelexport.quantization.calibration.statistics import thinned
@@ -23,26 +23,45 @@ from modelexport.quantization.kernels.searching import sum_in_halves
 
 @dataclass
 class OutputErrors:
-    """The errors of a layer's linears; every rank adds its rows, and :meth:`ratios` adds the ranks'."""
+    """The errors of a layer's linears; every rank adds its rows, and :meth:`ratios` adds the ranks'.
+
+    Attributes:
+        tables: linear -> the squares of the errors and of the outputs, float64 ``[rows, 2]``; the rows; and how many
+            the whole weight has.
+    """
 
     tables: dict[str, tuple[Tensor, tuple[int, int], int]] = field(default_factory=dict)
 
-    def add(self, linear: CalibratedLinear, native: Mapping[str, Tensor]) -> None:
-        """Note what ``native``, the tensors of this rank's rows, make of the linear's outputs."""
+    def add(self, linear: CalibratedLinear, decoded: Tensor, outputs: OutputErrors | None = None) -> None:
+        """Note what ``decoded``, the values of this rank's rows after rounding, make of the linear's outputs.
+
+        Args:
+            outputs: those that have the squares of the outputs of the same weight; None: they are computed.
+        """
         assert linear.number_format is not None
         if linear.inputs is None or linear.inputs.sample is None:
             return
-        table = torch.zeros(len(linear.weight), 2, dtype=torch.float64)
-        if len(linear.weight):
-            x = thinned(linear.inputs.sample).to(linear.weight.device)
-            rounded = linear.number_format.fake_quantise_activations(x, input_tensors(linear.number_format, linear))
-            decoded = linear.number_format.dequantise(native)
-            for start in range(0, len(table), ROWS):
-                part = slice(start, start + ROWS)
-                right = x @ linear.weight[part].t()
-                wrong = rounded @ decoded[part].t() - right
-                table[part, 0] = wrong.double().square().sum(0).cpu()
-                table[part, 1] = right.double().square().sum(0).cpu()
+        weight = linear.weight
+        table = torch.zeros(len(weight), 2, dtype=torch.float64)
+        x = thinned(linear.inputs.sample).to(weight.device)
+        rounded = linear.number_format.fake_quantise_activations(x, input_tensors(linear.number_format, linear))
+        known = None if outputs is None else outputs.tables[linear.name][0]
+
+        def work(part: slice) -> None:
+            for start in range(part.start, part.stop, ROWS):
+                rows = slice(start, min(part.stop, start + ROWS))
+                if rounded is x:
+                    table[rows, 0] = _squares((decoded[rows] - weight[rows]) @ x.t())
+                if rounded is not x or known is None:
+                    right = weight[rows] @ x.t()
+                    table[rows, 1] = _squares(right)
+                if rounded is not x:
+                    table[rows, 0] = _squares(decoded[rows] @ rounded.t() - right)
+
+        if len(weight):
+            kernels.split_rows(weight, work, ROWS)
+            if known is not None and rounded is x:
+                table[:, 1] = known[:, 1]
         self.tables[linear.name] = (table, linear.rows, linear.shape[0])
 
     def ratios(self) -> dict[str, float]:
@@ -63,6 +82,11 @@ class OutputErrors:
             wrong, right = sum_in_halves(whole[place]).tolist()
             found[name] = float(f"{wrong / right:.4g}") if right else 0.0
         return found
+
+
+def _squares(values: Tensor) -> Tensor:
+    """The sum of each row's squares: float64 ``[rows]``."""
+    return values.double().square_().sum(dim=1).cpu()
 
 
 def input_tensors(number_format: NumberFormat, linear: CalibratedLinear) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from modelexport.assets import demo_model_path
 from modelexport.errors import CheckpointError, PlanError
@@ -19,10 +20,11 @@ from modelexport.models.architecture import Dimensions, family_of
 from modelexport.quantization.calibration import layers as calibration_layers
 from modelexport.quantization.calibration.cut import WHOLE, ForwardCut, ForwardShard, even_ranges, nodes, over_tree
 from modelexport.quantization.calibration.layers import LayerRunner
+from modelexport.quantization.calibration.sums import ForwardRanks
 from tests.helpers.marks import few
 from tests.helpers.models import make_llama
 from tests.quantization import _forward_ranks as targets
-from tests.quantization._forward_ranks import digest, on_ranks, opened
+from tests.quantization._forward_ranks import WANTS, digest, on_ranks, opened
 
 MODELS: dict[str, dict[str, Any]] = {
     "biases": {"attention_bias": True, "mlp_bias": True},
@@ -131,6 +133,32 @@ def test_linears_that_are_given_the_same_share_its_statistics() -> None:
     assert own["mlp.experts.0.gate_proj"] is own["mlp.experts.0.up_proj"]
     assert own["mlp.experts.0.gate_proj"] is not own["mlp.experts.1.gate_proj"]
     assert own["self_attn.o_proj"] is not own["self_attn.q_b_proj"]
+
+
+def test_a_layer_is_left_at_its_last_linear_where_outputs_count_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second layer of these linears on; what is seen is the same."""
+    multiplied: list[str] = []
+    product = ForwardRanks.product
+
+    def noted(self: ForwardRanks, x: Tensor, weight: Tensor, path: str, share: ForwardShard) -> Tensor:
+        multiplied.append(path)
+        return product(self, x, weight, path, share)
+
+    monkeypatch.setattr(ForwardRanks, "product", noted)
+    [directory] = directories("qwen2")
+    with opened(directory) as runner, runner:
+        for index in range(2):
+            with runner.filled(index) as layer:
+                multiplied.clear()
+                down = f"model.layers.{index}.mlp.down_proj"
+                left = targets.of_statistics(runner.observe(layer, WANTS).inputs[down])
+                assert ("mlp.down_proj" in multiplied) == (index == 0)
+                assert multiplied.count("mlp.up_proj") == len(runner.batches)
+                runner._called_once = dict.fromkeys(runner._called_once, False)
+                assert left == targets.of_statistics(runner.observe(layer, WANTS).inputs[down])
+                runner._called_once = dict.fromkeys(runner._called_once, True)
+                runner.advance(layer)
+                assert multiplied.count("mlp.down_proj") == len(runner.batches) * (2 if index else 3)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "deepseek_v2", "qwen3_moe"])

@@ -12,6 +12,7 @@ from modelexport.quantization import formats
 from modelexport.quantization.algorithms import get
 from modelexport.quantization.algorithms.base import CalibratedLinear, RankGroup, Rounding
 from modelexport.quantization.calibration.statistics import InputStatistics
+from modelexport.quantization.formats._packed import PackedFormat
 from tests.quantization._thread_ranks import run_ranks
 
 FEATURES = 256
@@ -102,3 +103,15 @@ def test_ranks_find_the_same_bits(quant: str) -> None:
 
     found = run_ranks([(0, 70), (70, 70), (70, 130), (130, ROWS)], work)
     assert torch.equal(torch.cat(found), wanted)
+
+
+@pytest.mark.parametrize(("quant", "group_size"), [("int4", 32), ("int4-asym", 64), ("int8-wo", 128)])
+def test_what_changes_between_scales_is_enough_to_choose_by(
+    quant: str, group_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU's way gives what a product for each scale does, which other devices take."""
+    torch.manual_seed(5)
+    read = linear(torch.randn(300, FEATURES), quant, group_size)
+    quick = decoded(read, rounded(read))
+    monkeypatch.setattr(PackedFormat, "choose", lambda *_: None)
+    assert (quick == decoded(read, rounded(read))).float().mean() > 0.999  # but for scales that are as good

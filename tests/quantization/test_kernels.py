@@ -14,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from modelexport.errors import CheckpointError
 from modelexport.quantization import formats
-from modelexport.quantization.kernels import fused, reference, scales, searching
+from modelexport.quantization.formats.base import Grid
+from modelexport.quantization.kernels import fused, products_fused, products_reference, reference, scales, searching
 from tests.quantization._weights import DTYPES, PLAIN, as_view, quantise, random_weight, raw, same_bytes
 
 E4M3 = torch.float8_e4m3fn
@@ -351,3 +353,88 @@ def test_squared_error_is_the_sum_in_the_order_that_is_promised() -> None:
         module.squared_error(weight, other, None, errors)
         assert float(errors[0, 0]) == total
         assert float(errors[0, 1]) == pytest.approx(float(weight.double().square().sum()), rel=1e-14)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "quant", [("int4", 32), ("int4", 128), ("int4", -1), ("int4-asym", 64), ("int8-wo", 128), ("int8-wo-asym", -1)]
+)
+def test_nearest_values_are_those_that_are_stored(quant: tuple[str, int], dtype: torch.dtype) -> None:
+    name, group = quant
+    weight = random_weight(9, 384, dtype)
+    weight[2] = 0
+    number_format = formats.get(name, group_size=group, scale_dtype=torch.bfloat16)
+    wanted = number_format.dequantise(number_format.quantise(weight))
+    assert torch.equal(number_format.nearest(weight), wanted)
+    width, affine = (384 if group == -1 else group), name.endswith("asym")
+    limit, bits = getattr(number_format, "limit", 0.0), number_format.weight_bits
+    for module in (reference, fused):
+        out = torch.empty(9, 768)[:, 100:484]  # not dense
+        assert module.nearest_groups(weight, width, out, torch.bfloat16, limit, bits=bits, affine=affine) == -1
+        assert torch.equal(out, wanted)
+        spoilt = weight.clone()
+        spoilt[5, 7] = torch.nan
+        assert module.nearest_groups(spoilt, width, out, torch.bfloat16, limit, bits=bits, affine=affine) == 5
+    with pytest.raises(CheckpointError, match="NaN"):
+        number_format.nearest(spoilt)
+
+
+@pytest.mark.parametrize("scale_dtype", DTYPES)
+@pytest.mark.parametrize("case", [(4, 128, False), (4, 40, True), (8, 32, False), (8, 96, True)], ids=str)
+def test_products_choose_what_each_scale_tried_would_cost(
+    case: tuple[int, int, bool], scale_dtype: torch.dtype
+) -> None:
+    """The kernel has the reference's bits, and both take the least of d G d^T as float64 has it."""
+    bits, group, affine = case
+    torch.manual_seed(5)
+    blocks, rows, limit = 3, 7, 7.5 if bits == 4 else 127.5
+    values = torch.randn(rows, blocks * group) ** 3
+    values[4] = 0
+    sample = torch.randn(50, blocks, group) * torch.rand(group)
+    sample[:, :, ::7] += 3 * sample[:, :, :1]
+    products = torch.einsum("tbi,tbj->bij", sample, sample)
+    own = (reference.row_extremes if affine else reference.row_amax)(values.reshape(-1, group))
+    amax = own.view(rows, blocks, *own.shape[1:])
+    by_block = values.unflatten(1, (blocks, group))
+    errors, integers = [], []
+    for shrink in scales.shrinks(bits):
+        tried = reference.tried_scales(amax * shrink, affine, torch.int8, scale_dtype, limit, bits, torch.float32)
+        integers.append(products_reference.integers(by_block, *tried, bits))
+        apart = (integers[-1] * tried[0].unsqueeze(-1) - by_block).double()
+        errors.append(torch.einsum("rbi,bij,rbj->rb", apart, products.double(), apart))
+    moved, aimed = (part.transpose(0, 1) @ products for part in (integers[0], by_block))
+    given = (values, group, amax, products)
+    found = [
+        module.choose(*given, moved.clone(), aimed, scale_dtype, limit, bits)
+        for module in (products_fused, products_reference)
+    ]
+    assert torch.equal(found[0], found[1])
+    chosen = torch.stack(errors).gather(0, found[0].long().unsqueeze(0)).squeeze(0)
+    assert torch.allclose(chosen, torch.stack(errors).amin(dim=0), rtol=1e-4)
+    assert len(found[0].unique()) > 1
+    assert torch.equal(searching.choose(values, products, scale_dtype, limit, bits, affine=affine), found[0])
+
+
+@pytest.mark.parametrize(("cols", "columns"), [(256, 128), (100, 32), (60, 60)])
+@pytest.mark.parametrize("affine", [False, True])
+def test_offsets_are_moved_alike(cols: int, columns: int, affine: bool) -> None:
+    torch.manual_seed(6)
+    weight, offset, gradient = torch.randn(11, cols), torch.rand(11, cols) - 0.5, torch.randn(11, cols)
+    gradient[0], gradient[1] = 0.0, -0.0
+    step = torch.rand(11, -(-cols // columns)) * 0.1 + 0.1  # some weights are beyond what can be stored
+    zero = torch.randint(-8, 8, step.shape).float() if affine else None
+    grid = (step, zero, columns, -8.0, 7.0)
+    kept, moved = [], []
+    for module in (fused, reference):
+        own, values = offset.clone(), torch.empty_like(weight)
+        for rate in (0.005, 0.3):
+            module.descend(weight, own, gradient, *grid, rate)
+        module.nearest_moved(weight, own, *grid, values)
+        kept.append(own)
+        moved.append(values)
+    assert torch.equal(kept[0], kept[1])
+    assert torch.equal(moved[0], moved[1])
+    assert not torch.equal(kept[0], offset)
+    assert torch.equal(kept[0][:2], offset[:2])
+    plain = Grid(step, zero, columns, torch.int8, -8.0, 7.0)
+    assert torch.equal(moved[0], plain.nearest(weight + kept[0] * plain.spacing(weight)))

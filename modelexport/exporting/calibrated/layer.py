@@ -215,7 +215,7 @@ class CalibratedLayer:
         errors = OutputErrors()
         self._agree(search=False)
         for linear in map(CalibratedLinear.computing, self.quantised.values()):
-            errors.add(linear, linear.rounded())
+            errors.add(linear, linear.nearest())
         return errors
 
     def _agree(self, *, search: bool = True) -> None:
@@ -343,12 +343,14 @@ class CalibratedLayer:
         name, number_format = f"{linear.name}.weight", linear.number_format
         assert number_format is not None
         target = self.rows[name]
-        after.add(linear.computing(), native)
+        decoded = number_format.dequantise(native) if len(target) else linear.weight
+        changed = linear.name in self.report.changed
+        after.add(linear.computing(), decoded, None if changed else self.before)
         if len(target):
-            if linear.name not in self.report.changed:
+            if not changed:
                 original = target.to(next(iter(native.values())).device)  # experts may be in the host's memory
                 made.errors[self.numbers[name]] = number_format.error_sums(original, native)
-            target.copy_(number_format.dequantise(native))
+            target.copy_(decoded)
             made.native[self.numbers[name]] = {suffix: value.to(target.device) for suffix, value in native.items()}
         if number_format.input_arguments() is not None:
             made.activations[linear.name] = self._rounding_of(linear)

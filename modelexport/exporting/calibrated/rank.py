@@ -36,6 +36,7 @@ from modelexport.quantization.algorithms.base import Algorithm, Folding, Roundin
 from modelexport.quantization.algorithms.rotation import Rotation
 from modelexport.quantization.calibration.layers import LayerRunner
 from modelexport.quantization.calibration.ranges import Ranges
+from modelexport.system.startup import without_collector
 
 
 class CalibratedExport(RankExport):
@@ -80,21 +81,22 @@ class CalibratedExport(RankExport):
         samples = shared_samples(job.source, job.recipe, job.tokenizer, self.reader)
         self.samples = samples.facts
         self.ranges = Ranges({}, {}, {})
-        self.runner = LayerRunner(
-            config,
-            job.source.infos.keys(),
-            forward_reader(job.source, self.reader),
-            samples.windows,
-            embedded=samples.embedded,
-            cut=layer_cut(job.plan, self.rank, learns=self.rounding.learns),
-            device=self.device,
-            progress=self._batch,
-            memory=job.recipe.calib_memory,
-            directory=None if self.beside is None else self.beside.parent,
-            experts_apart=memory.experts_apart,
-            compared="cross" in self.rounding.wants or self.rounding.learns,
-            derived=job.plan.family.is_derived,
-        )
+        with without_collector():  # transformers is imported here
+            self.runner = LayerRunner(
+                config,
+                job.source.infos.keys(),
+                forward_reader(job.source, self.reader),
+                samples.windows,
+                embedded=samples.embedded,
+                cut=layer_cut(job.plan, self.rank, learns=self.rounding.learns),
+                device=self.device,
+                progress=self._batch,
+                memory=job.recipe.calib_memory,
+                directory=None if self.beside is None else self.beside.parent,
+                experts_apart=memory.experts_apart,
+                compared="cross" in self.rounding.wants or self.rounding.learns,
+                derived=job.plan.family.is_derived,
+            )
         left = [step.index for step in self.decoder if step.id not in job.done]
         self.first = left[0] if left else len(self.decoder)
         if self.first and left and not self._restored(self.first):

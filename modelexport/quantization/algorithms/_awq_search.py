@@ -20,6 +20,10 @@ carry over. fp8-static on the demo model: KL 0.0065 by rtn and 0.0087 where gain
 of it from up into down. (Why is not known; that other text reaches beyond a range that was made to fit is a guess.)"""
 
 
+_EVERY, _KEPT = 8, 5
+"""All candidates are tried on every so many tiles of a weight's rows, and so many of them, the best, on the others."""
+
+
 def best_scales(fold: Fold, ranks: RankGroup, grid: int) -> Tensor | None:
     """Returns the best of ``grid`` candidates, None where none is better than no scale; see :meth:`Folding.scales`."""
     readers = [
@@ -31,18 +35,14 @@ def best_scales(fold: Fold, ranks: RankGroup, grid: int) -> Tensor | None:
         return None
     columns = _scaling.column_amax(readers, ranks)
     candidates = _candidates(fold, readers, columns, grid)
-    losses = torch.zeros(len(candidates), dtype=torch.float64)
-    for linear, largest in zip(readers, columns, strict=True):
-        assert linear.inputs is not None
-        assert linear.inputs.sample is not None
-        errors = _errors(linear.computing(), linear.inputs, _scaling.per_input(candidates, fold), largest)
-        total = ranks.total(errors, linear.rows, linear.shape[0])
-        # An expert that few tokens came to counts for less than its sample alone would make it.
-        losses += total * (linear.inputs.tokens / min(THINNED, len(linear.inputs.sample)))
+    search = _Search(readers, columns, _scaling.per_input(candidates, fold), ranks)
+    losses = search.losses(range(len(candidates)), first=True)
+    left = [0, *sorted(1 + number for number in losses[1:].argsort(stable=True)[:_KEPT].tolist())]
+    losses = search.losses(left, first=False)[left]
     best = int(losses.argmin())
     static = any(linear.number_format is not None and linear.number_format.has_static_inputs for linear in readers)
     worth = _WORTH if static else 1.0
-    return candidates[best] if losses[best] < worth * losses[0] else None
+    return candidates[left[best]] if losses[best] < worth * losses[0] else None
 
 
 def _candidates(fold: Fold, readers: list[CalibratedLinear], columns: Tensor, grid: int) -> Tensor:
@@ -77,41 +77,91 @@ def _mean(inputs: Sequence[InputStatistics], fold: Fold) -> Tensor:
     return _scaling.mean_per_feature(torch.stack(parts).sum(dim=0), fold)
 
 
-def _errors(linear: CalibratedLinear, inputs: InputStatistics, candidates: Tensor, largest: Tensor) -> Tensor:
-    """The squared error of each row's output on the sample at each candidate: float64 ``[rows, candidates]``.
+class _Search:
+    """The squared errors of the readers' outputs on the sample, of each row at each candidate.
 
     Args:
+        columns: float32 ``[readers, in_features]``: the largest magnitudes in their columns, of the whole weights.
         candidates: float32 ``[candidates, in_features]``.
-        largest: float32 ``[in_features]``: of the whole weight's columns.
+
+    Attributes:
+        tables: float64 ``[rows, candidates]`` for each reader: 0 where nothing has been tried.
     """
-    weight = linear.weight
+
+    def __init__(
+        self, readers: Sequence[CalibratedLinear], columns: Tensor, candidates: Tensor, ranks: RankGroup
+    ) -> None:
+        self.readers, self.columns, self.candidates, self.ranks = readers, columns, candidates, ranks
+        shapes = [(len(linear.weight), len(candidates)) for linear in readers]
+        self.tables = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
+
+    def losses(self, numbers: Sequence[int], *, first: bool) -> Tensor:
+        """Tries some of the candidates on a part of the tiles; returns the losses on all that they were tried on.
+
+        Args:
+            first: every :data:`_EVERY`-th tile; False: the others.
+
+        Returns:
+            float64 ``[candidates]``, the same on all ranks.
+        """
+        found = torch.zeros(len(self.candidates), dtype=torch.float64)
+        for linear, largest, table in zip(self.readers, self.columns, self.tables, strict=True):
+            assert linear.inputs is not None
+            assert linear.inputs.sample is not None
+            tiles = [tile for tile in _tiles.tiles_of(linear.rows) if (tile.number % _EVERY == 0) == first]
+            if tiles:
+                _try(linear.computing(), tiles, self.candidates[list(numbers)], numbers, largest, table)
+            total = self.ranks.total(table, linear.rows, linear.shape[0])
+            # An expert that few tokens came to counts for less than its sample alone would make it.
+            found += total * (linear.inputs.tokens / min(THINNED, len(linear.inputs.sample)))
+        return found
+
+
+def _try(
+    linear: CalibratedLinear,
+    tiles: Sequence[_tiles.Tile],
+    candidates: Tensor,
+    numbers: Sequence[int],
+    largest: Tensor,
+    table: Tensor,
+) -> None:
+    """Fills the rows of some tiles, in the columns ``numbers`` of a table, with the errors at these candidates."""
+    weight, inputs = linear.weight, linear.inputs
     assert linear.number_format is not None
+    assert inputs is not None
     assert inputs.sample is not None
     number_format = replace(linear.number_format, observer="amax")  # a search for each candidate would take too long
+    rounds_inputs = number_format.input_arguments() is not None
     sample = thinned(inputs.sample).to(weight.device)
-    largest = largest.to(weight.device)
-    errors = torch.empty(weight.shape[0], len(candidates), dtype=torch.float64)
+    largest, candidates = largest.to(weight.device), candidates.to(weight.device)
+    wanted = torch.empty(len(tiles), _tiles.TILE, len(sample), device=weight.device)
+
+    def multiply(part: slice) -> None:
+        for number in range(part.start, part.stop):
+            torch.mm(tiles[number].filled(weight), sample.t(), out=wanted[number])
 
     def work(part: slice) -> None:
-        tiles = list(_tiles.tiles_of((linear.rows[0] + part.start, linear.rows[0] + part.stop)))
-        wanted = [sample @ tile.filled(weight[part]).t() for tile in tiles]
-        for number, candidate in enumerate(candidates.to(weight.device)):
+        for place in range(part.start, part.stop):
+            candidate = candidates[place]
             whole = number_format.scale_granularity == "tensor"
             amax = (largest * candidate).max().reshape(1) if whole else None
-            scaled, reach = sample / candidate, _reach(number_format, inputs, candidate)
-            rounded: Tensor | None = None
+            given, reach = sample / candidate, _reach(number_format, inputs, candidate)
+            rounded = None if rounds_inputs else given
             for tile, expected in zip(tiles, wanted, strict=True):
-                stored = number_format.quantise(
-                    tile.filled(weight[part]).mul_(candidate), amax=amax, inputs=reach, name=linear.name
-                )
-                if rounded is None:
-                    rounded = number_format.fake_quantise_activations(scaled, stored)
-                difference = rounded @ number_format.dequantise(stored).t()
-                errors[part][tile.rows, number] = _tiles.squares(difference.sub_(expected), tile).cpu()
+                scaled = tile.filled(weight) * candidate
+                if rounds_inputs:
+                    stored = number_format.quantise(scaled, amax=amax, inputs=reach, name=linear.name)
+                    decoded = number_format.dequantise(stored)
+                    rounded = number_format.fake_quantise_activations(given, stored) if rounded is None else rounded
+                else:
+                    decoded = number_format.nearest(scaled, amax=amax, name=linear.name)
+                assert rounded is not None
+                difference = (decoded @ rounded.t()).sub_(expected)
+                table[tile.rows, numbers[place]] = _tiles.squares(difference, tile).cpu()
 
     with _tiles.one_thread_an_operation():
-        kernels.split_rows(weight, work, _tiles.TILE)
-    return errors
+        kernels.split(len(tiles), multiply, weight)
+        kernels.split(len(candidates), work, weight)
 
 
 def _reach(number_format: NumberFormat, inputs: InputStatistics, candidate: Tensor) -> float | None:

@@ -20,12 +20,20 @@ def ascending(diagonal: Tensor) -> Tensor:
 
 def permute(matrix: Tensor, order: Tensor) -> None:
     """``matrix[order][:, order]`` of a square matrix, in its place."""
-    for start in range(0, matrix.shape[0], _PANEL):
-        rows = matrix[start : start + _PANEL]
-        rows.copy_(rows[:, order])
-    for start in range(0, matrix.shape[0], _PANEL):
-        columns = matrix[:, start : start + _PANEL]
-        columns.copy_(columns[order])
+    panels, order = range(0, matrix.shape[0], _PANEL), order.to(matrix.device)
+
+    def rows(part: slice) -> None:
+        for start in panels[part]:
+            own = matrix[start : start + _PANEL]
+            own.copy_(own.index_select(1, order))
+
+    def columns(part: slice) -> None:
+        for start in panels[part]:
+            own = matrix[:, start : start + _PANEL]
+            own.copy_(own.index_select(0, order))
+
+    kernels.split(len(panels), rows, matrix)
+    kernels.split(len(panels), columns, matrix)
 
 
 def factorise(hessian: Tensor, damping: float) -> float:

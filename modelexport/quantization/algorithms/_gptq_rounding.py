@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -26,6 +27,16 @@ class ColumnPlan:
     order: Tensor
     factor: Tensor
     block: int
+
+    @cached_property
+    def blocks(self) -> list[tuple[slice, Tensor, Tensor]]:
+        """The blocks of columns in the order in which they are rounded: what each of their errors is divided by
+        ``[columns, 1]``, and the factor within the block, divided by it."""
+        pivots, found = self.factor.diagonal(), []
+        for stop in range(len(self.order), 0, -self.block):
+            part = slice(max(0, stop - self.block), stop)
+            found.append((part, pivots[part].unsqueeze(1), self.factor[part, part] / pivots[part]))
+        return found
 
 
 def made_up(weight: Tensor, first: int, plan: ColumnPlan, cross: Tensor, share: float) -> Tensor:
@@ -80,19 +91,16 @@ def round_rows(
 def _rounded(weight: Tensor, grid: Grid, plan: ColumnPlan) -> Tensor:
     """Some rows, rounded. Products are of :data:`ROWS` of them: of the same shape wherever the weight was cut."""
     factor, order = plan.factor, plan.order
-    columns = weight.t()[order]
+    columns = weight.t().contiguous().index_select(0, order.to(weight.device))
     step, zero = grid.step.t().contiguous(), None if grid.zero is None else grid.zero.t().contiguous()
-    scale_of, pivots = order // grid.columns, factor.diagonal()
+    scale_of = order // grid.columns
     round_back = kernels.of(weight, "feedback_", at_once=True).round_back
     rounded, errors = torch.empty_like(columns), torch.empty_like(columns)
-    for stop in range(len(order), 0, -plan.block):
-        part = slice(max(0, stop - plan.block), stop)
-        divisor = pivots[part]
-        behind = factor[stop:, part].t()
-        products = [behind @ some.contiguous() for some in errors[stop:].split(ROWS, dim=1)]
-        carried = (products[0] if len(products) == 1 else torch.cat(products, dim=1)) / divisor.unsqueeze(1)
-        within, scales = factor[part, part] / divisor, scale_of[part]
-        given = (columns[part], carried, within, scales, step, zero)
+    for part, divisor, within in plan.blocks:
+        behind = factor[part.stop :, part].t()
+        products = [behind @ some.contiguous() for some in errors[part.stop :].split(ROWS, dim=1)]
+        carried = (products[0] if len(products) == 1 else torch.cat(products, dim=1)).div_(divisor)
+        given = (columns[part], carried, within, scale_of[part], step, zero)
         round_back(*given, grid.storage, grid.low, grid.high, rounded[part])
         torch.sub(columns[part], rounded[part], out=errors[part])
     columns[order] = rounded

@@ -22,15 +22,19 @@ class Tile:
     """One of a rank's tiles.
 
     Attributes:
+        number: of the tile, in the whole weight.
         rows: of the rank's weight.
         within: which rows of the tile these are.
     """
 
+    number: int
     rows: slice
     within: slice
 
     def filled(self, weight: Tensor) -> Tensor:
-        """The tile as ``[TILE, columns]``, new memory."""
+        """The tile as ``[TILE, columns]``: new memory, or where the rank has all of it the weight's own."""
+        if self.within == slice(0, TILE):
+            return weight[self.rows]
         out = weight.new_zeros(TILE, weight.shape[1])
         out[self.within] = weight[self.rows]
         return out
@@ -41,13 +45,12 @@ def tiles_of(rows: tuple[int, int]) -> Iterator[Tile]:
     start, stop = rows
     for first in range(start // TILE * TILE, stop, TILE):
         low, high = max(first, start), min(first + TILE, stop)
-        yield Tile(slice(low - start, high - start), slice(low - first, high - first))
+        yield Tile(first // TILE, slice(low - start, high - start), slice(low - first, high - first))
 
 
 def squares(difference: Tensor, tile: Tile) -> Tensor:
-    """float64 ``[rows of the tile]``: sums of squares over the tokens of ``[tokens, TILE]``, each row by itself."""
-    wide = difference.t().contiguous().double()
-    return wide.square_().sum(dim=1)[tile.within]
+    """float64 ``[rows of the tile]``: sums of squares over the tokens of ``[TILE, tokens]``, each row by itself."""
+    return difference.double().square_().sum(dim=1)[tile.within]
 
 
 @contextmanager

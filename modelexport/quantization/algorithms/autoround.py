@@ -105,15 +105,28 @@ class _Offsets:
     def __init__(self, linear: CalibratedLinear) -> None:
         import torch
 
+        from modelexport.quantization import kernels
+
         assert linear.number_format is not None
         self._number_format, self._weight = linear.number_format, linear.weight
         self.native = linear.rounded()
-        self.offset = torch.zeros_like(self._weight)
+        self.offset = torch.zeros(self._weight.shape, device=self._weight.device)  # rows one after the other
         self._grid = self._number_format.grid(self.native)
+        # Of integers on the CPU in one pass; other devices, and Triton's interpreter, go the way of all formats.
+        on_cpu = self._weight.device.type == "cpu" and kernels.backend().name != "triton"
+        self._at_once = on_cpu and self._grid.storage == torch.int8
+        zero = None if self._grid.zero is None else self._grid.zero.contiguous()
+        self._steps = (self._grid.step.contiguous(), zero, self._grid.columns, self._grid.low, self._grid.high)
 
     def values(self, *, moved: bool = True) -> Tensor:
         """Returns the values that the rows are rounded to, with what is added to them or without."""
-        return self._grid.nearest(self._moved() if moved else self._weight)
+        from modelexport.quantization import kernels
+
+        if not self._at_once or not moved:
+            return self._grid.nearest(self._moved() if moved else self._weight)
+        values = self._weight.new_empty(self._weight.shape)
+        kernels.nearest_moved(self._weight, self.offset, *self._steps, values)
+        return values
 
     def _moved(self) -> Tensor:
         return self._weight + self.offset * self._grid.spacing(self._weight)
@@ -121,6 +134,11 @@ class _Offsets:
     def descend(self, gradient: Tensor, rate: float) -> None:
         """Moves the offsets of what is not beyond the grid, by the signs of the weights' gradients: those of the
         offsets are these, times distances."""
+        from modelexport.quantization import kernels
+
+        if self._at_once:
+            kernels.descend(self._weight, self.offset, gradient, *self._steps, rate)
+            return
         self.offset.sub_(gradient.sign() * self._grid.within(self._moved()), alpha=rate).clamp_(-0.5, 0.5)
 
     def stored(self) -> dict[str, Tensor]:

@@ -104,6 +104,15 @@ class CalibratedLinear:
             name=self.name,
         )
 
+    def nearest(self) -> Tensor:
+        """Returns the values that :meth:`rounded` gives its rows, float32 ``[rows, in_features]``.
+
+        Raises:
+            CheckpointError: a weight holds NaN or Inf.
+        """
+        assert self.number_format is not None
+        return self.number_format.nearest(self.weight, amax=self.amax, inputs=self.input_amax, name=self.name)
+
 
 class RankGroup:
     """The ranks that share the work; sums and maxima that do not depend on how many there are."""

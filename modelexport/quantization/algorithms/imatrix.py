@@ -97,6 +97,9 @@ def _best(values: Tensor, linear: CalibratedLinear, metric: Tensor) -> Tensor:
 
     number_format, blocks = linear.number_format, len(metric)
     assert number_format is not None
+    found = number_format.choose(values, metric) if metric.shape[1] == metric.shape[2] else None
+    if found is not None:
+        return found
     amax = linear.amax if number_format.scale_granularity == "tensor" else None
     errors = []
     for number in range(number_format.choices):

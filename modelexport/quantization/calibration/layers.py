@@ -56,7 +56,7 @@ from modelexport.quantization.calibration.model import (
 from modelexport.quantization.calibration.statistics import Collector, InputStatistics
 from modelexport.quantization.calibration.sums import ForwardRanks
 from modelexport.quantization.calibration.towers import EmbeddedSample
-from modelexport.quantization.calibration.watch import Activation, LayerInputs, ShardedProducts
+from modelexport.quantization.calibration.watch import Activation, AllSeen, LayerInputs, ShardedProducts
 from modelexport.quantization.kv_caches import CacheRounding
 
 __all__ = ["BATCH_TOKENS", "DYNAMIC", "FilledLayer", "LayerRunner", "Observed", "Read"]
@@ -189,6 +189,7 @@ class LayerRunner:
         self.hidden: HiddenStates = HiddenStates([], dtype, self.device)
         self.reference: HiddenStates | None = None
         self._carried = CarriedTensors(self.device)
+        self._called_once: dict[frozenset[str], bool] = {}  # linears of a layer, by their paths
         self._handed: list[dict[int, dict[Any, Any]]] = []  # batch -> mapping -> what is in it
 
     def _begin(self) -> None:
@@ -548,7 +549,7 @@ class LayerRunner:
 
         def one(number: int) -> tuple[LayerInputs, LayerInputs]:
             seen, unrounded = LayerInputs(), LayerInputs()
-            out = self._run(layer, number, seen, keep=keep)
+            out = self._run(layer, number, seen, keep=keep, only_seen=not keep)
             if keep:
                 self.hidden[number] = out
             if compare and self.reference is not None and not self.hands_over:
@@ -575,7 +576,9 @@ class LayerRunner:
         keep: bool = False,
         states: HiddenStates | None = None,
         leaves: dict[int, Tensor] | None = None,
+        only_seen: bool = False,
     ) -> Tensor:
+        """A batch's states after a layer, or before it where ``only_seen`` and nothing but ``seen`` was filled."""
         hidden = (self.hidden if states is None else states)[number]
         index, around = layer.index, self._around
         if index not in around.calls[number]:
@@ -588,6 +591,7 @@ class LayerRunner:
             hidden = _ordinary(hidden)
             args, kwargs = replaced((args, kwargs), (Tensor,), _ordinary)
         assert self._together is not None
+        paths = frozenset(part.path for parts in layer.products.values() for part in parts)
         watch = ShardedProducts(
             layer.products,
             self._together,
@@ -597,14 +601,22 @@ class LayerRunner:
             kv_heads=self.kv_heads,
             rotary=self.rotary,
             cache=cache,
+            only_seen=only_seen and self._called_once.get(paths, False),
         )
         with running(self.model, derived=self.derived):
-            with torch.inference_mode() if leaves is None else torch.enable_grad(), watch:
-                out = self.layers[index](hidden, *args, **kwargs)
+            try:
+                with torch.inference_mode() if leaves is None else torch.enable_grad(), watch:
+                    out = self.layers[index](hidden, *args, **kwargs)
+            except AllSeen:
+                return hidden
             around.returns = len(out) if isinstance(out, (tuple, list)) else 0
             after: Tensor = out[0] if around.returns else out
             if after.shape != hidden.shape:
                 raise ValueError(f"a layer gives {list(after.shape)} where it is given {list(hidden.shape)}")
+        if seen is not None:
+            # Whether layers of these linears end with the last of them, which calls each of them once.
+            once = len(watch.calls) == len(layer.products) and set(watch.calls.values()) == {1}
+            self._called_once[paths] = self._called_once.get(paths, True) and once
         if keep:
             self._keep(number, mappings)
         return after

@@ -60,6 +60,10 @@ class LayerInputs:
     values: Tensor | None = None
 
 
+class AllSeen(Exception):
+    """Every linear of a layer has been given its input: what the layer computes further is of no use."""
+
+
 class ShardedProducts(TorchFunctionMode):
     """While it is entered, linears are multiplied as the ranks have cut them.
 
@@ -73,6 +77,11 @@ class ShardedProducts(TorchFunctionMode):
         kv_heads: that this rank's attention has.
         rotary: of latent attention: the last so many columns of a key are what the cache holds of it.
         cache: rounds keys and values as an engine's cache does.
+        only_seen: whether outputs count for nothing: then :class:`AllSeen` is raised when every weight of ``products``
+            has been multiplied by.
+
+    Attributes:
+        calls: address of a weight -> how often it was multiplied by; where ``seen`` is filled.
     """
 
     def __init__(
@@ -86,8 +95,11 @@ class ShardedProducts(TorchFunctionMode):
         kv_heads: int | None = None,
         rotary: int | None = None,
         cache: CacheRounding | None = None,
+        only_seen: bool = False,
     ) -> None:
         super().__init__()
+        self.only_seen = only_seen
+        self.calls: dict[int, int] = {}
         self.products, self.together, self.activations = products, together, activations or {}
         self.seen, self.leaves, self.kv_heads, self.rotary = seen, leaves, kv_heads, rotary
         self.cache = cache
@@ -125,6 +137,9 @@ class ShardedProducts(TorchFunctionMode):
             whole = self._whole(input, x, first)
         if self.seen is not None:
             self._note(input, whole, [part.name for part in parts])
+            self.calls[address] = self.calls.get(address, 0) + 1
+            if self.only_seen and len(self.calls) == len(self.products):
+                raise AllSeen
         outputs: list[Tensor] = []
         rounded: dict[int, Tensor] = {}
         for part, function in zip(parts, functions, strict=True):

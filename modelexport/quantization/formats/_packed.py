@@ -9,7 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from modelexport.errors import ValuesError
 from modelexport.quantization import kernels
+from modelexport.quantization.formats._checks import describe_non_finite
 from modelexport.quantization.formats.base import Grid, NumberFormat, ScaleGranularity
 from modelexport.quantization.kernels import reference, searching
 from modelexport.quantization.kernels.scales import TRIED
@@ -78,10 +80,32 @@ class PackedFormat(NumberFormat):
             )
         return self._rounded(weight, given, out)
 
+    def nearest(
+        self, weight: Tensor, *, amax: Tensor | None = None, inputs: float | None = None, name: str = "weight"
+    ) -> Tensor:
+        """As the base has it; on the CPU nothing is packed for it."""
+        if self.observer != "amax" or amax is not None or not _on_cpu(weight):
+            return super().nearest(weight, amax=amax, inputs=inputs, name=name)
+        self._check_weight(weight, name)
+        self.check_shape(name, weight.shape)
+        out = torch.empty(weight.shape, dtype=torch.float32)
+        dtype, group, bits = self.scale_dtype or weight.dtype, self._group(weight.shape[1]), self.weight_bits
+        bad = kernels.nearest_groups(weight, group, out, dtype, self.limit, bits=bits, affine=not self.symmetric)
+        if bad >= 0:
+            raise ValuesError(describe_non_finite(weight, None, bad, name))
+        return out
+
     @property
     def choices(self) -> int:
         """See the base."""
         return TRIED
+
+    def choose(self, values: Tensor, products: Tensor) -> Tensor | None:
+        """See the base; on the CPU. Elsewhere a product for each scale is quicker."""
+        if not _on_cpu(values):
+            return None
+        dtype, bits = self.scale_dtype or values.dtype, self.weight_bits
+        return searching.choose(values, products, dtype, self.limit, bits, affine=not self.symmetric)
 
     def _fill_chosen(self, weight: Tensor, amax: Tensor | None, choice: Tensor, out: Mapping[str, Tensor]) -> int:
         own = None if amax is None else amax.unsqueeze(1)
@@ -155,3 +179,8 @@ class PackedFormat(NumberFormat):
             "group_size": None if whole else self.group_size,
             "dynamic": False,
         }
+
+
+def _on_cpu(tensor: Tensor) -> bool:
+    """Whether the CPU's own kernels take a tensor, not Triton's interpreter."""
+    return tensor.numel() > 0 and tensor.device.type == "cpu" and kernels.backend().name != "triton"

@@ -125,6 +125,16 @@ class NumberFormat(ABC):
         observer "mse" tries. 0 where a scale is of more than a row."""
         return 0
 
+    def choose(self, values: Tensor, products: Tensor) -> Tensor | None:
+        """Returns the number of the scale with which each block of a row has the least d G d^T, uint8
+        ``[rows, blocks]``, d being what rounding does to the block. None where scales have to be tried one by one.
+
+        Args:
+            values: float32 ``[rows, cols]``.
+            products: G, float32 ``[blocks, width, width]``.
+        """
+        return None
+
     def blocks(self, columns: int) -> int:
         """Returns how many scales a row of so many columns has."""
         return next(spec.shape[1] for spec in self.specs((1, columns), torch.bfloat16) if spec.suffix == "weight_scale")
@@ -306,6 +316,15 @@ class NumberFormat(ABC):
             raise ValuesError(describe_non_finite(weight, amax, bad, name))
         self._fill_constants(shape if global_shape is None else tuple(global_shape), inputs, tensors, name)
         return tensors
+
+    def nearest(
+        self, weight: Tensor, *, amax: Tensor | None = None, inputs: float | None = None, name: str = "weight"
+    ) -> Tensor:
+        """Returns the values that :meth:`quantise` rounds a weight to, float32 ``[rows, cols]``.
+
+        Args and errors: as of :meth:`quantise`.
+        """
+        return self.dequantise(self.quantise(weight, amax=amax, inputs=inputs, name=name))
 
     def _fill_constants(
         self, global_shape: tuple[int, ...], inputs: float | None, out: Mapping[str, Tensor], name: str

@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from modelexport.errors import UsageError, error_text
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 __all__ = [
@@ -36,8 +37,11 @@ __all__ = [
     "by_rows",
     "copy_finite",
     "dequantise",
+    "descend",
     "expect",
     "is_little",
+    "nearest_groups",
+    "nearest_moved",
     "of",
     "quantise_blocks",
     "quantise_groups",
@@ -45,6 +49,7 @@ __all__ = [
     "row_amax",
     "row_extremes",
     "set_threads",
+    "split",
     "split_rows",
     "squared_error",
 ]
@@ -249,27 +254,43 @@ def split_rows(weight: Tensor, work: Callable[[slice], int | None], unit: int = 
     Called by ``work``, it runs on the thread that it is called on: the others have ranges of their own.
     """
     rows = weight.shape[0]
-    threads = _threads
     units = -(-rows // unit)
-    parts = min(threads, units, weight.numel() * weight.element_size() // _MIN_BYTES_PER_THREAD)
-    if parts < 2 or weight.device.type != "cpu" or getattr(_working, "on_range", False):
-        found = work(slice(0, rows))
-        return -1 if found is None else found
+    parts = min(_parts(weight), units, weight.numel() * weight.element_size() // _MIN_BYTES_PER_THREAD)
+    cuts = [0, rows]
+    if parts > 1:
+        cuts = [min(rows, units * part // parts * unit) for part in range(parts + 1)]
+    ranges = [slice(start, stop) for start, stop in pairwise(cuts)]
+    results = _each(ranges, work)
+    bad = [part.start + row for part, row in zip(ranges, results, strict=True) if row is not None and row >= 0]
+    return min(bad, default=-1)
 
-    def alone(part: slice) -> int | None:
+
+def split(count: int, work: Callable[[slice], None], on: Tensor) -> None:
+    """Runs ``work`` on ranges that cover 0 .. ``count``, in several threads where the tensor ``on`` is on the CPU."""
+    parts = max(1, min(count, _parts(on)))
+    _each([slice(*cut) for cut in pairwise(count * part // parts for part in range(parts + 1))], work)
+
+
+def _parts(tensor: Tensor) -> int:
+    """Threads for work on a tensor: one on a thread that works on a range already, and for other devices."""
+    return _threads if tensor.device.type == "cpu" and not getattr(_working, "on_range", False) else 1
+
+
+def _each(ranges: Sequence[slice], work: Callable[[slice], Any]) -> list[Any]:
+    """Runs ``work`` on every range, on a thread each."""
+
+    def alone(part: slice) -> Any:
         _working.on_range = True
         try:
             return work(part)
         finally:
             _working.on_range = False
 
-    cuts = [min(rows, units * part // parts * unit) for part in range(parts + 1)]
-    ranges = [slice(start, stop) for start, stop in pairwise(cuts)]
-    pool = _executor(threads - 1)
+    if len(ranges) < 2:
+        return [work(part) for part in ranges]
+    pool = _executor(_threads - 1)
     futures = [pool.submit(alone, part) for part in ranges[1:]]
-    results = [alone(ranges[0]), *(future.result() for future in futures)]
-    bad = [part.start + row for part, row in zip(ranges, results, strict=True) if row is not None and row >= 0]
-    return min(bad, default=-1)
+    return [alone(ranges[0]), *(future.result() for future in futures)]
 
 
 def by_rows(kernel: str, weight: Tensor, *arguments: Any, family: str = "", unit: int = 1, **options: Any) -> int:
@@ -345,6 +366,13 @@ def quantise_groups(
     return by_rows("quantise_groups", weight, weight, group, q, scale, limit, bits=bits, zero=zero, amax=amax)
 
 
+def nearest_groups(
+    weight: Tensor, group: int, out: Tensor, scale_dtype: torch.dtype, limit: float, *, bits: int, affine: bool = False
+) -> int:
+    """See :func:`.reference.nearest_groups`; of tensors on the CPU."""
+    return by_rows("nearest_groups", weight, weight, group, out, scale_dtype, limit, bits=bits, affine=affine)
+
+
 def quantise_blocks(weight: Tensor, side: int, amax: Tensor | None, q: Tensor, scale: Tensor, limit: float) -> int:
     """See :func:`.reference.quantise_blocks`."""
     return by_rows("quantise_blocks", weight, weight, side, amax, q, scale, limit, unit=side)
@@ -374,3 +402,32 @@ def squared_error(
 ) -> None:
     """See :func:`.reference.squared_error`."""
     by_rows("squared_error", weight, weight, q, scale, out, group=group, bits=bits, zero=zero)
+
+
+def nearest_moved(
+    weight: Tensor,
+    offset: Tensor,
+    step: Tensor,
+    zero: Tensor | None,
+    columns: int,
+    low: float,
+    high: float,
+    out: Tensor,
+) -> None:
+    """See :func:`.reference.nearest_moved`; of tensors on the CPU."""
+    by_rows("nearest_moved", weight, weight, offset, step, zero, columns, low, high, out)
+
+
+def descend(
+    weight: Tensor,
+    offset: Tensor,
+    gradient: Tensor,
+    step: Tensor,
+    zero: Tensor | None,
+    columns: int,
+    low: float,
+    high: float,
+    rate: float,
+) -> None:
+    """See :func:`.reference.descend`; of tensors on the CPU."""
+    by_rows("descend", weight, weight, offset, gradient, step, zero, columns, low, high, rate)

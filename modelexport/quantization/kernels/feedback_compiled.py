@@ -17,6 +17,7 @@ from modelexport.quantization.kernels.compiled import (
     _FP8_UNIT_SHIFT,
     _ROUND,
     _U32,
+    _U64,
     _clamped,
     _inline,
     _jit,
@@ -58,19 +59,38 @@ def _e2m1(target, step, rounded, rows):
         rounded[r] = _F32(_nearest_float(ratio, _FP4_MAX_BITS, _FP4_NORMAL_BITS, 22, _FP4_UNIT_SHIFT) * step[r])
 
 
+@_inline
+def _add_four(sums, at, first, second, third, fourth, errors, last, rows):
+    """Adds four columns' errors, times a number each, to a column's sums, one after the other; ``last`` is where those
+    of the first begin, and the others lie before it."""
+    one, two, three, four = last, last - rows, last - 2 * rows, last - 3 * rows
+    for r in range(rows):
+        value = _F32(sums[_U64(at + r)] + _F32(first * errors[_U64(one + r)]))
+        value = _F32(value + _F32(second * errors[_U64(two + r)]))
+        value = _F32(value + _F32(third * errors[_U64(three + r)]))
+        sums[_U64(at + r)] = _F32(value + _F32(fourth * errors[_U64(four + r)]))
+
+
 @_jit(types.void(_matrix, _matrix, _matrix, _indices, _matrix, _matrix, types.intp, *[types.float32] * 2, _matrix))
 def round_back(weight, carried, factor, block_of, step, zero, code, low, high, rounded):
     """See the reference; ``zero`` is empty where there is none."""
     columns, rows = weight.shape
-    errors, target = np.empty((columns, rows), np.float32), np.empty(rows, np.float32)
+    errors, target = np.empty(columns * rows, np.float32), np.empty(rows, np.float32)
+    sums = carried.reshape(columns * rows)
     for c in range(columns - 1, -1, -1):
-        total, values = carried[c], weight[c]
-        for p in range(columns - 1, c, -1):
-            by, error = factor[p, c], errors[p]
+        at, p = c * rows, columns - 1
+        while p - c >= 4:  # four at a time: the sums are read and written a quarter as often
+            by = (factor[p, c], factor[p - 1, c], factor[p - 2, c], factor[p - 3, c])
+            _add_four(sums, at, *by, errors, p * rows, rows)
+            p -= 4
+        while p > c:
+            by_one, error = factor[p, c], p * rows
             for r in range(rows):
-                total[r] = _F32(total[r] + _F32(by * error[r]))
+                sums[_U64(at + r)] = _F32(sums[_U64(at + r)] + _F32(by_one * errors[_U64(error + r)]))
+            p -= 1
+        values = weight[c]
         for r in range(rows):
-            target[r] = _F32(values[r] + total[r])
+            target[r] = _F32(values[r] + sums[_U64(at + r)])
         block = block_of[c]
         if code == E2M1:
             _e2m1(target, step[block], rounded[c], rows)
@@ -80,6 +100,6 @@ def round_back(weight, carried, factor, block_of, step, zero, code, low, high, r
             _integers(target, step[block], zero[block], low, high, rounded[c], rows)
         else:
             _plain_integers(target, step[block], low, high, rounded[c], rows)
-        done, error = rounded[c], errors[c]
+        done = rounded[c]
         for r in range(rows):
-            error[r] = _F32(values[r] - done[r])
+            errors[_U64(at + r)] = _F32(values[r] - done[r])

@@ -117,6 +117,24 @@ def quantise_groups(
     return int(bad)
 
 
+def nearest_groups(
+    weight: Tensor, group: int, out: Tensor, scale_dtype: torch.dtype, limit: float, *, bits: int, affine: bool = False
+) -> int:
+    """See :func:`.reference.nearest_groups`."""
+    from modelexport.quantization.kernels import compiled_nearest
+
+    code, storage = (compiled.INT4, torch.int32) if bits == 4 else (compiled.INT8, torch.int8)
+    cap = scales.largest_scale(storage, scale_dtype, weight.dtype)
+    caps = scales.affine_caps(bits, scale_dtype, weight.dtype).numpy() if affine else _NONE
+    dense = _dense_rows(out)
+    source = (*_span(_dense_rows(weight)), _KIND[weight.dtype], *weight.shape, group, code)
+    target, stride = _span(dense)
+    tried = (limit, cap, caps, 2 if affine else 1, _KIND[scale_dtype])
+    bad = compiled_nearest.nearest_groups(*source, *tried, target.view(np.float32), stride)
+    _copy_back((dense, out))
+    return int(bad)
+
+
 def quantise_blocks(weight: Tensor, side: int, amax: Tensor | None, q: Tensor, scale: Tensor, limit: float) -> int:
     """See :func:`.reference.quantise_blocks`."""
     from modelexport.quantization.kernels import compiled_blocks
@@ -202,3 +220,39 @@ def search_errors(
     tried = (*_floats(amax), shrinks.numpy(), _KIND[scale_dtype])
     compiled_search.search_errors(*rows, *tried, dense.view(-1).numpy())
     _copy_back((dense, out))
+
+
+def nearest_moved(
+    weight: Tensor,
+    offset: Tensor,
+    step: Tensor,
+    zero: Tensor | None,
+    columns: int,
+    low: float,
+    high: float,
+    out: Tensor,
+) -> None:
+    """See :func:`.reference.nearest_moved`."""
+    from modelexport.quantization.kernels import compiled_offsets
+
+    given = (_floats(weight)[0], _floats(offset)[0], _floats(step)[0], _floats(zero)[0])
+    compiled_offsets.nearest_moved(*given, *weight.shape, columns, low, high, out.view(-1).numpy())
+
+
+def descend(
+    weight: Tensor,
+    offset: Tensor,
+    gradient: Tensor,
+    step: Tensor,
+    zero: Tensor | None,
+    columns: int,
+    low: float,
+    high: float,
+    rate: float,
+) -> None:
+    """See :func:`.reference.descend`."""
+    from modelexport.quantization.kernels import compiled_offsets
+
+    steps = (_floats(step)[0], _floats(zero)[0])
+    given = (_floats(weight)[0], offset.view(-1).numpy(), _floats(gradient)[0], *steps)
+    compiled_offsets.descend(*given, *weight.shape, columns, low, high, rate)

@@ -177,6 +177,31 @@ def quantise_groups(
     return -1
 
 
+def nearest_groups(
+    weight: Tensor, group: int, out: Tensor, scale_dtype: torch.dtype, limit: float, *, bits: int, affine: bool = False
+) -> int:
+    """Fills ``out``, float32 as ``weight``, with the values that :func:`quantise_groups` makes of integers of so many
+    bits stored with scales in ``scale_dtype``, with zero points where ``affine``.
+
+    Returns the first row with NaN or Inf, else -1.
+    """
+    storage = torch.int32 if bits == 4 else torch.int8
+    for block in _row_blocks(*weight.shape):
+        values = weight[block].unflatten(1, (-1, group))
+        own = _extremes(values) if affine else _amax(values)
+        bad = _first_bad(own.flatten(1).amax(dim=1), block.start)
+        if bad >= 0:
+            return bad
+        step, zero = tried_scales(own, affine, storage, scale_dtype, limit, bits, weight.dtype)
+        wide, ratio = step.unsqueeze(-1), values.float() / step.unsqueeze(-1)
+        if zero is None:
+            number = _rounded(ratio, torch.int8, bits)
+        else:
+            number = _rounded(ratio + zero.unsqueeze(-1), torch.int8, bits) - zero.unsqueeze(-1)
+        out[block] = (number * wide).flatten(1)
+    return -1
+
+
 def quantise_blocks(weight: Tensor, side: int, amax: Tensor | None, q: Tensor, scale: Tensor, limit: float) -> int:
     """One scale, amax / ``limit``, for every ``side`` rows and columns; the last ones of each may be fewer.
 
@@ -271,13 +296,29 @@ def squared_error(
 
 def _lanes_of_squares(values: Tensor, count: int) -> Tensor:
     """Squares in float64, column c added to lane ``c % count``, in ascending order."""
+    wide = values.double()
+    return _lanes(wide * wide, count)
+
+
+def _lanes(values: Tensor, count: int) -> Tensor:
+    """float64 values, column c added to lane ``c % count``, in ascending order."""
     rows, cols = values.shape
-    padded = torch.nn.functional.pad(values, (0, -cols % count)).double()
-    squares = (padded * padded).unflatten(1, (-1, count)) if cols else padded.new_zeros(rows, 0, count)
+    padded = torch.nn.functional.pad(values, (0, -cols % count))
+    parts = padded.unflatten(1, (-1, count)) if cols else padded.new_zeros(rows, 0, count)
     lanes = padded.new_zeros(rows, count)
-    for step in range(squares.shape[1]):
-        lanes += squares[:, step]
+    for step in range(parts.shape[1]):
+        lanes += parts[:, step]
     return lanes
+
+
+def sum_of_lanes(values: Tensor, count: int) -> Tensor:
+    """Sum of each row of float64 ``[rows, cols]``: column c is added to lane ``c % count`` (a power of two), then the
+    upper half of the lanes to the lower half, until one is left."""
+    lanes = _lanes(values, count)
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    return lanes[:, 0]
 
 
 def _lane_sum_of_squares(values: Tensor) -> Tensor:
@@ -344,8 +385,59 @@ def search_errors(
             ratio = ratio if shift is None else ratio + shift.unsqueeze(1)
             value = _rounded(ratio, storage, bits)
             value = value if shift is None else value - shift.unsqueeze(1)
-            lanes = _lanes_of_squares(wide - value * step.unsqueeze(1), SEARCH_LANES)
-            while lanes.shape[1] > 1:
-                half = lanes.shape[1] // 2
-                lanes = lanes[:, :half] + lanes[:, half:]
-            out[block, number] = torch.where(finite, lanes[:, 0], 0.0)
+            error = (wide - value * step.unsqueeze(1)).double()
+            out[block, number] = torch.where(finite, sum_of_lanes(error * error, SEARCH_LANES), 0.0)
+
+
+def nearest_moved(
+    weight: Tensor,
+    offset: Tensor,
+    step: Tensor,
+    zero: Tensor | None,
+    columns: int,
+    low: float,
+    high: float,
+    out: Tensor,
+) -> None:
+    """Fills ``out`` with the values nearest to ``weight + offset * step`` of the integers ``low .. high``.
+
+    Args:
+        weight, offset, out: float32 ``[rows, cols]``, contiguous; offsets are in steps.
+        step, zero: float32 ``[rows, blocks]``: what an integer is multiplied by when ``zero``, if any, has been taken
+            off; for each ``columns`` columns, the last of which may be fewer.
+    """
+    for block in _row_blocks(*weight.shape):
+        wide, shift = _for_columns(step[block], zero, block, columns, weight.shape[1])
+        ratio = (weight[block] + offset[block] * wide) / wide
+        number = (ratio if shift is None else ratio + shift).clamp(low, high).round()
+        out[block] = (number if shift is None else number - shift) * wide
+
+
+def descend(
+    weight: Tensor,
+    offset: Tensor,
+    gradient: Tensor,
+    step: Tensor,
+    zero: Tensor | None,
+    columns: int,
+    low: float,
+    high: float,
+    rate: float,
+) -> None:
+    """Moves offsets by ``rate`` against the signs of a gradient, as far as -0.5 and 0.5, where
+    ``weight + offset * step`` is not beyond the integers ``low .. high``. For the arguments see :func:`nearest_moved`.
+    """
+    for block in _row_blocks(*weight.shape):
+        wide, shift = _for_columns(step[block], zero, block, columns, weight.shape[1])
+        number = (weight[block] + offset[block] * wide) / wide
+        number = number if shift is None else number + shift
+        within = (number >= low) & (number <= high)
+        offset[block] = offset[block].sub(gradient[block].sign() * within, alpha=rate).clamp(-0.5, 0.5)
+
+
+def _for_columns(
+    step: Tensor, zero: Tensor | None, block: slice, columns: int, cols: int
+) -> tuple[Tensor, Tensor | None]:
+    """A block of rows' steps and zero points, one for each column."""
+    wide = step.repeat_interleave(columns, dim=1)[:, :cols]
+    return wide, None if zero is None else zero[block].repeat_interleave(columns, dim=1)[:, :cols]

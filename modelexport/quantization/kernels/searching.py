@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from modelexport.quantization import kernels
+from modelexport.quantization.kernels import reference
 from modelexport.quantization.kernels.scales import TRIED, shrinks
 
 _BLOCK_ELEMENTS = 1 << 18
@@ -80,6 +81,25 @@ def chosen(
         amax = own.view(*choice.shape, *own.shape[1:])
     factor = shrinks(bits).to(amax.device)[choice.long()]
     return amax * (factor.unsqueeze(-1) if affine else factor)
+
+
+def choose(
+    values: Tensor, products: Tensor, scale_dtype: torch.dtype, limit: float, bits: int, *, affine: bool = False
+) -> Tensor:
+    """See :func:`.products_reference.choose`; on one thread."""
+    from modelexport.quantization.kernels import products_reference
+
+    rows, (blocks, group, _) = len(values), products.shape
+    flat = values.reshape(-1, group)
+    own = kernels.row_extremes(flat) if affine else kernels.row_amax(flat)
+    amax = own.view(rows, blocks, *own.shape[1:])
+    by_block = values.unflatten(1, (blocks, group))
+    step, zero = reference.tried_scales(amax, affine, torch.int8, scale_dtype, limit, bits, values.dtype)
+    integers = products_reference.integers(by_block, step, zero, bits)
+    moved, aimed = (part.transpose(0, 1) @ products for part in (integers, by_block))
+    module = kernels.of(values, "products_", at_once=True)
+    found: Tensor = module.choose(values, group, amax, products, moved, aimed, scale_dtype, limit, bits)
+    return found
 
 
 def errors_of(
