@@ -58,7 +58,7 @@ valid: dict[str, st.SearchStrategy[Any]] = {
     "algorithm": st.sampled_from(["rtn", "mse", "gptq", "autoround", "rotation+autoquant+smoothquant+awq+gptq"]),
     "smoothquant_alpha": st.floats(0, 1),
     "awq_grid": st.integers(1, 100),
-    "gptq_damping": st.floats(1e-6, 0.5),
+    "gptq_damping": st.floats(0.0, 0.5),
     "gptq_block_size": st.integers(1, 1024),
     "gptq_act_order": st.booleans(),
     "gptq_asymmetry": st.floats(0, 1),
@@ -134,7 +134,7 @@ def test_yaml_and_arguments_say_the_same(scratch: Path, keys: dict[str, Any], ke
         ({"autoquant_bits": 0.0}, "--autoquant-bits 0"),
         ({"smoothquant_alpha": 1.5}, "--smoothquant-alpha 1.5"),
         ({"awq_grid": 0}, "--awq-grid 0"),
-        ({"gptq_damping": 0.0}, "--gptq-damping 0"),
+        ({"gptq_damping": 1.0}, "--gptq-damping 1"),
         ({"gptq_asymmetry": 1.5}, "--gptq-asymmetry 1.5"),
         ({"autoround_steps": 0}, "--autoround-steps 0"),
         ({"autoround_rate": 2.0}, "--autoround-rate 2"),
@@ -165,7 +165,7 @@ def test_the_names_in_an_algorithm() -> None:
         "bits": 5,
         "block_size": 128,
         "candidates": "int4,fp8,none",
-        "damping": 0.01,
+        "damping": 0.0,
     }
     assert not ExportRecipe(algorithm="mse").is_calibrated
 

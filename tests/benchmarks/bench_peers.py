@@ -72,7 +72,10 @@ JUDGED, UNTRAINED = ("demo", "hard", "moe", "sliding"), "128M"
 SIZES = {**dict.fromkeys(JUDGED, (64, 256)), UNTRAINED: (16, 128)}  # samples, tokens of each
 
 CONTESTS = (
-    ("int4 g128, GPTQ", (("llm-compressor", "gptq"), ("gptqmodel", "gptq"), ("ours", "int4 gptq"))),
+    (
+        "int4 g128, GPTQ",
+        (("llm-compressor", "gptq"), ("gptqmodel", "gptq"), ("gptqmodel", "foem"), ("ours", "int4 gptq")),
+    ),
     ("int4 g128, AWQ", (("llm-compressor", "awq"), ("modelopt", "awq"), ("ours", "int4 awq"))),
     (
         "int4 g128, scales by importance",

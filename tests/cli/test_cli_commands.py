@@ -272,7 +272,7 @@ def planned(**settings: Any) -> bool:
         (
             "gptq",
             {"checkpoint_format", "algorithm"},
-            "--gptq-damping 0.01, --gptq-block-size 128, --gptq-asymmetry 0.0, --no-gptq-act-order",
+            "--gptq-damping 0.0, --gptq-block-size 128, --gptq-asymmetry 0.0, --no-gptq-act-order",
         ),
         ("w4a8", {"number_format"}, "its kernel for int4 with fp8 runs on Hopper GPUs alone"),
     ],

@@ -400,7 +400,7 @@ def test_a_setting_that_differs_is_named(tmp_path: Path, monkeypatch: pytest.Mon
         patch.setattr(export_rank, "run_rank", faults.misbehave)
         with pytest.raises(RankFailedError):
             export(out=str(tmp_path / "out"), **settings)
-    with pytest.raises(UsageError, match=r"differs from it:\n  gptq_damping: 0\.01 then, 0\.02 now$"):
+    with pytest.raises(UsageError, match=r"differs from it:\n  gptq_damping: 0\.0 then, 0\.02 now$"):
         export(out=str(tmp_path / "out"), gptq_damping=0.02, **settings)
 
 

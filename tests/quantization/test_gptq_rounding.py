@@ -68,7 +68,8 @@ def _textbook(linear: CalibratedLinear, x: Tensor, damping: float, act_order: bo
     """Optimal brain quantisation in float64, by the inverse, which shrinks by a column at each step."""
     hessian = x.double().T @ x.double()
     diagonal = hessian.diagonal().clone()
-    inverse = torch.linalg.inv(hessian + damping * diagonal.mean() * torch.eye(len(diagonal), dtype=torch.float64))
+    added = damping * diagonal.log().mean().exp() * torch.eye(len(diagonal), dtype=torch.float64)
+    inverse = torch.linalg.inv(hessian + added)
     grid = linear.number_format.grid(linear.rounded())
     weight, out = linear.weight.double(), torch.empty_like(linear.weight)
     for column in diagonal.argsort(descending=True, stable=True) if act_order else range(len(diagonal)):
@@ -141,8 +142,31 @@ def test_the_factor(size):
     assert _factor.factorise(permuted, 0.01) == 0.01
     assert torch.equal(permuted.triu(1), kept.triu(1))
     lower = permuted.tril().double()
-    damped = kept.double() + 0.01 * kept.double().diagonal().mean() * torch.eye(size)
+    damped = kept.double() + 0.01 * kept.double().diagonal().log().mean().exp() * torch.eye(size)
     assert float((lower @ lower.T - damped).abs().max()) < 1e-5 * float(damped.diagonal().max())
+
+
+def test_fewer_tokens_are_damped_more() -> None:
+    """Without a damping that is asked for: twice the features over the tokens."""
+    for tokens in (64, 640):
+        x = inputs(32, tokens)
+        hessian = x.double().T @ x.double()
+        given = statistics(x)
+        factor = Gptq()._plan(given, [_linear(torch.randn(8, 32), given, _format("int8"))]).factor.tril().double()
+        added = torch.diagonal(factor @ factor.T).sum() - hessian.diagonal().sum()
+        assert float(added) == pytest.approx(64 * 32 / tokens * float(hessian.diagonal().log().mean().exp()), rel=1e-3)
+
+
+def test_inputs_of_large_columns_do_not_drown_the_others() -> None:
+    """The factor of inputs whose columns are scaled is nearly the scaled factor."""
+    x, scale = inputs(96, 300), torch.ones(96)
+    scale[:2] = 64.0
+    factors = []
+    for each in (x, x * scale):
+        matrix = each.T @ each
+        assert _factor.factorise(matrix, 0.01) == 0.01
+        factors.append(matrix.tril())
+    assert torch.allclose(factors[1] / scale[:, None], factors[0], rtol=0.02, atol=0.02 * float(factors[0].abs().max()))
 
 
 def test_more_damping_where_it_is_needed():
@@ -154,7 +178,7 @@ def test_more_damping_where_it_is_needed():
     assert torch.allclose(lower @ lower.T, broken + torch.eye(600), atol=1e-5)
     assert _factor.factorise(broken * torch.tensor(math.nan), 0.01) == -1.0
     given = dataclasses.replace(statistics(torch.eye(600)), hessian=_Given(broken))
-    gptq = Gptq()
+    gptq = Gptq(Gptq.Settings(damping=0.01))
     weight = torch.randn(8, 600, generator=torch.Generator().manual_seed(0))
     gptq.quantise([_linear(weight, given, _format("int8"))])
     assert gptq.notes == {"model.l": "damping 1: the Hessian has no factor with 0.01"}
@@ -249,11 +273,11 @@ def test_what_earlier_layers_have_left_is_made_up_for() -> None:
     collector = Collector(96, {"hessian", "cross"})
     collector.add(x, reference)
     given = collector.finish()
-    gptq = Gptq(Gptq.Settings(asymmetry=0.5))
+    gptq = Gptq(Gptq.Settings(asymmetry=0.5, damping=0.01))
     plan = gptq._plan(given, [_linear(weight, given, _format("int8"))])
     changed = made_up(weight, 0, plan, gptq._cross(given, weight.device), 0.5)
     h = x.double().T @ x.double()
-    damped = h + 0.01 * h.diagonal().mean() * torch.eye(96, dtype=torch.float64)
+    damped = h + 0.01 * h.diagonal().log().mean().exp() * torch.eye(96, dtype=torch.float64)
     more = weight.double() @ (reference - x).double().T @ x.double() @ torch.linalg.inv(damped)
     assert torch.allclose(changed.double(), weight.double() + 0.5 * more, atol=1e-5)
     plain, better = (_stored(_linear(weight, given, _format("int8")), asymmetry=share) for share in (0.0, 1.0))

@@ -37,9 +37,10 @@ def permute(matrix: Tensor, order: Tensor) -> None:
 
 
 def factorise(hessian: Tensor, damping: float) -> float:
-    """Puts L of H + damping * (mean of H's diagonal) = L L^T in the lower triangle; what is above it stays H's.
+    """Puts L of H + damping * g I = L L^T in the lower triangle; what is above it stays H's.
 
-    Returns the damping; ten times that, up to four times over, where no smaller one makes the matrix positive definite
+    g is the geometric mean of what H's diagonal has above 0: a few columns of large inputs make the arithmetic one so
+    large that it drowns all others. Returns the damping; ten times that, up to four times over, where no smaller one makes the matrix positive definite
     in float32. -1 where none does.
 
     Args:
@@ -47,7 +48,7 @@ def factorise(hessian: Tensor, damping: float) -> float:
     """
     size = hessian.shape[0]
     diagonal = hessian.diagonal().clone()
-    mean = diagonal.double().mean()
+    mean = diagonal[diagonal > 0].double().log().mean().exp()
     for _ in range(_RAISES + 1):
         hessian.diagonal().copy_(diagonal + (damping * mean).float())
         if _cholesky(hessian):

@@ -27,7 +27,11 @@ __all__ = ["ALGORITHM", "Gptq", "GptqSettings"]
 class GptqSettings:
     """The settings of :class:`Gptq`."""
 
-    damping: float = setting(0.01, "added to the Hessian's diagonal, as a part of its mean", metavar="D")
+    damping: float = setting(
+        0.0,
+        "added to the Hessian's diagonal, as a part of its geometric mean; 0: twice the input features over the tokens",
+        metavar="D",
+    )
     block_size: int = setting(128, "columns whose errors are handed on together", metavar="N")
     act_order: bool = setting(True, "columns in the order of their inputs' energy")
     asymmetry: float = setting(
@@ -37,9 +41,10 @@ class GptqSettings:
     )
 
     def __post_init__(self) -> None:
-        if not 0 < self.damping < 1:
+        if not 0 <= self.damping < 1:
             raise UsageError(
-                f"--gptq-damping {self.damping:g}: a number between 0 and 1 is needed, e.g. --gptq-damping 0.01"
+                f"--gptq-damping {self.damping:g}: a number below 1 is needed, e.g. --gptq-damping 0.01; 0 for as much "
+                "as the tokens want"
             )
         if not 0 <= self.asymmetry <= 1:
             raise UsageError(
@@ -47,6 +52,10 @@ class GptqSettings:
             )
         if self.block_size < 1:
             raise UsageError(f"--gptq-block-size {self.block_size}: at least 1 is needed, e.g. --gptq-block-size 128")
+
+
+_TIMES = 2.0
+"""Of the input features over the tokens: the damping."""
 
 
 class Gptq(Rounding):
@@ -161,13 +170,14 @@ class Gptq(Rounding):
 
         assert inputs.hessian is not None, "gptq wants Hessians"
         source, self._turn = self._turn % self.ranks.world, self._turn + 1
+        asked = self.settings.damping or _TIMES * inputs.features / max(1, inputs.tokens)
         matrix = inputs.hessian.whole(source, linears[0].weight.device)
         head = torch.zeros(inputs.features + 1)
         if matrix is not None:
             head[1:] = diagonal = matrix.diagonal().clone()
             if bool(torch.isfinite(diagonal).all()) and bool((diagonal > 0).any()):
                 permute(matrix, self._order(diagonal))
-                head[0] = factorise(matrix, self.settings.damping)
+                head[0] = factorise(matrix, asked)
         self.ranks.broadcast(head, source)
         damping, diagonal = float(head[0]), head[1:]
         if damping < 0 or not bool(torch.isfinite(diagonal).all()):
@@ -179,8 +189,8 @@ class Gptq(Rounding):
         if damping == 0:
             self._note(linears, "its inputs are all zero: rounded to nearest")
             return None
-        if damping > 2 * self.settings.damping:
-            self._note(linears, f"damping {damping:g}: the Hessian has no factor with {self.settings.damping:g}")
+        if damping > 2 * asked:
+            self._note(linears, f"damping {damping:g}: the Hessian has no factor with {asked:g}")
         if matrix is None:
             matrix = torch.empty(inputs.features, inputs.features, device=linears[0].weight.device)
         self.ranks.broadcast(matrix, source)
