@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from modelexport import __version__
 from modelexport.checkpoints.adapters import Adapter, adapters_in, parse_setting, read_adapter
@@ -58,6 +58,7 @@ class PreparedExport:
 
     Attributes:
         rounded_before: those of the plan's notes that say which numbers were rounded in the source already.
+        assignment: of autoquant, what modelexport.json keeps of it; None without.
         device_memory: what calibration takes of a device, where one computes: of a dry run, or with a budget.
     """
 
@@ -70,6 +71,7 @@ class PreparedExport:
     adapters: tuple[Adapter, ...] = ()
     rounded_before: tuple[str, ...] = ()
     device_memory: DeviceMemory | None = None
+    assignment: Mapping[str, Any] | None = None
 
     @property
     def layout(self) -> Layout:
@@ -107,8 +109,9 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> PreparedExpor
         if recipe.quant != KEEP or recipe.of_kind("assign"):
             checkpoint = _with_experts_apart(recipe, decoded(checkpoint))
         checkpoint, merged = adapted(checkpoint, adapters)
+        chosen = None
         if recipe.of_kind("assign"):
-            recipe = _autoquant(recipe, source, checkpoint)
+            recipe, chosen = _autoquant(recipe, source, checkpoint)
         assignment = parse_assignment(recipe)
         if assignment is None:
             _check_kept(source, checkpoint)
@@ -142,7 +145,7 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> PreparedExpor
         plan = replace(plan, notes=(*plan.notes, *notes))
         target = _target(recipe, checkpoint, plan)
         memory = _device_memory(recipe, checkpoint, plan) if calibrated else None
-        prepared = PreparedExport(recipe, source, checkpoint, plan, target, (), adapters, before, memory)
+        prepared = PreparedExport(recipe, source, checkpoint, plan, target, (), adapters, before, memory, chosen)
         if recipe.quant == KEEP:
             check_source(prepared.target, checkpoint)
         return replace(prepared, warnings=(*dropped, *_warnings(prepared)))
@@ -268,8 +271,8 @@ def _module_of(weight: str) -> str:
     return weight.removesuffix(".weight")
 
 
-def _autoquant(recipe: ExportRecipe, source: Source, checkpoint: Checkpoint) -> ExportRecipe:
-    """The recipe with the number formats that autoquant chooses, on the first rank for all.
+def _autoquant(recipe: ExportRecipe, source: Source, checkpoint: Checkpoint) -> tuple[ExportRecipe, dict[str, Any]]:
+    """The recipe with the number formats that autoquant chooses, on the first rank for all; and what is recorded of it.
 
     Raises:
         UsageError: a candidate is unknown.
@@ -286,21 +289,21 @@ def _autoquant(recipe: ExportRecipe, source: Source, checkpoint: Checkpoint) -> 
             f"{algorithm.name}"
         )
 
-    def choose() -> tuple[str, float, str]:
-        found = assigned(
+    def choose() -> tuple[str, dict[str, Any]]:
+        (found,) = assigned(
             checkpoint,
             recipe,
             source.directory,
-            refusal=of_method(checkpoint_formats.method_of(recipe.format).METHOD).refusal,
+            method=of_method(checkpoint_formats.method_of(recipe.format).METHOD),
             progress=launch.phase,
         )
-        return found.quant, found.bits, found.sensitivities.by
+        return found.quant, found.recorded()
 
     # Alone without a meeting, whose errors begin with who failed in what.
-    quant, used, by = choose() if collectives.get_world_size() == 1 else ranks.compute_and_broadcast(choose)
+    quant, chosen = choose() if collectives.get_world_size() == 1 else ranks.compute_and_broadcast(choose)
     if not recipe.quiet and not recipe.json and ranks.is_main_process():
-        note(f"{algorithm.name}: {used:.2f} bits per weight, by {by}: {quant}")
-    return replace(recipe, quant=quant, group_size=None)
+        note(f"{algorithm.name}: {chosen['bits']:.2f} bits per weight, by {chosen['by']}: {quant}")
+    return replace(recipe, quant=quant, group_size=None), chosen
 
 
 def _target(recipe: ExportRecipe, checkpoint: Checkpoint, plan: ExportPlan) -> TargetPlan:

@@ -132,6 +132,8 @@ def target_of_export(prepared: PreparedExport) -> TargetDirectory:
         made = make_record(prepared.plan, recipe, prepared.source.label, side, beside, outcome)
         facts = {"model": _model_facts(prepared), "warnings": list(prepared.warnings)}
         told = [*prepared.rounded_before, *_exact(outcome["checks"])]
+        if prepared.assignment is not None:
+            facts |= {"assignment": prepared.assignment}
         if told:
             facts |= {"notes": [*made["notes"], *_exact(outcome["checks"])], "rounded_before": told}
         return {**made, **facts, **_adapter_facts(prepared), **_inherited(before, made)}
@@ -196,7 +198,7 @@ def _inherited(before: ExportRecord | None, made: Mapping[str, Any]) -> dict[str
     rotated."""
     if before is None:
         return {}
-    keys = ("adapters", "calibration", "changed", "output_error")
+    keys = ("adapters", "assignment", "calibration", "changed", "output_error")
     algorithm = before.recipe.get("algorithm", made["recipe"]["algorithm"])
     kept = {key: before.content[key] for key in keys if before.content.get(key) is not None}
     return {"recipe": {**made["recipe"], "algorithm": algorithm}, **kept}

@@ -6,7 +6,7 @@ What is not in the table is not known to fail, which is less than known to load.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from modelexport.sharding.plan import admissible_tp
@@ -14,6 +14,7 @@ from modelexport.sharding.plan import admissible_tp
 __all__ = ["REFUSALS", "Linear", "Refusal", "loadable_tp", "warnings"]
 
 VLLM = "vLLM 0.32"
+SGLANG = "SGLang 0.5.23"
 TRANSFORMERS = "transformers 5.23 (compressed-tensors 0.20)"
 
 
@@ -67,7 +68,8 @@ class Refusal:
         units: only shapes that are no multiple of this, ``(out, in)``, on one rank.
         caches: any of these KV caches, as ``--kv-cache`` spells them: then the row is about a checkpoint with one, and
             about none of its linears.
-        several: of those, only checkpoints with several number formats (True), or only with none (False).
+        several: only checkpoints with several number formats (True), or, of caches, only with none (False).
+        without: only checkpoints that have none of these number formats.
     """
 
     engine: str
@@ -84,16 +86,20 @@ class Refusal:
     units: tuple[int, int] | None = None
     caches: tuple[str, ...] = ()
     several: bool | None = None
+    without: tuple[str, ...] = ()
 
     def means_cache(self, cache: str, number_formats: int) -> bool:
         """Returns whether the row applies to a KV cache beside linears of so many number formats."""
         fits = self.several is None or (number_formats > 1 if self.several else number_formats == 0)
         return cache in self.caches and fits
 
-    def means(self, linear: Linear, tp: int, model: str) -> bool:
-        """Returns whether the row applies to that linear, of a model of that type, on ``tp`` ranks."""
+    def means(self, linear: Linear, tp: int, model: str, kinds: Collection[tuple[str, int | None]]) -> bool:
+        """Returns whether the row applies to that linear, of a model of that type, on ``tp`` ranks, in a checkpoint of
+        these number formats, each with its group size."""
         return (
             not self.caches
+            and (self.several is None or (len(kinds) > 1 and self.several))
+            and not any(name in self.without for name, _ in kinds)
             and (not self.models or model in self.models)
             and (not self.number_formats or linear.number_format in self.number_formats)
             and (self.experts is None or linear.is_expert is self.experts)
@@ -354,6 +360,25 @@ REFUSALS: tuple[Refusal, ...] = (
         experts=False,
         units=(1, 128),
     ),
+    # configs/model_config.py: _parse_modelopt_quant_config.
+    Refusal(
+        SGLANG,
+        ("modelopt",),
+        (),
+        "modelopt's mixed precision without NVFP4 in it is DeepSeek's W4AFP8 to it",
+        "--format hf",
+        several=True,
+        without=("nvfp4", "nvfp4-wo"),
+    ),
+    # modelopt_quant.py: ModelOptMixedPrecisionConfig.get_quant_method.
+    Refusal(
+        SGLANG,
+        ("modelopt",),
+        ("fp8", "int8", "int8-static", "int8-wo", "int4", "w4a8", "mxfp4", "mxfp4-wo"),
+        "beside other number formats it takes these numbers for unquantised weights",
+        "fp8-static, fp8-block or mxfp8 beside nvfp4, or --format hf",
+        several=True,
+    ),
     # layers/quantization/__init__.py: gguf is not among the methods, and nothing loads such a file.
     Refusal(VLLM, ("gguf",), (), "it reads no GGUF", "llama.cpp to run it, or --format hf"),
     # integrations/compressed_tensors.py, CompressedTensorsDequantize: experts are looked for as weight_packed with
@@ -477,15 +502,15 @@ def warnings(
         if linear.number_format != "none":
             alike.setdefault(replace(linear, name=""), linear)
     quantised = list(alike.values())
-    kinds = len({(linear.number_format, linear.group_size) for linear in quantised})
+    kinds = {(linear.number_format, linear.group_size) for linear in quantised}
     lines = []
     for refusal in REFUSALS:
         if format_name not in refusal.formats:
             continue
-        if cache is not None and refusal.means_cache(cache, kinds):
+        if cache is not None and refusal.means_cache(cache, len(kinds)):
             what = f"a KV cache in {cache} as {format_name}"
             lines.append(f"{refusal.engine} and {what}: {refusal.why}; use {refusal.instead}")
-        meant = [linear for linear in quantised if refusal.means(linear, tp, model)]
+        meant = [linear for linear in quantised if refusal.means(linear, tp, model, kinds)]
         if meant:
             lines.append(_line(refusal, format_name, meant, len(quantised)))
     return lines

@@ -21,6 +21,9 @@ bits  ``kl``  ``output``  at random, of 8: mean (best)  fp8 in first layers
 ====  ======  ==========  ============================  ===================
 
 Errors relative to what a layer *adds* to the hidden states mislead: 0.0493, 0.0402, 0.0305.
+
+Where the KV cache is rounded, it is rounded in every trial, and a group's error is what comes on top of that of the
+cache alone. That one is the same whatever is chosen, and is told apart.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -43,8 +46,9 @@ from modelexport.quantization.calibration.cut import WHOLE, ForwardShard
 if TYPE_CHECKING:
     from modelexport.quantization.calibration.layers import FilledLayer, LayerRunner, Observed
     from modelexport.quantization.formats.base import NumberFormat
+    from modelexport.quantization.kv_caches import CacheFormat, CacheRounding
 
-__all__ = ["MEASURES", "TOKENS", "Assigned", "Sensitivities", "affordable", "assign", "measure"]
+__all__ = ["MEASURES", "TOKENS", "Assigned", "Sensitivities", "affordable", "assign", "measure", "stored_bits"]
 
 MEASURES = ("kl", "output")
 TOKENS = 4096
@@ -52,6 +56,7 @@ TOKENS = 4096
 
 _KL_OPERATIONS = 2e13  # some minutes on a few cores
 _KL_BYTES = 1 << 30
+_CACHE = ("", "")  # in place of a group and a candidate
 _ROWS = 128  # tokens whose logits are in memory at once
 
 Groups = Sequence[Sequence[Sequence[str]]]
@@ -67,10 +72,12 @@ class Sensitivities:
         by: one of :data:`MEASURES`.
         errors: first linear of a group -> candidate -> error; 0 for what is not quantised. Candidates that do not fit a
             linear of the group are missing.
+        cache: the error of a rounded KV cache, with nothing else quantised.
     """
 
     by: str
     errors: dict[str, dict[str, float]]
+    cache: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -81,13 +88,34 @@ class Assigned:
         quant: as ``--quant`` would say it.
         formats: linear -> candidate.
         bits: bits per weight of all these linears, scales included.
+        error: the sum of the errors of what was chosen and of the cache, see :class:`Sensitivities`.
+        front: (bits, error) of the best choices for other budgets, the smallest first.
+        uniform: candidate that fits every linear -> (bits, error) of all linears in it.
         sensitivities: what it was chosen by.
     """
 
     quant: str
     formats: dict[str, str]
     bits: float
+    error: float
+    front: list[tuple[float, float]]
+    uniform: dict[str, tuple[float, float]]
     sensitivities: Sensitivities
+
+    def recorded(self) -> dict[str, Any]:
+        """What modelexport.json keeps of it beside the formats, which its recipe has: figures to six digits."""
+        return {
+            "by": self.sensitivities.by,
+            "bits": _short(self.bits),
+            "error": _short(self.error),
+            "cache": _short(self.sensitivities.cache),
+            "front": [[_short(bits), _short(error)] for bits, error in self.front],
+            "uniform": {name: [_short(bits), _short(error)] for name, (bits, error) in self.uniform.items()},
+        }
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.6g}")
 
 
 def assign(
@@ -95,14 +123,15 @@ def assign(
     groups: Groups,
     shapes: Shapes,
     candidates: Mapping[str, NumberFormat],
-    budget: float,
+    budgets: Sequence[float],
     dtype: torch.dtype,
     *,
     by: str | None = None,
     method: str = "max",
+    cache: CacheFormat | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> Assigned:
-    """Choose a format for every group: measure, then solve.
+) -> list[Assigned]:
+    """Choose a format for every group, within each of some budgets: measure once, then solve.
 
     Args:
         runner: entered, at its first layer; at its end after it. In a job of several ranks all of them call this
@@ -110,9 +139,9 @@ def assign(
         groups: see :data:`Groups`; every linear that may be quantised, once.
         shapes: linear -> ``(out_features, in_features)`` of the whole.
         candidates: as ``--quant`` has it (``int4:64``) -> number format.
-        budget: bits per weight over all linears in ``groups``.
+        budgets: bits per weight over all linears in ``groups``.
         dtype: of the source's weights, in which scales are stored that have no dtype of their own.
-        by, method, progress: see :func:`measure`.
+        by, method, cache, progress: see :func:`measure`.
 
     Raises:
         PlanError: no choice is within the budget; no candidate fits a linear.
@@ -122,21 +151,41 @@ def assign(
     weights = {group[0]: sum(math.prod(shapes[name]) for name in group) for group in flat}
     bits = {
         group[0]: {
-            name: sum(_bits(found, shapes[x], dtype) for x in group) / weights[group[0]]
+            name: sum(stored_bits(found, shapes[x], dtype) for x in group) / weights[group[0]]
             for name, found in _fitting(group, shapes, candidates).items()
         }
         for group in flat
     }
     # Before the time is spent.
-    autoquant.choose({group: dict.fromkeys(own, 0.0) for group, own in bits.items()}, weights, bits, budget)
-    found = measure(runner, groups, shapes, candidates, by=by, method=method, progress=progress)
-    chosen = autoquant.choose(found.errors, weights, bits, budget)
-    spent = math.fsum(bits[group][name] * weights[group] for group, name in chosen.items()) / sum(weights.values())
-    formats = {name: chosen[group[0]] for group in flat for name in group}
-    return Assigned(autoquant.patterns(formats, runner.layers_on_disk), formats, spent, found)
+    for budget in budgets:
+        autoquant.choose({group: dict.fromkeys(own, 0.0) for group, own in bits.items()}, weights, bits, budget)
+    found = measure(runner, groups, shapes, candidates, by=by, method=method, cache=cache, progress=progress)
+    everywhere = [name for name in candidates if all(name in own for own in bits.values())]
+    uniform = {name: _totals(dict.fromkeys(weights, name), found, weights, bits) for name in everywhere}
+    front = [(size, error + found.cache) for size, error in autoquant.front(found.errors, weights, bits)]
+    made = []
+    for budget in budgets:
+        chosen = autoquant.choose(found.errors, weights, bits, budget)
+        formats = {name: chosen[group[0]] for group in flat for name in group}
+        spent, error = _totals(chosen, found, weights, bits)
+        quant = autoquant.patterns(formats, runner.layers_on_disk)
+        made.append(Assigned(quant, formats, spent, error, front, uniform, found))
+    return made
 
 
-def _bits(number_format: NumberFormat, shape: tuple[int, int], dtype: torch.dtype) -> int:
+def _totals(
+    chosen: Mapping[str, str],
+    found: Sensitivities,
+    weights: Mapping[str, int],
+    bits: Mapping[str, Mapping[str, float]],
+) -> tuple[float, float]:
+    """Bits per weight, and error, of a format for each group."""
+    size = math.fsum(bits[group][name] * weights[group] for group, name in chosen.items())
+    errors = [found.errors[group][name] for group, name in chosen.items()]
+    return size / sum(weights.values()), math.fsum([found.cache, *errors])
+
+
+def stored_bits(number_format: NumberFormat, shape: tuple[int, int], dtype: torch.dtype) -> int:
     """The bits of a linear, but for tensors of a fixed size, such as its shape: with these, the format that takes 8.125
     bits of a large model would be beyond a budget of 8.125 in a small one."""
     return sum(8 * spec.nbytes for spec in number_format.specs(shape, dtype) if any(spec.axes))
@@ -150,6 +199,7 @@ def measure(
     *,
     by: str | None = None,
     method: str = "max",
+    cache: CacheFormat | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Sensitivities:
     """The error of every group in every candidate; weights are rounded to nearest, activations as engines do it.
@@ -157,6 +207,8 @@ def measure(
     Args:
         by: one of :data:`MEASURES`; None: ``kl`` where it is :func:`affordable`, else ``output``.
         method: of static ranges, see :mod:`~modelexport.quantization.calibration.static_ranges`.
+        cache: of the KV cache, by which keys and values are rounded in every trial, with scales that cover those of the
+            unrounded model; None: they are not rounded.
         progress: called with (layers done, layers in all).
         runner, groups, shapes, candidates: see :func:`assign`.
 
@@ -169,36 +221,47 @@ def measure(
     assert by in MEASURES
     errors: dict[str, dict[str, float]] = {}
     streams: dict[tuple[str, str], list[Tensor]] = {}  # of layers before: group, candidate -> hidden states
+    cached = list(runner.hidden)  # in kl: of the model with nothing but its cache rounded
+    of_cache: list[float] = []
     for index, own in enumerate(groups):
         with runner.filled(index) as layer:
             before = list(runner.hidden)
-            streams = {key: _through(runner, layer, states) for key, states in streams.items()}
-            after = _through(runner, layer, before, trial=False)
-            trial = _Trial(runner, layer, method)
+            trial = _Trial(runner, layer, method, cache)
+            streams = {key: trial.through(states) for key, states in streams.items()}
+            after = trial.through(before, trial=False)
             energy = _squares(after)
             if not math.isfinite(energy):
                 raise ValuesError(
                     f"the outputs of layer {index} are not finite on the calibration text: there is NaN or Inf in a "
                     "weight before it, or it overflows; check the model, or give --quant instead of autoquant"
                 )
+            given = cached if by == "kl" else before
+            cached = after if cache is None else trial.through(given)
+            of_cache.append(_squares(cached, after) / energy if energy and cache is not None else 0.0)
             for group in own:
                 table = errors.setdefault(group[0], {})
                 for name, number_format in _fitting(group, shapes, candidates).items():
+                    table[name] = 0.0
                     if not number_format.quantised:
-                        table[name] = 0.0
                         continue
-                    states = trial.run(group, number_format, before)
-                    table[name] = _squares(states, after) / energy if energy else 0.0
+                    states = trial.run(group, number_format, given)
                     if by == "kl":
                         streams[group[0], name] = states
+                    elif energy:
+                        table[name] = _squares(states, after) / energy - of_cache[-1]
             _give(runner, after)
         del layer, trial  # or they would keep the layer's weights while the next one is filled
         if progress is not None:
             progress(index + 1, len(groups))
-    if by == "kl":
-        for (first, name), value in _divergences(runner, streams).items():
-            errors[first][name] = value
-    return Sensitivities(by, errors)
+    if by == "output":
+        return Sensitivities(by, errors, math.fsum(of_cache))
+    if cache is not None:
+        streams[_CACHE] = cached
+    found = _divergences(runner, streams)
+    of_all = found.pop(_CACHE, 0.0)
+    for (first, name), value in found.items():
+        errors[first][name] = value - of_all
+    return Sensitivities(by, errors, of_all)
 
 
 def affordable(runner: LayerRunner, groups: Groups, shapes: Shapes, candidates: Mapping[str, NumberFormat]) -> bool:
@@ -225,9 +288,25 @@ def affordable(runner: LayerRunner, groups: Groups, shapes: Shapes, candidates: 
 class _Trial:
     """A filled layer of which one group at a time is quantised."""
 
-    def __init__(self, runner: LayerRunner, layer: FilledLayer, method: str) -> None:
-        self.runner, self.layer, self.method = runner, layer, method
+    def __init__(self, runner: LayerRunner, layer: FilledLayer, method: str, cache: CacheFormat | None) -> None:
+        self.runner, self.layer, self.method, self.cache = runner, layer, method, cache
         self._observed: Observed | None = None
+        self._rounding = self._cache_rounding()
+
+    def through(
+        self,
+        states: Sequence[Tensor],
+        activations: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
+        *,
+        trial: bool = True,
+    ) -> list[Tensor]:
+        """Returns what the layer makes of hidden states; the runner has them before and after. A trial's cache is
+        rounded."""
+        _give(self.runner, states)
+        self.runner.advance(self.layer, activations, cache=self._rounding if trial else None, trial=trial)
+        found = list(self.runner.hidden)
+        _give(self.runner, states)
+        return found
 
     def run(self, group: Sequence[str], number_format: NumberFormat, before: Sequence[Tensor]) -> list[Tensor]:
         """Returns the layer's outputs for ``before``; its weights are then what they were."""
@@ -244,7 +323,7 @@ class _Trial:
                 elif rounds_inputs:
                     activations[name] = dynamic
         try:
-            return _through(self.runner, self.layer, before, activations)
+            return self.through(before, activations)
         finally:
             # Read again rather than kept: all experts of a layer are gigabytes.
             for name in group:
@@ -266,13 +345,24 @@ class _Trial:
         return self.runner.read(f"{name}.weight", WHOLE).to(self.runner.device)
 
     def _reach(self, name: str, group: Sequence[str], number_format: NumberFormat) -> float:
-        if self._observed is None:
-            self._observed = self.runner.observe(self.layer, static_ranges.wants(self.method))
-        inputs = self._observed.inputs
+        inputs = self._seen().inputs
         # Experts have one range together, also those that no token came to.
         names = [x for x in group if ".experts." in x and _role(x) == _role(name)] or [name]
         parts = list({id(inputs[x]): inputs[x] for x in names if x in inputs}.values())
         return static_ranges.choose(static_ranges.together(parts), self.method, number_format) if parts else 0.0
+
+    def _cache_rounding(self) -> CacheRounding | None:
+        """What rounds keys and values, with the scales that calibration would find for them (``layer.py``)."""
+        if self.cache is None or self.runner.is_latent or not (seen := self._seen()).keys:
+            return None
+        keys, values = (static_ranges.choose_cache(of, self.method, self.cache) for of in (seen.keys, seen.values))
+        return self.cache.rounding(keys, values)
+
+    def _seen(self) -> Observed:
+        if self._observed is None:
+            by_head = self.cache is not None and self.cache.by_head
+            self._observed = self.runner.observe(self.layer, static_ranges.wants(self.method), by_head=by_head)
+        return self._observed
 
 
 def _part(whole: Tensor, share: ForwardShard) -> Tensor:
@@ -282,16 +372,17 @@ def _part(whole: Tensor, share: ForwardShard) -> Tensor:
     return torch.cat([whole.narrow(share.dim, start, stop - start) for start, stop in share.spans], share.dim)
 
 
-def _divergences(
-    runner: LayerRunner, streams: Mapping[tuple[str, str], Sequence[Tensor]]
-) -> dict[tuple[str, str], float]:
-    """The mean KL divergence of each from the model as it is, whose last hidden states the runner has."""
+def _divergences(runner: LayerRunner, streams: dict[tuple[str, str], list[Tensor]]) -> dict[tuple[str, str], float]:
+    """The mean KL divergence of each from the model as it is, whose last hidden states the runner has.
+
+    ``streams`` is emptied: two sets of so many hidden states would be a lot.
+    """
     head = _head(runner)
     last = list(runner.hidden)
     right = list(runner.outputs())
     wrong = {}
-    for key, states in streams.items():
-        _give(runner, states)
+    for key in list(streams):
+        _give(runner, streams.pop(key))
         wrong[key] = list(runner.outputs())
     _give(runner, last)
 
@@ -323,22 +414,6 @@ def _head(runner: LayerRunner) -> Tensor:
         embedding = runner.model.get_input_embeddings()
         name = next(f"{name}.weight" for name, module in runner.model.named_modules() if module is embedding)
     return runner.read(runner.on_disk.get(name, name), WHOLE).to(runner.device, runner.dtype)
-
-
-def _through(
-    runner: LayerRunner,
-    layer: FilledLayer,
-    states: Sequence[Tensor],
-    activations: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
-    *,
-    trial: bool = True,
-) -> list[Tensor]:
-    """Returns what a layer makes of hidden states; the runner has them before and after."""
-    _give(runner, states)
-    runner.advance(layer, activations, trial=trial)
-    found = list(runner.hidden)
-    _give(runner, states)
-    return found
 
 
 def _give(runner: LayerRunner, states: Sequence[Tensor]) -> None:

@@ -388,9 +388,23 @@ def test_what_would_do_nothing_is_refused(tmp_path: Path) -> None:
             "-candidates int4,fp8,none: fp8: checkpoint format awq holds",
         ),
         ({"algorithm": "autoquant", "autoquant_candidates": "int4"}, "^--autoquant-candidates int4: at least two"),
+        (
+            {"algorithm": "autoquant", "format": "awq", "autoquant_candidates": "int4:64,int4:128"},
+            "any two may be chosen for one checkpoint, but: checkpoint format awq has one group size",
+        ),
     ):
         with pytest.raises(UsageError, match=said):
             export(out=str(tmp_path / "no"), quiet=True, **settings)
+
+
+def test_what_autoquant_chose_from_is_recorded(tmp_path: Path, ids: str) -> None:
+    settings: dict[str, Any] = {"autoquant_bits": 6, "autoquant_candidates": "int4:32,fp8", "kv_cache": "fp8", **FEWER}
+    export(model=str(make_llama()), out=str(tmp_path / "out"), algorithm="autoquant", calib=ids, **settings)
+    found = json.loads((tmp_path / "out" / "modelexport.json").read_text())["assignment"]
+    assert found["bits"] <= 6
+    assert found["cache"] > 0
+    assert [found["bits"], found["error"]] in found["front"]
+    assert not verify_checkpoint(tmp_path / "out").problems
 
 
 def test_a_setting_that_differs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,6 +184,31 @@ def test_errors_of_outputs_are_those_of_the_record(calibrated: Path) -> None:
     assert f"{name}: {-10 * math.log10(errors['after'][name]):.2f} dB" in titles
 
 
+def test_what_autoquant_chose_and_from_what(copy: Path) -> None:
+    layers = [{**layer, "modules": dict(layer["modules"])} for layer in record_of(copy)["layers"]]
+    first = next(layer for layer in layers if layer["index"] == 0)
+    first["modules"]["mlp.down_proj"] = {
+        **first["modules"]["mlp.down_proj"],
+        "number_format": "fp8",
+        "group_size": None,
+    }
+    front = [[4.5, 0.04], [5.0, 0.03], [16.0, 0.0]]
+    assignment = {"by": "kl", "bits": 5.0, "error": 0.03, "front": front, "uniform": {"int4:32": [4.5, 0.04]}}
+    change(copy, layers=layers, assignment=assignment)
+    page = page_of(copy)
+    marks = [e.text for e in page.all("title", "assignment")]
+    assert marks == [
+        *("best: 4.50 bits, 0.04", "best: 5.00 bits, 0.03", "best: 16.00 bits, 0"),
+        *("all int4:32: 4.50 bits, 0.04", "chosen: 5.00 bits, 0.03"),
+    ]
+    cells = {
+        e.attributes["title"]: e.attributes["class"] for e in page.all("td", "assignment") if "title" in e.attributes
+    }
+    assert cells["layer 0: fp8"] not in (cells["layer 1: int4"], "c0")
+    change(copy, assignment={**assignment, "bits": "many"})
+    assert "assignment" not in page_of(copy).sections
+
+
 def test_recipe_versions_and_calibration(calibrated: Path) -> None:
     record, rows = record_of(calibrated), page_of(calibrated).rows("recipe")
     assert ["algorithm", "gptq"] in rows

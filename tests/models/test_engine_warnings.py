@@ -71,6 +71,21 @@ def test_a_row_may_be_about_the_kv_cache() -> None:
         assert words in lines[-1]
 
 
+def test_a_row_may_be_about_formats_beside_each_other() -> None:
+    fp8, static, nvfp4 = (
+        changed(QUERY, number_format=name, group_size=None) for name in ("fp8", "fp8-static", "nvfp4")
+    )
+    for linears, words in (
+        ([fp8], []),
+        ([static, nvfp4], []),
+        ([fp8, nvfp4], ["SGLang 0.5.23 and fp8 as modelopt"]),
+        ([fp8, static], ["SGLang 0.5.23 and fp8, fp8-static as modelopt", "SGLang 0.5.23 and fp8 as modelopt"]),
+    ):
+        lines = [line for line in warnings("modelopt", linears) if "SGLang" in line]
+        assert len(lines) == len(words)
+        assert all(line.startswith(start) for line, start in zip(lines, words, strict=True))
+
+
 def test_kinds_are_counted_and_not_names() -> None:
     names = [changed(EXPERT, number_format="int8", group_size=None, name=f"experts.{e}.w1") for e in range(3)]
     other = changed(names[0], name="experts.0.w2", role="expert.down")

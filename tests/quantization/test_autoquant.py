@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from modelexport.errors import PlanError
 from modelexport.quantization.algorithms import autoquant
-from modelexport.quantization.algorithms.autoquant import choose, patterns
+from modelexport.quantization.algorithms.autoquant import FRONT_POINTS, choose, front, patterns
 from modelexport.quantization.assignment import Assignment
 
 BITS = {"int4": 4.125, "int4:32": 4.5, "fp8": 8.0625, "none": 16.0}
@@ -54,6 +54,19 @@ def test_against_trying_all(problem: tuple[dict, dict, dict, float]) -> None:
     assert list(picked) == list(errors)
     assert error <= min(within) * (1 + 1e-12)
     assert picked == choose(errors, weights, bits, budget)
+
+
+@given(problems())
+def test_the_front_has_the_best_of_every_size(problem: tuple[dict, dict, dict, float]) -> None:
+    errors, weights, bits, _ = problem
+    every = [dict(zip(errors, names, strict=True)) for names in itertools.product(*(errors[group] for group in errors))]
+    found = {(round(size, 9), error) for size, error in (totals(picked, errors, weights, bits) for picked in every)}
+    points = front(errors, weights, bits)
+    assert points == sorted(points)
+    assert len(points) <= FRONT_POINTS
+    assert points[0][0] == pytest.approx(min(size for size, _ in found))
+    for size, error in points:
+        assert error == pytest.approx(min(other for at, other in found if at <= size + 1e-9))
 
 
 def large(groups: int, seed: int = 0) -> tuple[dict, dict, dict]:

@@ -22,6 +22,7 @@ from modelexport.quantization import formats
 from modelexport.quantization.assignment import Assignment
 from modelexport.quantization.calibration.layers import LayerRunner
 from modelexport.quantization.formats.base import NumberFormat
+from modelexport.quantization.kv_caches import CACHES
 from modelexport.quantization.sensitivity import Assigned, affordable, assign, measure
 from tests.helpers.models import copy_checkpoint, make_llama
 
@@ -221,7 +222,7 @@ def test_kl_where_it_is_affordable(llama: Model) -> None:
 
 def assigned(model: Model, given: Tensor, budget: float, *names: str, **settings: Any) -> Assigned:
     with model.runner(given) as runner:
-        return assign(runner, model.groups, model.shapes, candidates(*names), budget, torch.bfloat16, **settings)
+        return assign(runner, model.groups, model.shapes, candidates(*names), [budget], torch.bfloat16, **settings)[0]
 
 
 def chosen_of(found: Assigned, ending: str) -> set[str]:
@@ -246,6 +247,28 @@ def test_assign(llama: Model) -> None:
         for name, chosen in found.formats.items()
     )
     assert found.bits == pytest.approx(stored / sum(map(math.prod, llama.shapes.values())))
+
+
+def test_the_choice_is_on_its_front(llama: Model) -> None:
+    found = assigned(llama, tokens(2), 6.0, "int4:32", "fp8", "none", by="output")
+    below = [error for bits, error in found.front if bits <= found.bits]
+    assert found.error == pytest.approx(below[-1])
+    assert found.uniform.keys() == {"int4:32", "fp8", "none"}
+    assert found.uniform["int4:32"] == pytest.approx(found.front[0])
+    assert found.uniform["none"] == found.front[-1] == (16.0, 0.0)
+
+
+@pytest.mark.parametrize("by", ["kl", "output"])
+def test_an_error_with_a_rounded_cache_comes_on_top_of_the_cache(llama: Model, by: str) -> None:
+    found = []
+    for cache in (None, CACHES["fp8"]):
+        with llama.runner(tokens()) as runner:
+            found.append(measure(runner, llama.groups, llama.shapes, candidates("int4:32", "none"), by=by, cache=cache))
+    assert found[0].cache == 0.0 < found[1].cache
+    for group, table in found[0].errors.items():
+        assert found[1].errors[group]["none"] == 0.0
+        assert found[1].errors[group]["int4:32"] != table["int4:32"]
+        assert found[1].errors[group]["int4:32"] == pytest.approx(table["int4:32"], rel=0.1)
 
 
 def test_a_format_takes_its_bits_however_small_the_model(llama: Model) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from modelexport.checkpoints.safetensors.file import Checkpoint, Reader, torch_dtype
@@ -14,11 +14,11 @@ from modelexport.quantization import devices, sensitivity
 from modelexport.quantization.algorithms.autoquant import AutoQuant
 from modelexport.quantization.calibration.layers import LayerRunner
 from modelexport.quantization.formats.base import NumberFormat
+from modelexport.quantization.kv_caches import CACHES
+from modelexport.quantization.methods.base import Method, ModelQuantization
 from modelexport.recipe import ExportRecipe
 
-__all__ = ["assigned"]
-
-Refusal = Callable[[NumberFormat, tuple[int, int]], str | None]
+__all__ = ["assigned", "fused_groups"]
 
 
 def assigned(
@@ -26,10 +26,11 @@ def assigned(
     recipe: ExportRecipe,
     tokenizer: Path,
     *,
-    refusal: Refusal | None = None,
+    budgets: Sequence[float] | None = None,
+    method: Method | None = None,
     progress: Callable[[str], None] | None = None,
-) -> sensitivity.Assigned:
-    """Choose a number format for every group of linears that engines fuse.
+) -> list[sensitivity.Assigned]:
+    """Choose a number format for every group of linears that engines fuse, within each of some budgets.
 
     The source is run over some of the samples, on this process alone.
 
@@ -37,27 +38,26 @@ def assigned(
         recipe: its candidates, bits (per weight of the decoder's linears, scales included) and group size, and the
             samples.
         tokenizer: the directory that holds the model's.
-        refusal: why the target cannot encode a linear of a shape; None where it can.
+        budgets: bits per weight; None: the recipe's one.
+        method: the target's, which must be able to encode the candidates, and all of them in one checkpoint.
         progress: told what is going on.
 
     Raises:
-        UsageError: an unknown format among the candidates, one that the target cannot encode, or fewer than two.
+        UsageError: an unknown format among the candidates, one that the target cannot encode, several that it cannot
+            encode beside each other, or fewer than two.
         PlanError: no choice is within the budget, or no candidate fits a linear.
         CheckpointError: a weight, or a hidden state, is not finite.
     """
     config, settings = checkpoint.config or {}, recipe.settings_of(AutoQuant.name)
     family = family_of(config, checkpoint.infos)
     dimensions = read_dimensions(config, family)
-    groups, shapes = _groups(family, dimensions)
+    groups, shapes = fused_groups(family, dimensions)
     missing = [name for name in shapes if f"{name}.weight" not in checkpoint.infos]
     if missing:
         raise PlanError(f"{checkpoint.directory}: {missing[0]}.weight is missing, so {AutoQuant.name} cannot weigh it")
     chosen_from = settings.number_formats(recipe.group_size)
-    for name, number_format in chosen_from.items() if refusal is not None else ():
-        assert refusal is not None
-        reasons = [refusal(number_format, shape) for shape in sorted(set(shapes.values()))]
-        if number_format.quantised and all(reasons):
-            raise UsageError(f"{settings.candidates_flag}: {name}: {reasons[0]}")
+    if method is not None:
+        _check_encoded(method, chosen_from, set(shapes.values()), settings.candidates_flag)
     dtype = torch_dtype(checkpoint.infos[f"{next(iter(shapes))}.weight"].dtype)
 
     def on_event(done: int, all_: int) -> None:
@@ -82,16 +82,33 @@ def assigned(
                 groups,
                 shapes,
                 chosen_from,
-                settings.bits,
+                [settings.bits] if budgets is None else budgets,
                 dtype,
                 method=recipe.calib_range,
+                cache=None if recipe.kv_cache is None else CACHES[recipe.kv_cache],
                 progress=on_event,
             )
     finally:
         reader.close()
 
 
-def _groups(family: Family, dimensions: Dimensions) -> tuple[list[list[list[str]]], dict[str, tuple[int, int]]]:
+def _check_encoded(
+    method: Method, candidates: Mapping[str, NumberFormat], shapes: Collection[tuple[int, int]], flag: str
+) -> None:
+    """Refuse, before the time is spent, candidates that the target cannot encode, or not in one checkpoint."""
+    quantised = {name: found for name, found in candidates.items() if found.quantised}
+    for name, number_format in quantised.items():
+        reasons = [method.refusal(number_format, shape) for shape in sorted(shapes)]
+        if all(reasons):
+            raise UsageError(f"{flag}: {name}: {reasons[0]}")
+    try:
+        if quantised:
+            method.quantization_files(ModelQuantization(quantised, []))
+    except PlanError as error:
+        raise UsageError(f"{flag}: any two may be chosen for one checkpoint, but: {error}") from error
+
+
+def fused_groups(family: Family, dimensions: Dimensions) -> tuple[list[list[list[str]]], dict[str, tuple[int, int]]]:
     """Each layer's groups of linears that engines fuse (all experts' together), and the linears' shapes."""
     layers, shapes = [], {}
     for i in range(dimensions.layers):

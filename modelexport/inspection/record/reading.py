@@ -17,6 +17,7 @@ from modelexport.system.small_files import has_file, read_json
 __all__ = [
     "EvaluationFigures",
     "ExportRecord",
+    "RecordedAssignment",
     "RecordedModel",
     "RecordedModule",
     "RecordedTensor",
@@ -27,7 +28,7 @@ __all__ = [
 Kind = type | tuple[type, ...]
 _NEEDED = {"recipe": dict, "sha256": dict, "sqnr_db": dict, "layers": list, "producer": dict, "versions": dict}
 _OPTIONAL = {
-    **dict.fromkeys(("file_sha256", "model", "calibration", "evaluation", "output_error"), dict),
+    **dict.fromkeys(("file_sha256", "model", "calibration", "evaluation", "output_error", "assignment"), dict),
     **dict.fromkeys(("unquantised", "left_out"), dict),
     **dict.fromkeys(("adapters", "changed", "tensor_parallel_sizes", "warnings", "rounded_before"), list),
 }
@@ -108,6 +109,7 @@ def _check(path: Path, values: Mapping[Any, Any], kinds: Mapping[Any, Kind], whe
             raise CheckpointError(f"{path}: '{where}{shown(key)}' is {found}, not {wanted}; the record is damaged")
 
 
+_MOST_POINTS = 256  # of a front
 _DEFAULT_GROUP = 128  # of every number format that has groups of several sizes
 _NUMBER_IN_PATH = re.compile(r"\.\d+(?=\.|$)")
 
@@ -221,6 +223,37 @@ class RecordedModule:
 
 
 @dataclass(frozen=True)
+class RecordedAssignment:
+    """The choice of number formats by autoquant, among the best ones for other sizes: bits per weight, and errors.
+
+    Attributes:
+        by: what the errors are, see :mod:`~modelexport.quantization.sensitivity`.
+        chosen: bits and error of what was written.
+        front: the same of the best choices, the smallest first.
+        uniform: number format, see :attr:`RecordedModule.label` -> the same of all linears in it.
+    """
+
+    by: str
+    chosen: tuple[float, float]
+    front: tuple[tuple[float, float], ...]
+    uniform: Mapping[str, tuple[float, float]]
+
+    @classmethod
+    def of(cls, assignment: Mapping[str, Any]) -> RecordedAssignment | None:
+        """Reads the record's ``assignment``; None where there is none, or its figures are none."""
+        chosen = _pair([assignment.get("bits"), assignment.get("error")])
+        front, uniform = assignment.get("front"), assignment.get("uniform")
+        if chosen is None or not isinstance(front, list) or not isinstance(uniform, dict):
+            return None
+        points = tuple(pair for point in front[:_MOST_POINTS] if (pair := _pair(point)) is not None)
+        usual = f":{_DEFAULT_GROUP}"
+        apart = {
+            name.removesuffix(usual): pair for name, point in uniform.items() if (pair := _pair(point)) is not None
+        }
+        return cls(str(assignment.get("by")), chosen, points, apart)
+
+
+@dataclass(frozen=True)
 class EvaluationFigures:
     """Figures measured on text; None where they were not, or not against the source.
 
@@ -287,6 +320,7 @@ class ExportRecord:
         changed: tensors, or modules, whose values differ from the source's on purpose.
         tensor_parallel_sizes, warnings: as recorded.
         rounded_before: which numbers were rounded in the source already, a line each.
+        assignment: autoquant's; None where the formats were given.
         problems: figures that were left out, and why: a line each.
     """
 
@@ -311,6 +345,7 @@ class ExportRecord:
     tensor_parallel_sizes: Sequence[Any]
     warnings: Sequence[Any]
     rounded_before: Sequence[str]
+    assignment: RecordedAssignment | None
     problems: Sequence[str]
 
     @classmethod
@@ -348,6 +383,7 @@ class ExportRecord:
             tensor_parallel_sizes=content.get("tensor_parallel_sizes") or (),
             warnings=content.get("warnings") or (),
             rounded_before=tuple(map(str, content.get("rounded_before") or ())),
+            assignment=RecordedAssignment.of(content.get("assignment") or {}),
             problems=problems,
         )
 
@@ -365,6 +401,12 @@ class ExportRecord:
 def is_figure(value: object) -> bool:
     """Returns True for a finite number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e30
+
+
+def _pair(value: Any) -> tuple[float, float] | None:
+    if not isinstance(value, list) or len(value) != 2 or not all(is_figure(part) and part >= 0 for part in value):
+        return None
+    return float(value[0]), float(value[1])
 
 
 def _figure(value: Any) -> float | None:

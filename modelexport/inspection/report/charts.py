@@ -5,12 +5,14 @@ Each drawing carries its content as text too, in its label and in the titles of 
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from markupsafe import Markup
 
+from modelexport.inspection.record.reading import RecordedAssignment
 from modelexport.inspection.report.data import StoredBytes
 from modelexport.inspection.report.figures import UNQUANTISED, ErrorGrid, KindOutputError
 from modelexport.inspection.report.scales import BINS_PER_OCTAVE, ScaleCounts, bin_edge
@@ -24,6 +26,7 @@ __all__ = [
     "columns",
     "dumbbell",
     "error_domain",
+    "front",
     "histogram",
     "percent_text",
     "scale_axis",
@@ -37,6 +40,8 @@ _QUANTISED_COLOURS = 6
 _HEAT_RANGE_DB = 6.0  # one bit of precision: a heat map covers this much at least, so that noise has no colour
 _MOST_OCTAVES = 24
 _HISTOGRAM_HEIGHT = 44.0
+_FRONT_HEIGHT = 220.0
+_FRONT_DECADES = 6  # errors that are smaller than the largest by more are on the base line
 _LONGEST_TEXT = 300  # names of modules are shorter
 # Control characters, halves of surrogate pairs, and marks that reorder the text around them.
 _UNSHOWN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
@@ -191,6 +196,49 @@ def dumbbell(row: KindOutputError, domain: Domain) -> Markup:
         circle.format("after", after, percent_text(row.after)),
     ]
     return _svg(20, marks, f"from {percent_text(row.before)} to {percent_text(row.after)}")
+
+
+def front(found: RecordedAssignment, colours: FormatColours) -> Markup:
+    """Returns errors against bits per weight: a line through the best choices, number formats for all linears as
+    discs, and a larger disc for what was chosen. Errors are along powers of ten."""
+    points = [*found.front, found.chosen, *found.uniform.values()]
+    exponents = [math.log10(error) for _, error in points if error > 0] or [0.0]
+    high = max(exponents) + 0.15
+    low = max(min(exponents), high - _FRONT_DECADES) - 0.15
+    first, last = min(bits for bits, _ in points), max(bits for bits, _ in points)
+    along = first - 0.04 * (last - first) - 0.1, last + 0.04 * (last - first) + 0.1
+
+    def place(point: tuple[float, float]) -> tuple[float, float]:
+        down = (high - math.log10(point[1])) / (high - low) if point[1] > 0 else 1.0
+        return _position(point[0], along), _FRONT_HEIGHT * min(1.0, down)
+
+    marks = [*_front_axes(along, (low, high)), _base_line(_FRONT_HEIGHT)]
+    segment = Markup('<line x1="{:.2f}%" y1="{:.1f}" x2="{:.2f}%" y2="{:.1f}" class="link"/>')
+    marks += [segment.format(*place(start), *place(end)) for start, end in itertools.pairwise(found.front)]
+    disc = Markup('<circle class="{}" cx="{:.2f}%" cy="{:.1f}" r="{}"><title>{}</title></circle>')
+    marks += [disc.format("before", *place(each), 2, _point_text("best", each)) for each in found.front]
+    for name, each in found.uniform.items():
+        marks.append(disc.format(colours.of(name), *place(each), 5, _point_text(f"all {name}", each)))
+    marks.append(disc.format("after", *place(found.chosen), 7, _point_text("chosen", found.chosen)))
+    return _svg(_FRONT_HEIGHT + 22, marks, f"error against bits per weight: {_point_text('chosen', found.chosen)}")
+
+
+def _front_axes(along: tuple[float, float], exponents: Domain) -> Iterator[Markup]:
+    """Yields a line and a label for each power of ten of the error, and labels of whole bits."""
+    low, high = exponents
+    line = Markup('<line x1="0" x2="100%" y1="{0:.1f}" y2="{0:.1f}" class="grid"/>')
+    label = Markup('<text x="0" y="{:.1f}">{:g}</text>')
+    for exponent in range(math.ceil(low), math.floor(high) + 1):
+        top = _FRONT_HEIGHT * (high - exponent) / (high - low)
+        yield line.format(top)
+        yield label.format(top - 3, 10.0**exponent)
+    every = max(1, round((along[1] - along[0]) / 8))
+    for bits in range(math.ceil(along[0]), math.floor(along[1]) + 1, every):
+        yield _centred_text(str(bits), _position(bits, along), _FRONT_HEIGHT + 16)
+
+
+def _point_text(what: str, point: tuple[float, float]) -> str:
+    return f"{what}: {point[0]:.2f} bits, {point[1]:.3g}"
 
 
 def percent_text(value: float) -> str:

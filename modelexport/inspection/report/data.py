@@ -16,14 +16,16 @@ from modelexport.checkpoints.formats.hf import RECORD
 from modelexport.errors import CheckpointError, PlanError
 from modelexport.inspection.inspect import Inspection, describe
 from modelexport.inspection.opened import OpenedCheckpoint, open_contents
-from modelexport.inspection.record.reading import EvaluationFigures, ExportRecord, read_record
+from modelexport.inspection.record.reading import EvaluationFigures, ExportRecord, RecordedAssignment, read_record
 from modelexport.inspection.report.figures import (
     MOST_ROWS,
     UNQUANTISED,
     ErrorGrid,
+    FormatGrid,
     KindOutputError,
     ModuleKinds,
     cell_of,
+    format_grid,
     make_grid,
     outliers,
     output_errors,
@@ -104,6 +106,8 @@ class Report:
         parts, layers: bytes by part of the model, and by decoder layer.
         sqnr: error of the weights; output_sqnr: of the outputs after calibration, in dB.
         outliers: linears far worse than others of their kind, the worst first.
+        assignment: autoquant's choice, and what it chose from; None without.
+        chosen_formats: the number formats that it chose.
         recipe, producer, versions, calibration, evaluation: as recorded; empty where nothing is.
         unknown: what is not known, and the command that would measure it.
     """
@@ -120,6 +124,8 @@ class Report:
     output_errors: list[KindOutputError] = field(default_factory=list)
     scales: list[ScaleCounts] = field(default_factory=list)
     outliers: list[str] = field(default_factory=list)
+    assignment: RecordedAssignment | None = None
+    chosen_formats: FormatGrid | None = None
     unquantised: list[ModuleGroup] = field(default_factory=list)
     left_out: list[ModuleGroup] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -243,6 +249,10 @@ def _add_record(report: Report, record: ExportRecord, kinds: ModuleKinds) -> Non
     both = {name: (before[name], after[name]) for name in after if before.get(name, 0) > 0 and after[name] > 0}
     report.output_errors = output_errors(both, kinds)
     report.output_sqnr = make_grid({name: -10 * math.log10(value) for name, (_, value) in both.items()}, kinds)
+    report.assignment = record.assignment
+    if record.assignment is not None:
+        linears = (module for module in record.modules if module.kind == "linear")
+        report.chosen_formats = format_grid({module.name: module.label or "none" for module in linears}, kinds)
     report.unquantised = _by_reason(record.unquantised, kinds)
     report.left_out = _by_reason(record.left_out, kinds)
 

@@ -25,7 +25,9 @@ __all__ = [
 OUTLIER_DB = 3.0
 """A linear that is this much below the median of its kind is an outlier."""
 MOST_ROWS = 60
-UNQUANTISED = ("bf16", "fp16", "fp32", "fp64", "-")
+SEVERAL = "several"
+"""In place of a number format: modules that are shown together have different ones."""
+UNQUANTISED = ("bf16", "fp16", "fp32", "fp64", "none", SEVERAL, "-")
 _MOST_CELLS = 4000
 _NARROW = 16  # layers of a heat map whose cells have room for their figures
 
@@ -108,6 +110,25 @@ class KindOutputError:
         return 10 * math.log10(self.before / self.after)
 
 
+@dataclass(frozen=True)
+class FormatGrid:
+    """The number format of each kind of linear in each layer.
+
+    Attributes:
+        layers: their numbers.
+        rows: kind -> for each layer its format as ``--quant`` spells it; :data:`SEVERAL` of experts that differ, ``""``
+            where a layer has none of the kind.
+    """
+
+    layers: list[int]
+    rows: dict[str, list[str]]
+
+    @property
+    def formats(self) -> list[str]:
+        """The formats, in the order in which they appear."""
+        return list(dict.fromkeys(name for row in self.rows.values() for name in row if name))
+
+
 class ModuleKinds:
     """Modules by kind: their path within a layer, with the stack where there are several.
 
@@ -156,6 +177,22 @@ def make_grid(figures: Mapping[str, float], kinds: ModuleKinds, *, most: int = _
         for name, row in shown.items()
     }
     return ErrorGrid([column[0] for column in columns], together, rows, outside, len(found) - len(shown))
+
+
+def format_grid(chosen: Mapping[str, str], kinds: ModuleKinds) -> FormatGrid:
+    """Returns number formats by layer and kind; ``chosen``: linear -> its format."""
+    found: dict[str, dict[int, set[str]]] = {}
+    for kind, group in kinds.groups.items():
+        for module in group:
+            if module.name in chosen and module.index is not None:
+                found.setdefault(kind, {}).setdefault(module.index, set()).add(chosen[module.name])
+    numbers = sorted({number for row in found.values() for number in row})[: _MOST_CELLS // MOST_ROWS]
+
+    def of(names: set[str]) -> str:
+        return SEVERAL if len(names) > 1 else next(iter(names), "")
+
+    shown = list(found.items())[:MOST_ROWS]
+    return FormatGrid(numbers, {kind: [of(row.get(number, set())) for number in numbers] for kind, row in shown})
 
 
 def cell_of(figures: Sequence[tuple[float, str]]) -> Cell | None:

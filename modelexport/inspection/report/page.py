@@ -29,6 +29,7 @@ _SECTIONS = {
     "size": "Size",
     "error": "Error of the weights",
     "outputs": "Error of the outputs",
+    "assignment": "Choice of number formats",
     "evaluation": "Evaluation",
     "scales": "Quantisation scales",
     "modules": "Modules",
@@ -42,7 +43,10 @@ _SECTIONS = {
 def render(report: Report) -> str:
     """Returns the document; equal reports give equal texts."""
     templates = environment()
-    shared = {"report": report, "colours": charts.FormatColours(row.number_format for row in report.modules)}
+    coloured = [row.number_format for row in report.modules]
+    if report.assignment is not None and report.chosen_formats is not None:
+        coloured += [*report.chosen_formats.formats, *report.assignment.uniform]
+    shared = {"report": report, "colours": charts.FormatColours(coloured)}
     contents = ((key, templates.get_template(f"{key}.html.j2").render(shared).strip()) for key in _SECTIONS)
     sections = [(key, _SECTIONS[key], Markup(content)) for key, content in contents if content]  # escaped by Jinja2
     return templates.get_template("page.html.j2").render(shared, sections=sections, version=__version__)
@@ -78,6 +82,7 @@ def environment() -> Environment:
         "columns": charts.columns,
         "dumbbell": charts.dumbbell,
         "error_domain": charts.error_domain,
+        "front": charts.front,
         "heat_scale": charts.HeatScale,
         "heat_steps": charts.HEAT_STEPS,
         "histogram": charts.histogram,

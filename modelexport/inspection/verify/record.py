@@ -20,7 +20,7 @@ from modelexport.system.small_files import file_sha256
 _KEYS = {
     *("record_version", "producer", "versions", "source", "recipe", "calibration", "model", "warnings", "evaluation"),
     *("changed", "output_error", "tensor_parallel_sizes", "notes", "unquantised", "left_out"),
-    *("file_sha256", "layers", "sqnr_db", "sha256", "adapters", "rounded_before"),
+    *("file_sha256", "layers", "sqnr_db", "sha256", "adapters", "assignment", "rounded_before"),
 }
 """All that a record has: what an export, or a later evaluation, puts into it."""
 

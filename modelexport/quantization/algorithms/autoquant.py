@@ -27,10 +27,12 @@ if TYPE_CHECKING:
 
     from modelexport.quantization.formats.base import NumberFormat
 
-__all__ = ["ALGORITHM", "STATES", "AutoQuant", "AutoQuantSettings", "choose", "patterns"]
+__all__ = ["ALGORITHM", "FRONT_POINTS", "STATES", "AutoQuant", "AutoQuantSettings", "choose", "front", "patterns"]
 
 STATES = 1 << 14
 """Totals kept after each group."""
+FRONT_POINTS = 64
+"""Of the whole front, so many at most, spread over sizes."""
 
 
 Group = TypeVar("Group", bound=Hashable)
@@ -120,8 +122,32 @@ def choose(
             f"give --autoquant-bits {math.ceil(least / total * 100) / 100:g} or more, or a smaller format in "
             "--autoquant-candidates"
         )
-    picked = _solve(tables, round(budget * total))
+    picked = _picked(_solve(tables, round(budget * total)).steps)
     return {group: table[index].name for group, table, index in zip(groups, tables, picked, strict=True)}
+
+
+def front(
+    sensitivities: Mapping[Group, Mapping[str, float]],
+    weights: Mapping[Group, int],
+    bits: Mapping[Group, Mapping[str, float]],
+) -> list[tuple[float, float]]:
+    """The least sum of errors for every budget: the choices that no other betters in both size and error.
+
+    Args:
+        sensitivities, weights, bits: see :func:`choose`.
+
+    Returns:
+        ``(bits per weight, error)``, the smallest first; of more than :data:`FRONT_POINTS` those with the least error
+        of each stretch of sizes, and the smallest.
+    """
+    import numpy as np
+
+    tables = [_table(group, sensitivities[group], weights[group], bits[group]) for group in sensitivities]
+    total = sum(weights[group] for group in sensitivities)
+    totals = _solve(tables, sum(table[-1].size for table in tables))
+    kept = _thinned(np.arange(len(totals.sizes)), totals.sizes, FRONT_POINTS - 1)
+    shown = kept if kept[0] == 0 else np.concatenate([[0], kept])
+    return [(float(totals.sizes[place]) / total, float(totals.errors[place])) for place in shown]
 
 
 class _Row(NamedTuple):
@@ -144,8 +170,17 @@ def _table(group: Hashable, errors: Mapping[str, float], weights: int, bits: Map
     return kept
 
 
-def _solve(tables: Sequence[Sequence[_Row]], capacity: int) -> list[int]:
-    """Returns, for each table, the row to take."""
+class _Totals(NamedTuple):
+    """Undominated totals over all groups, the smallest first, and for each group which row and which total before it
+    they came from."""
+
+    sizes: NDArray[np.int64]
+    errors: NDArray[np.float64]
+    steps: list[tuple[NDArray[np.intp], NDArray[np.intp]]]
+
+
+def _solve(tables: Sequence[Sequence[_Row]], capacity: int) -> _Totals:
+    """Returns the totals of ``capacity`` bits at most."""
     import numpy as np
 
     left = sum(table[0].size for table in tables)  # what the groups to come take at least
@@ -158,10 +193,15 @@ def _solve(tables: Sequence[Sequence[_Row]], capacity: int) -> list[int]:
         order = np.lexsort((error, size))
         order = order[size[order] <= capacity - left]
         best_before = np.minimum.accumulate(np.concatenate([[np.inf], error[order]]))[:-1]
-        order = _thinned(order[error[order] < best_before], size)
+        order = _thinned(order[error[order] < best_before], size, STATES)
         steps.append(np.divmod(order, len(sizes)))
         sizes, errors = size[order], error[order]
-    state = len(sizes) - 1  # of undominated totals the largest has the least error
+    return _Totals(sizes, errors, steps)
+
+
+def _picked(steps: Sequence[tuple[NDArray[np.intp], NDArray[np.intp]]]) -> list[int]:
+    """Returns, for each table, the row of the largest total, which has the least error of the undominated ones."""
+    state = -1
     picked = []
     for row_of, came_from in reversed(steps):
         picked.append(int(row_of[state]))
@@ -169,14 +209,14 @@ def _solve(tables: Sequence[Sequence[_Row]], capacity: int) -> list[int]:
     return picked[::-1]
 
 
-def _thinned(order: NDArray[np.intp], size: NDArray[np.int64]) -> NDArray[np.intp]:
-    """Undominated totals, :data:`STATES` at most: of each stretch of sizes the one with the least error."""
+def _thinned(order: NDArray[np.intp], size: NDArray[np.int64], most: int) -> NDArray[np.intp]:
+    """Undominated totals, ``most`` of them: of each stretch of sizes the one with the least error."""
     import numpy as np
 
-    if len(order) <= STATES:
+    if len(order) <= most:
         return order
     ascending = size[order]
-    stretch = (ascending - ascending[0]) * STATES // (ascending[-1] - ascending[0] + 1)
+    stretch = (ascending - ascending[0]) * most // (ascending[-1] - ascending[0] + 1)
     return order[np.append(stretch[1:] != stretch[:-1], True)]
 
 
