@@ -40,7 +40,9 @@ def factorise(hessian: Tensor, damping: float) -> float:
     """Puts L of H + damping * g I = L L^T in the lower triangle; what is above it stays H's.
 
     g is the geometric mean of what H's diagonal has above 0: a few columns of large inputs make the arithmetic one so
-    large that it drowns all others. Returns the damping; ten times that, up to four times over, where no smaller one makes the matrix positive definite
+    large that it drowns all others.
+
+    Returns the damping; ten times that, up to four times over, where no smaller one makes the matrix positive definite
     in float32. -1 where none does.
 
     Args:
