@@ -103,7 +103,7 @@ class Assigned:
     sensitivities: Sensitivities
 
     def recorded(self) -> dict[str, Any]:
-        """What modelexport.json keeps of it beside the formats, which its recipe has: figures to six digits."""
+        """Returns the part of it that modelexport.json keeps beside the formats, which its recipe has: figures to six digits."""
         return {
             "by": self.sensitivities.by,
             "bits": _short(self.bits),

@@ -100,7 +100,7 @@ def test_it_decodes_and_computes_what_we_do(tmp_path: Path, tokens: dict[str, An
     if name == "int8":  # compressed-tensors lays the largest input of a token on 127.5, vLLM and we on 127
         assert difference.mean() <= 0.05 * expected.std()
     elif formats.get(name).input_arguments():  # the last bit of a sum can tip a rounding over
-        assert difference.mean() <= 1e-3
+        assert difference.mean() <= 0.005 * expected.std()  # a tenth of that on most processors
     else:
         assert difference.max() <= 1e-4
 

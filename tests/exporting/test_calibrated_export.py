@@ -143,7 +143,10 @@ def test_every_family_at_every_parallelism(tmp_path: Path, ids: str, family: str
 def test_what_runs_is_what_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quant: str, algorithm: str
 ) -> None:
-    """What the last layer is quantised for is what the written layers before it make of the samples."""
+    """What the last layer is quantised for is what the written layers before it make of the samples.
+
+    But for single inputs that lie between two integers, where the processor's last bit tells which one they become.
+    """
     seen: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = {}
     original = CalibratedExport._calibrated
 
@@ -165,9 +168,10 @@ def test_what_runs_is_what_is_written(
         with torch.inference_mode():
             model(input_ids=tokens)
         hook.remove()
-        differences.append(float((found[0] - given).abs().mean() / given.abs().mean()))
+        differences.append(float((found[0] - given).abs().median() / given.abs().mean()))
     print(f"{algorithm} {quant}: {differences[0]:.2e}, {differences[1]:.2e} with inputs as they are")
-    assert differences[0] < (1e-5 if quant == "int4" else 0.01 * differences[1])
+    assert differences[0] < 1e-5
+    assert quant == "int4" or differences[1] > 1e-2
 
 
 @pytest.mark.parametrize(

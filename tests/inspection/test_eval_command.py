@@ -126,16 +126,20 @@ def test_how_many_windows(ids: Path, monkeypatch: pytest.MonkeyPatch, int4: Path
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"),
-    [("float", "keys and values rounded to FP8, as engines keep them"), ("int", "the KV cache was not rounded")],
+    ("kind", "bits", "words"),
+    [
+        ("float", 8, "keys and values rounded to FP8, as engines keep them"),
+        ("int", 8, "keys and values rounded to int8, as engines keep them"),
+        ("int", 4, "the KV cache was not rounded"),
+    ],
 )
 def test_what_became_of_a_cache_that_engines_round(
-    kind: str, words: str, ids: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, bits: int, words: str, ids: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     quantised = save_quantised(make_llama(**SHAPE), tmp_path / "kv", "int8")
     path = quantised / "config.json"
     config = json.loads(path.read_text())
-    config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": kind, "strategy": "tensor"}
+    config["quantization_config"]["kv_cache_scheme"] = {"num_bits": bits, "type": kind, "strategy": "tensor"}
     path.write_text(json.dumps(config))
     assert words in run(capsys, quantised, "--text", ids, "--window", 50)
 

@@ -182,5 +182,5 @@ class PackedFormat(NumberFormat):
 
 
 def _on_cpu(tensor: Tensor) -> bool:
-    """Whether the CPU's own kernels take a tensor, not Triton's interpreter."""
+    """True where the CPU's own kernels take a tensor, and not Triton's interpreter."""
     return tensor.numel() > 0 and tensor.device.type == "cpu" and kernels.backend().name != "triton"
