@@ -103,7 +103,7 @@ class Assigned:
     sensitivities: Sensitivities
 
     def recorded(self) -> dict[str, Any]:
-        """Returns the part of it that modelexport.json keeps beside the formats, which its recipe has: figures to six digits."""
+        """Returns the figures that modelexport.json keeps, to six digits; the formats are in its recipe."""
         return {
             "by": self.sensitivities.by,
             "bits": _short(self.bits),

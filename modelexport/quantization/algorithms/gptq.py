@@ -87,7 +87,7 @@ class Gptq(Rounding):
     What is damped is H + d g I, g being the geometric mean of H's diagonal: with the arithmetic one, outliers' columns
     drown the others (the demo model made hard: 0.0842 for 0.0635). d is twice the features over the tokens, about what
     products of so few tokens differ from those of all text by, as a part of themselves: with 2,048 tokens 0.0262
-    (0.0278 with d = 0.01), with 512 0.0341 (0.0646). A part of each element of the diagonal in place of g is as good
+    (0.0278 with d = 0.01), with 512 0.0346 (0.0646). A part of each element of the diagonal in place of g is as good
     for outliers, and 4 % worse on a small Gemma 3. Not worth their time or their lines
     were scales whose errors are weighted by H's diagonal (0.0229) or by L's (0.0232; what follows is against that),
     scales fitted to the integers by least squares and a second pass (0.0226), and a pass of coordinate descent
