@@ -352,7 +352,7 @@ class _Trial:
         return static_ranges.choose(static_ranges.together(parts), self.method, number_format) if parts else 0.0
 
     def _cache_rounding(self) -> CacheRounding | None:
-        """What rounds keys and values, with the scales that calibration would find for them (``layer.py``)."""
+        """Returns the rounding of keys and values by the scales that calibration would find for them (``layer.py``)."""
         if self.cache is None or self.runner.is_latent or not (seen := self._seen()).keys:
             return None
         keys, values = (static_ranges.choose_cache(of, self.method, self.cache) for of in (seen.keys, seen.values))
