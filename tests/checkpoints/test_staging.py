@@ -323,11 +323,12 @@ def test_a_disk_that_refuses_keeps_the_target_away(out: Path, monkeypatch: pytes
 
 
 def test_the_locks_are_not_inherited(out: Path) -> None:
-    with Staging.open(out, RECIPE), subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        home = staging_directory(out)
-        held = [os.path.realpath(f"/proc/{child.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{child.pid}/fd")]
-        assert str(home / locks.LOCK) not in held
-        child.communicate(b"\n", timeout=20)
+    listing = "import os; print(*(os.path.realpath(f'/proc/self/fd/{fd}') for fd in os.listdir('/proc/self/fd')), sep='\\n')"
+    with Staging.open(out, RECIPE):
+        lock = str(staging_directory(out) / locks.LOCK)
+        assert lock in [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+        child = subprocess.run([sys.executable, "-c", listing], capture_output=True, text=True, timeout=60, check=True)
+    assert lock not in child.stdout.splitlines()
 
 
 def cut_off(out: Path, recipe: dict[str, Any], source: Path) -> None:
