@@ -24,7 +24,24 @@ _EPSILON = {"mixtral": 1e-5, "phi3": 1e-5}
 _THETA = {"mixtral": 1e6}
 _ORIGINAL = "original_max_position_embeddings"
 _MOST_HEAD_DIM = 1 << 16  # each feature has a frequency
-_FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "BF16": 32, "MXFP4": 38}
+_FILE_TYPES = {
+    "F32": 0,
+    "F16": 1,
+    "Q4_0": 2,
+    "Q4_1": 3,
+    "Q8_0": 7,
+    "Q5_0": 8,
+    "Q5_1": 9,
+    "Q2_K": 10,
+    "Q3_K": 12,
+    "Q4_K": 15,
+    "Q5_K": 17,
+    "Q6_K": 18,
+    "IQ4_NL": 25,
+    "IQ4_XS": 30,
+    "BF16": 32,
+    "MXFP4": 38,
+}
 
 
 @dataclass(frozen=True)
