@@ -6,8 +6,8 @@ Names and forms are those of llama.cpp's own conversion:
 - norms, biases and routers are float32: bfloat16 ones are widened on their way, float16 ones are refused;
 - Llama, Mistral and Mixtral rotate neighbouring elements of a head where Hugging Face's rotate halves: the rows of q
   and k (and of their biases) are put in that order, which changes no number since blocks lie within rows;
-- linears are F16, BF16 or F32 as the model is, or blocks (see :mod:`modelexport.quantization.methods.gguf`); the
-  embedding and the head as the model is; tied embeddings are stored once;
+- linears, the embedding and the head are F16, BF16 or F32 as the model is, or blocks (see
+  :mod:`modelexport.quantization.methods.gguf`); tied embeddings are stored once;
 - the factors of Llama 3.1's and Phi-3's rotary embeddings are tensors, computed from config.json.
 
 llama.cpp looks at nothing but the file. Its tokenizer is translated where that can be done
@@ -45,6 +45,7 @@ from modelexport.sharding.boxes import whole
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.rules import TensorRule
 from modelexport.sharding.shard_plan import ShardPlan, build_shard_plan
+from modelexport.system.dtypes import find_dtype
 from modelexport.system.json_values import JsonValues
 from modelexport.system.small_files import LARGEST_CONFIG, has_file, open_regular, read_json
 
@@ -222,18 +223,42 @@ def lay_out(
     )
 
 
+def matrices(plan: ShardPlan, config: dict[str, Any]) -> dict[str, list[TensorRule]]:
+    """The weights of two dims that each tensor of the file holds, by its name: of a stack, those of all experts.
+
+    Raises:
+        PlanError: as :func:`arrays`.
+    """
+    found: dict[str, list[TensorRule]] = {}
+    for array in arrays(plan, config):
+        held = [plan.rules[name] for name in dict.fromkeys(share.tensor for share in array.shares)]
+        if held and all(rule.parameter == "weight" and len(rule.shape) == 2 for rule in held):
+            found[array.name] = held
+    return found
+
+
+def header_values(plan: ShardPlan, config: dict[str, Any]) -> dict[str, Value]:
+    """The values of the file's header that describe the model: its architecture, its sizes.
+
+    Raises:
+        PlanError: llama.cpp's values have no place for what config.json says.
+        CheckpointError: a value is missing or of the wrong kind.
+    """
+    return model_values(config, vocab=_vocabulary(plan), rope=read_rope(config))
+
+
 def _values(plan: ShardPlan, config: dict[str, Any], source: Path | None) -> dict[str, Value]:
-    vocab = _vocabulary(plan)
     kinds: Counter[str] = Counter()
     for rule in plan.rules.values():
         if rule.parameter == "weight" and not _is_float32(rule) and rule.role not in ("embedding", "head"):
             kind = type_of(rule.dtype, rule.shape)
             assert kind is not None
             kinds[kind] += tensor_info(rule.name, rule.dtype, rule.shape, Path()).nbytes
+    said = (config.get("quantization_config") or {}).get("file_type")
     return {
-        **model_values(config, vocab=vocab, rope=read_rope(config)),
-        **file_values(kinds),
-        **read_tokenizer(source, config, vocab).values,
+        **header_values(plan, config),
+        **file_values(kinds, mixture=said if isinstance(said, int) else None),
+        **read_tokenizer(source, config, _vocabulary(plan)).values,
     }
 
 
@@ -288,16 +313,10 @@ def open(directory: Path, config: dict[str, Any] | None, rules: Rules) -> Checkp
         factors = read_rope(config).arrays()
     except PlanError as error:
         raise CheckpointError(f"{directory}: config.json: {error}") from error
-    problems = _check_factors(found, factors)
-    embedding = found.infos.get("token_embd.weight")
-    if embedding is not None and embedding.dtype == "U8":
-        problems.append(
-            f"token_embd.weight is {type_of(embedding.dtype, embedding.shape)}, and quantised embeddings are not read; "
-            "convert the model with an unquantised one (llama-quantize --token-embedding-type f16)"
-        )
-    raise_problems(directory, problems)
+    raise_problems(directory, _check_factors(found, factors))
     config = _with_types(config, found, rules)
-    narrow = embedding is not None and embedding.dtype == "BF16"
+    embedding = found.infos.get("token_embd.weight")
+    narrow = embedding is not None and _model_dtype(config, embedding) == "BF16"
 
     def dtype_of(rule: TensorRule, info: TensorInfo) -> str:
         """Norms and biases are small: they are read, to see whether they are a bfloat16 model's."""
@@ -315,6 +334,14 @@ def open(directory: Path, config: dict[str, Any] | None, rules: Rules) -> Checkp
         headers={},
     )
     return replace(checkpoint, left_out=dict.fromkeys(factors, "factors of the rotary embedding"))
+
+
+def _model_dtype(config: dict[str, Any], embedding: TensorInfo) -> str:
+    """The dtype of the model's unquantised numbers: the embedding's, or, where that is quantised, config.json's."""
+    if embedding.dtype != "U8":
+        return embedding.dtype
+    said = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
+    return find_dtype(said) or "F32"
 
 
 def _the_file(directory: Path) -> Path:
@@ -364,4 +391,6 @@ def _with_types(config: dict[str, Any], found: GgufFile, rules: Rules) -> dict[s
         if array.name in blocks:
             held = dict.fromkeys(modules[share.tensor] for share in array.shares)
             types.setdefault(blocks[array.name], []).extend(held)
-    return {**plain, "quantization_config": {"quant_method": NAME, "types": types, "ignore": []}}
+    number = found.values.get("general.file_type")
+    mixture = {"file_type": number} if isinstance(number, int) else {}
+    return {**plain, "quantization_config": {"quant_method": NAME, "types": types, "ignore": [], **mixture}}

@@ -44,6 +44,10 @@ SCALES = "F16"
 KV_SCALES: Mapping[str, str] = {}
 SIDE_FILES: tuple[str, ...] = ()
 KV_SHAPE: tuple[int, ...] = ()
+HOLDS_HEADS = True
+HOLDS_MIXTURES = True
+READS_TIED = True  # llama.cpp looks rows up in the blocks that it multiplies by
+FUSES_LINEARS = False
 
 BLOCK = 32
 BLOCK_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20, "MXFP4": 17}
@@ -144,8 +148,14 @@ def refusal(number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str 
     return None
 
 
+def embedding_refusal(number_format: NumberFormatProtocol) -> str | None:
+    """None: llama.cpp looks rows up in blocks of any type, and :func:`refusal` says which there are."""
+    return None
+
+
 def quantization_files(announced: ModelQuantization) -> QuantizationFiles:
-    """The block types, each with its modules; ``"Linear"`` where there is only one."""
+    """The block types, each with its modules (``"Linear"`` and the embeddings where there is only one); and, of a
+    mixture, llama.cpp's number of it."""
     groups = announced.groups()
     types: dict[str, list[str]] = {}
     for number_format, modules in groups:
@@ -153,8 +163,9 @@ def quantization_files(announced: ModelQuantization) -> QuantizationFiles:
         assert found is not None, f"{number_format.name}: refusal() has let it pass"
         types.setdefault(found, []).extend(modules)
     if len(types) == 1:
-        types = {name: ["Linear"] for name in types}
-    return QuantizationFiles({"quant_method": METHOD, "types": types, "ignore": announced.ignored()})
+        types = {name: ["Linear", *announced.embeddings] for name in types}
+    mixture = {} if announced.file_type is None else {"file_type": announced.file_type}
+    return QuantizationFiles({"quant_method": METHOD, "types": types, "ignore": announced.ignored(), **mixture})
 
 
 def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice) -> dict[str, Tensor]:
