@@ -119,10 +119,15 @@ class Mixture:
     down: tuple[Rule, ...] = ()
     needs_importance: bool = False
 
+    def given_types(self) -> list[str]:
+        """The block types that it gives tensors of dense models whose rows are multiples of a block."""
+        rules = (rule.to for rule in (*self.v, *self.output, *self.down) if rule.eight is not True)
+        head = "Q8_0" if self.block_type == "Q8_0" else "Q6_K"
+        return list(dict.fromkeys((self.block_type, head, *rules)))
+
     def block_types(self) -> list[str]:
-        """Every block type that it may give a tensor, smaller ones that take their place included."""
-        rules = (rule.to for rule in (*self.v, *self.output, *self.down))
-        found = dict.fromkeys((self.block_type, "Q8_0", *(() if self.block_type == "Q8_0" else ("Q6_K",)), *rules))
+        """Every block type that it may give a tensor, those of smaller blocks included."""
+        found = [*self.given_types(), *(rule.to for rule in self.output), "Q8_0"]
         return list(dict.fromkeys([*found, *(_SMALLER[each] for each in found if each in _SMALLER)]))
 
 

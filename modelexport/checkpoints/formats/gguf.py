@@ -1,4 +1,5 @@
-"""GGUF: one file ``model.gguf`` that llama.cpp loads, with config.json and the tokenizer's files beside it.
+"""GGUF: one file ``model.gguf`` that llama.cpp loads, or parts of it (``model-00001-of-00003.gguf``), with config.json
+and the tokenizer's files beside it.
 
 Names and forms are those of llama.cpp's own conversion:
 
@@ -25,16 +26,29 @@ from pathlib import Path
 from typing import Any
 
 from modelexport.checkpoints.engine_reading import Rules, open_arrays
-from modelexport.checkpoints.gguf.file import TYPES, Entry, GgufFile, Value, encode_header, read_gguf, type_of
+from modelexport.checkpoints.gguf.file import (
+    MOST_PARTS,
+    TYPES,
+    Entry,
+    GgufFile,
+    Value,
+    encode_header,
+    part_name,
+    part_values,
+    parts_of,
+    read_gguf,
+    type_of,
+)
 from modelexport.checkpoints.gguf.metadata import architecture, file_values, model_values, read_rope
 from modelexport.checkpoints.gguf.tokenizer import describe, read_tokenizer
 from modelexport.checkpoints.safetensors.arrays import Array, Share, placements
 from modelexport.checkpoints.safetensors.header import TensorInfo
-from modelexport.checkpoints.safetensors.layout import DEFAULT_MAX_SHARD_BYTES, Layout, LayoutFile
+from modelexport.checkpoints.safetensors.layout import Layout, LayoutFile
 from modelexport.checkpoints.safetensors.reader import Checkpoint
 from modelexport.checkpoints.safetensors.sharded import (
     Constant,
     Widened,
+    divide,
     only_widened,
     raise_problems,
     stored_form,
@@ -55,6 +69,7 @@ HUB_LIBRARY = "gguf"
 LOADS_TENSOR_PARALLEL = False
 SIDE_FILES = ()
 READS_SOURCE = True  # its tokenizer is part of the file: lay_out wants the source's directory
+MAX_SHARD_BYTES = 1 << 63  # one file, unless parts are asked for: not every program on llama.cpp takes parts
 FILE = "model.gguf"
 _SUFFIX = ".gguf"
 _LAYER = "blk.{layer}."
@@ -196,31 +211,40 @@ def lay_out(
     plan: ShardPlan,
     config: dict[str, Any],
     *,
-    max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
     source: Path | None = None,
 ) -> Layout:
-    """Returns the layout of the one file, however large.
+    """Returns the layout of the file, or of its parts.
 
     Args:
+        max_shard_bytes: a part is closed before the tensor that would make its data exceed this.
         source: the directory of the model's tokenizer; None: the file gets none.
 
     Raises:
-        PlanError: as :func:`arrays`; or llama.cpp's values have no place for what config.json says.
+        PlanError: as :func:`arrays`; or llama.cpp's values have no place for what config.json says; or there would be
+            more parts than it counts.
         CheckpointError: a file of the tokenizer is damaged.
     """
-    found = arrays(plan, config)
-    rules = list(plan.rules.values())
-    entries = [Entry(array.name, *stored_form(array)) for array in found]
-    header, offsets, size = encode_header(_values(plan, config, source), entries)
-    inserts = tuple(
-        (at, array.content) for array, at in zip(found, offsets, strict=True) if isinstance(array, Constant)
-    )
-    path = Path(FILE)
-    places = {id(array): (path, at) for array, at in zip(found, offsets, strict=True)}
-    infos = {rule.name: tensor_info(rule.name, rule.dtype, rule.shape, Path()) for rule in rules}
-    return Layout(
-        (LayoutFile(FILE, header, (), size, inserts),), infos, placements(found, lambda array: places[id(array)])
-    )
+    found = divide(arrays(plan, config), max_bytes=max_shard_bytes, name=part_name)
+    parts: dict[str, list[Array]] = {}
+    for array in found:
+        parts.setdefault(array.file, []).append(array)
+    if len(parts) > MOST_PARTS:
+        raise PlanError(
+            f"--format {NAME}: --max-shard-bytes {max_shard_bytes} makes {len(parts):,} parts, and llama.cpp counts to "
+            f"{MOST_PARTS:,}: give a larger number"
+        )
+    values = _values(plan, config, source)
+    files, places = [], {}
+    for number, (name, held) in enumerate(parts.items()):
+        entries = [Entry(array.name, *stored_form(array)) for array in held]
+        header, offsets, size = encode_header(part_values(values, number, len(parts), len(found)), entries)
+        placed = list(zip(held, offsets, strict=True))
+        inserts = tuple((at, array.content) for array, at in placed if isinstance(array, Constant))
+        files.append(LayoutFile(name, header, (), size, inserts))
+        places |= {id(array): (Path(name), at) for array, at in placed}
+    infos = {rule.name: tensor_info(rule.name, rule.dtype, rule.shape, Path()) for rule in plan.rules.values()}
+    return Layout(tuple(files), infos, placements(found, lambda array: places[id(array)]))
 
 
 def matrices(plan: ShardPlan, config: dict[str, Any]) -> dict[str, list[TensorRule]]:
@@ -297,7 +321,7 @@ def open(directory: Path, config: dict[str, Any] | None, rules: Rules) -> Checkp
         CheckpointError: there are several files, or no config.json; the file is damaged, holds types that are not read
             (each by name), or not the model that config.json describes; everything that is wrong.
     """
-    found = read_gguf(_the_file(directory))
+    found = read_gguf(*_the_file(directory))
     if config is None:
         if not has_file(directory, "config.json"):
             raise CheckpointError(
@@ -344,12 +368,19 @@ def _model_dtype(config: dict[str, Any], embedding: TensorInfo) -> str:
     return find_dtype(said) or "F32"
 
 
-def _the_file(directory: Path) -> Path:
+def _the_file(directory: Path) -> list[Path]:
+    """The one GGUF file of a directory, or all of its parts, in order."""
     names = sorted(name for name in os.listdir(directory) if name.endswith(_SUFFIX))
+    parts = parts_of(names)
+    if parts is not None:
+        missing = [name for name in parts if name not in names]
+        if missing:
+            raise CheckpointError(f"{directory}: {len(missing)} of {len(parts)} parts are missing: {missing[0]}")
+        return [directory / name for name in parts]
     if len(names) != 1:
         listed = ", ".join(names[:4])
         raise CheckpointError(f"{directory}: has {len(names)} GGUF files ({listed}); keep the one that is meant there")
-    return directory / names[0]
+    return [directory / names[0]]
 
 
 def _check_factors(found: GgufFile, factors: Mapping[str, bytes]) -> list[str]:
