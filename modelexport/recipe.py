@@ -121,8 +121,8 @@ class ExportRecipe(Settings):
     out: str | None = setting(None, "target directory; must not exist (see --overwrite)", metavar="DIR")
     quant: str = setting(
         "fp8",
-        "number format of the decoder's linears, or (--format gguf) a mixture of llama.cpp's for all that is quantised "
-        "there, or PATTERN=FORMAT[:GROUP],... of which the first that matches counts",
+        "number format of the decoder's linears, or PATTERN=FORMAT[:GROUP],... of which the first that matches counts; "
+        "with --format gguf a mixture of llama.cpp's, too (modelexport formats lists them)",
         pairs=True,
         decides_bytes=True,
     )

@@ -335,14 +335,10 @@ def _with_json(parser: Parser) -> Parser:
 
 def _add_settings(parser: Parser, settings: type[Settings], skip: Sequence[str] = ()) -> None:
     from modelexport.models.checkpoint_formats import names as checkpoint_formats
-    from modelexport.quantization import algorithms, mixtures
+    from modelexport.quantization import algorithms
     from modelexport.quantization.formats import names as number_formats
 
-    known = {
-        "quant": lambda: [*dict.fromkeys([*number_formats(), *mixtures.names()])],
-        "format": checkpoint_formats,
-        "algorithm": algorithms.names,
-    }
+    known = {"quant": number_formats, "format": checkpoint_formats, "algorithm": algorithms.names}
     flags = {former: own for former, own in moved(settings).items() if own not in skip}
     for prefix in ("--", "--no-"):
         parser.moved = {**parser.moved, **{_flag(prefix, old): _flag(prefix, new) for old, new in flags.items()}}
