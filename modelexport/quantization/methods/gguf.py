@@ -154,7 +154,7 @@ def embedding_refusal(number_format: NumberFormatProtocol) -> str | None:
 
 
 def quantization_files(announced: ModelQuantization) -> QuantizationFiles:
-    """The block types, each with its modules (``"Linear"`` and the embeddings where there is only one); and, of a
+    """The block types, each with its modules, but ``"Linear"`` for those of the type that most linears have; and, of a
     mixture, llama.cpp's number of it."""
     groups = announced.groups()
     types: dict[str, list[str]] = {}
@@ -162,8 +162,9 @@ def quantization_files(announced: ModelQuantization) -> QuantizationFiles:
         found = _block_type(number_format.scheme(METHOD))
         assert found is not None, f"{number_format.name}: refusal() has let it pass"
         types.setdefault(found, []).extend(modules)
-    if len(types) == 1:
-        types = {name: ["Linear", *announced.embeddings] for name in types}
+    if types:
+        main = max(types, key=lambda name: len(types[name]))
+        types[main] = ["Linear", *(module for module in types[main] if module in announced.embeddings)]
     mixture = {} if announced.file_type is None else {"file_type": announced.file_type}
     return QuantizationFiles({"quant_method": METHOD, "types": types, "ignore": announced.ignored(), **mixture})
 
