@@ -131,7 +131,9 @@ class Assignment:
     def why_kept(self, module: str) -> str:
         """The reason why a mixture leaves a module as it is; "" where it does not, or none means it."""
         found = self._of(module)
-        return found.kept.get(module, "") if isinstance(found, MixtureFormats) else ""
+        if not isinstance(found, MixtureFormats) or module in found.formats:
+            return ""
+        return found.kept.get(module, "its rows are no rows of one tensor in a GGUF file, and blocks are of whole rows")
 
     @property
     def notes(self) -> list[str]:

@@ -106,6 +106,7 @@ class Mixture:
         name: as ``--quant`` has it; llama.cpp spells it in capitals.
         file_type: llama.cpp's number of it, ``general.file_type`` of a file.
         block_type: of the tensors that no rule means.
+        experts: of stacks of experts; "": as the others.
         v, output, down: the rules of ``attn_v`` (and what is fused with it), ``attn_output`` and ``ffn_down``; of each,
             the first that holds counts.
         needs_importance: whether llama.cpp makes it with the importance of inputs only.
@@ -114,16 +115,17 @@ class Mixture:
     name: str
     file_type: int
     block_type: str
+    experts: str = ""
     v: tuple[Rule, ...] = ()
     output: tuple[Rule, ...] = ()
     down: tuple[Rule, ...] = ()
     needs_importance: bool = False
 
     def given_types(self) -> list[str]:
-        """The block types that it gives tensors of dense models whose rows are multiples of a block."""
+        """The block types that it gives tensors whose rows are multiples of a block, in most models."""
         rules = (rule.to for rule in (*self.v, *self.output, *self.down) if rule.eight is not True)
         head = "Q8_0" if self.block_type == "Q8_0" else "Q6_K"
-        return list(dict.fromkeys((self.block_type, head, *rules)))
+        return list(dict.fromkeys((self.block_type, head, *filter(None, (self.experts,)), *rules)))
 
     def block_types(self) -> list[str]:
         """Every block type that it may give a tensor, those of smaller blocks included."""
@@ -199,6 +201,7 @@ MIXTURES = {
         Mixture("q5_0", 8, "Q5_0", down=(Rule("Q5_1", part=8, importance=True),)),
         Mixture("q5_1", 9, "Q5_1"),
         Mixture("q8_0", 7, "Q8_0"),
+        Mixture("mxfp4_moe", 38, "Q8_0", experts="MXFP4"),
         Mixture("iq4_nl", 25, "IQ4_NL", v=_IQ4_V, output=(_EIGHT,), down=_IQ4_DOWN),
         Mixture("iq4_xs", 30, "IQ4_XS", v=_IQ4_V, output=(_EIGHT,), down=_IQ4_DOWN),
     )
@@ -254,6 +257,11 @@ class MixtureTensor:
     modules: tuple[str, ...]
     shape: tuple[int, int]
     layer: int | None
+
+    @property
+    def is_stack(self) -> bool:
+        """True where it holds a layer's experts."""
+        return "_exps." in self.name
 
     @property
     def kind(self) -> Kind:
@@ -348,6 +356,8 @@ def resolve(
             kept.update(dict.fromkeys(tensor.modules, "one row: llama.cpp keeps vectors as they are"))
             continue
         wanted = _block_type(mixture, model, kind, number, count, tensor.shape[1], number_format)
+        if mixture.experts and tensor.is_stack:
+            wanted = mixture.experts
         taken = _fitting(wanted, tensor.shape[1], number_format)
         if taken is None:
             why = f"{tensor.shape[1]} input features are no multiple of the block of any type: not quantised"

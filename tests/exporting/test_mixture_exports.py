@@ -98,6 +98,16 @@ def test_rows_of_no_whole_blocks_stay_and_it_is_said(tmp_path: Path) -> None:
     assert verify_checkpoint(tmp_path / "out").ok
 
 
+def test_experts_are_stacks_and_routers_stay(tmp_path: Path) -> None:
+    result = run(tmp_path / "out", "mxfp4_moe", model=make_llama(model_type="mixtral"))
+    found = types(tmp_path / "out")
+    assert found["blk.1.ffn_down_exps.weight"] == "MXFP4"
+    assert found["blk.1.attn_q.weight"] == found["token_embd.weight"] == "Q8_0"
+    assert found["blk.1.ffn_gate_inp.weight"] == "F32"
+    assert "router: it picks experts" in summary(result)
+    assert read_gguf(tmp_path / "out" / "model.gguf").values["general.file_type"] == 38
+
+
 def test_a_large_embedding_is_quantised_in_slabs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """To bound memory: of the same bytes."""
     run(tmp_path / "whole", "q8_0")

@@ -22,7 +22,7 @@ MODEL: dict[str, Any] = {
     "tied": False,
     "importance": False,
 }
-SMALL = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL")
+SMALL = ("MXFP4", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL")
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,8 @@ def test_q4_k_m_of_llama_3_8b() -> None:
         ("q3_k_l", {"experts": 8}, "5.attn_output", "Q3_K"),
         ("q4_k_m", {"experts": 8}, "6.ffn_down.7", "Q6_K"),
         ("q4_k_m", {"experts": 16}, "5.attn_k", "Q4_K"),
+        ("mxfp4_moe", {"experts": 16}, "5.ffn_up.3", "MXFP4"),
+        ("mxfp4_moe", {"experts": 16}, "5.attn_k", "Q8_0"),
     ],
 )
 def test_rules(name: str, changed: dict[str, Any], module: str, block_type: str) -> None:

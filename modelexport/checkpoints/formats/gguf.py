@@ -248,15 +248,23 @@ def lay_out(
 
 
 def matrices(plan: ShardPlan, config: dict[str, Any]) -> dict[str, list[TensorRule]]:
-    """The weights of two dims that each tensor of the file holds, by its name: of a stack, those of all experts.
+    """The weights of two dims whose rows each tensor of the file holds, by its name: of a stack, those of all experts.
+
+    Weights that lie in several tensors, or with their dims swapped, are not among them.
 
     Raises:
         PlanError: as :func:`arrays`.
     """
+    all_arrays = arrays(plan, config)
+    lies_in = Counter(name for array in all_arrays for name in {share.tensor for share in array.shares})
     found: dict[str, list[TensorRule]] = {}
-    for array in arrays(plan, config):
+    for array in all_arrays:
         held = [plan.rules[name] for name in dict.fromkeys(share.tensor for share in array.shares)]
-        if held and all(rule.parameter == "weight" and len(rule.shape) == 2 for rule in held):
+        whole_rows = all(
+            rule.parameter == "weight" and rule.shape[1:] == array.shape[-1:] and lies_in[rule.name] == 1
+            for rule in held
+        )
+        if held and whole_rows and len(array.shape) > 1:
             found[array.name] = held
     return found
 

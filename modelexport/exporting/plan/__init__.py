@@ -458,7 +458,8 @@ class _Planner:
         module = place.module
         if module.why:
             return module.why
-        if self.assignment is not None and (why := self.assignment.why_kept(place.name)):
+        may_be = module.kind in ("linear", *_VOCABULARY) and place.draft is None
+        if self.assignment is not None and may_be and (why := self.assignment.why_kept(place.name)):
             return why
         if module.kind == "linear":
             if self.assignment is None:
