@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from modelexport.checkpoints.formats import gguf
-from modelexport.checkpoints.gguf.file import encode_header, read_gguf
+from modelexport.checkpoints.gguf.file import read_gguf
 from modelexport.errors import CheckpointError, PlanError
 from tests.helpers.format_models import make_model, reopen, write
 
