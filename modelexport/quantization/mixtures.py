@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from modelexport.quantization import formats
+from modelexport.quantization.methods._ggml import LAYOUTS
 
 if TYPE_CHECKING:
     import torch
@@ -48,11 +49,11 @@ _KINDS: tuple[tuple[str, Kind], ...] = (
 _SMALLER = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
 """The type of smaller blocks that takes a type's place where its own do not divide a row."""
 
+_MXFP4 = "mxfp4-wo"
+"""The number format of the block type MXFP4."""
+
 _LARGE = {"llama": 80, "qwen2": 80, "deci": 80, "olmo": 80, "jais2": 68}
 """The number of layers of the models of an architecture whose value projections get more bits."""
-
-_HELD = {"Q8_0": ("int8-wo", 32), "Q4_0": ("int4", 32), "MXFP4": ("mxfp4-wo", None)}
-"""The number formats of block types whose names are not theirs: name and group size."""
 
 
 @dataclass(frozen=True)
@@ -120,15 +121,18 @@ class Mixture:
     down: tuple[TypeRule, ...] = ()
     needs_importance: bool = False
 
+    def _rules(self) -> tuple[TypeRule, ...]:
+        return (*self.v, *self.output, *self.down)
+
     def given_types(self) -> list[str]:
         """The block types that it gives tensors whose rows are multiples of a block, in most models."""
-        rules = (rule.to for rule in (*self.v, *self.output, *self.down) if rule.eight is not True)
+        rules = (rule.to for rule in self._rules() if rule.eight is not True and rule.falcon is not True)
         head = "Q8_0" if self.block_type == "Q8_0" else "Q6_K"
         return list(dict.fromkeys((self.block_type, head, *filter(None, (self.experts,)), *rules)))
 
     def block_types(self) -> list[str]:
         """Every block type that it may give a tensor, those of smaller blocks included."""
-        found = [*self.given_types(), *(rule.to for rule in self.output), "Q8_0"]
+        found = [*self.given_types(), *(rule.to for rule in self._rules()), "Q8_0"]
         return list(dict.fromkeys([*found, *(_SMALLER[each] for each in found if each in _SMALLER)]))
 
 
@@ -290,15 +294,13 @@ class MixtureFormats:
 
 
 def find(name: str) -> Mixture | None:
-    """Returns the mixture of that name, in capitals too; None where there is none, or a block type of it is missing."""
-    found = MIXTURES.get(name.lower())
-    return found if found is not None and found.name in names() else None
+    """Returns the mixture of that name, in capitals or with "-" for "_" too; None where there is none."""
+    return MIXTURES.get(name.lower().replace("-", "_"))
 
 
 def names() -> list[str]:
-    """Returns the names of the mixtures all of whose block types are number formats here."""
-    known = set(formats.names())
-    return [each.name for each in MIXTURES.values() if all(_held(own)[0] in known for own in each.block_types())]
+    """Returns the names of all mixtures."""
+    return list(MIXTURES)
 
 
 def of_file_type(number: object) -> Mixture | None:
@@ -313,16 +315,9 @@ def number_format_of(
 
     Args:
         observer, scale_dtype: see :class:`~modelexport.quantization.formats.base.NumberFormat`.
-
-    Raises:
-        UsageError: it is none here.
     """
-    name, group_size = _held(block_type)
-    return formats.get(name, group_size=group_size, observer=observer, scale_dtype=scale_dtype)
-
-
-def _held(block_type: str) -> tuple[str, int | None]:
-    return _HELD.get(block_type, (block_type.lower().replace("_", "-"), None))
+    name = LAYOUTS[block_type].number_format if block_type in LAYOUTS else _MXFP4
+    return formats.get(name, observer=observer, scale_dtype=scale_dtype)
 
 
 def resolve(

@@ -309,7 +309,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 EVERY = """none int8 int8-static int8-wo int8-wo-asym int4 int4-asym fp8 fp8-static fp8-block nvfp4 nvfp4-wo mxfp4
-mxfp4-wo mxfp8 w4a8"""
+mxfp4-wo mxfp8 w4a8 q2-k q3-k q4-0 q4-1 q4-k q5-0 q5-1 q5-k q6-k q8-0 iq4-nl iq4-xs"""
 
 
 def test_names_and_choice() -> None:
@@ -328,6 +328,9 @@ def test_names_and_choice() -> None:
     assert formats.get("int8-wo-asym", group_size=64).alignment == (4, 64)
     assert formats.get("fp8-block").alignment == (128, 128)
     assert formats.get("fp8-static").alignment == (1, 1)
+    assert formats.get("q4-0").alignment == (1, 32)
+    assert formats.get("Q4_K").alignment == (1, 256)
+    assert formats.get("q4_k") == formats.get("q4-k")
     assert formats.get("int4", group_size=-1, observer="mse").whole_rows
     assert formats.get("int4-asym", group_size=-1).whole_rows
     assert not formats.get("int4-asym").whole_rows

@@ -1,0 +1,143 @@
+"""Base of the number formats of llama.cpp: blocks of ggml, whose bytes are the native tensor.
+
+What stands where in a block is :mod:`modelexport.quantization.methods._ggml`'s; how scales, minima and codes are found,
+:mod:`modelexport.quantization.kernels.ggml_reference`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from modelexport.errors import PlanError
+from modelexport.quantization.formats.base import Grid, NumberFormat, TensorSpec
+from modelexport.quantization.kernels import ggml, ggml_reference
+from modelexport.quantization.methods._ggml import LAYOUTS, BlockLayout
+
+__all__ = ["BlockFormat", "IntegerBlockFormat"]
+
+_REFITS, _ROUNDS = 2, 3
+_NO_STEP = 2.0**-100  # of a sub-block whose scale is 0: its codes say nothing
+
+
+@dataclass(frozen=True)
+class BlockFormat(NumberFormat):
+    """``weight`` uint8 ``[out, in / block, bytes of a block]``: what a GGUF file holds, byte by byte.
+
+    With observer "amax" a sub-block's scale lays its range onto the codes, or where it has no minimum its extreme
+    weight onto the least level. With observer "mse" scales, minima and codes are fitted to each other by least squares,
+    and again once the scales are as they are stored; with an importance of the inputs, that of the weighted squares.
+
+    Attributes:
+        block_type: ggml's name of it.
+    """
+
+    block_type: ClassVar[str]
+    fits_importance: ClassVar[bool] = True
+
+    @property
+    def layout(self) -> BlockLayout:
+        """What stands where in a block."""
+        return LAYOUTS[self.block_type]
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """See the base; they search for scales as well."""
+        return ("ggml_fused",)
+
+    def specs(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[TensorSpec, ...]:
+        """See the base."""
+        block = self.layout.block
+        stored = (shape[0], shape[1] // block, self.layout.nbytes)
+        return (TensorSpec("weight", torch.uint8, stored, ((0, 1), (1, block), None)),)
+
+    def check_shape(self, module: str, shape: Sequence[int]) -> None:
+        """See the base; blocks must divide a row.
+
+        Raises:
+            PlanError: with the width, the block and the formats that would do.
+        """
+        super().check_shape(module, shape)
+        block = self.layout.block
+        if shape[1] % block:
+            small = [each.number_format for each in LAYOUTS.values() if each.block == 32]
+            choices = f"choose one with blocks of 32 ({', '.join(small)})" if shape[1] % 32 == 0 else "keep it (none)"
+            raise PlanError(
+                f"{module}: in_features {shape[1]} is not divisible by {block}, the block of number format "
+                f"{self.name}: {choices}"
+            )
+
+    def weight_arguments(self) -> dict[str, Any]:
+        return self.layout.arguments()
+
+    def stored_shape(self, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+        rows, blocks, _ = tensors["weight"].shape
+        return (rows, blocks * self.layout.block)
+
+    def _fill(self, weight: Tensor, amax: Tensor | None, out: Mapping[str, Tensor]) -> int:
+        return self._fill_weighted(weight, torch.ones(weight.shape[1], device=weight.device), out)
+
+    def _fill_weighted(self, weight: Tensor, importance: Tensor, out: Mapping[str, Tensor]) -> int:
+        return ggml.quantise(weight, importance, out["weight"], self.layout, _search(self.block_type, self.observer))
+
+    def _dequantise(self, tensors: Mapping[str, Tensor], out: Tensor) -> None:
+        ggml.dequantise(tensors["weight"], out, self.layout)
+
+    def _squared_error(self, weight: Tensor, tensors: Mapping[str, Tensor], out: Tensor) -> None:
+        ggml.squared_error(weight, tensors["weight"], out, self.layout)
+
+
+@dataclass(frozen=True)
+class IntegerBlockFormat(BlockFormat):
+    """Blocks whose levels are whole numbers in a row: algorithms with a rounding of their own may choose them."""
+
+    def grid(self, tensors: Mapping[str, Tensor]) -> Grid:
+        """See the base; zero points are minima in steps, any numbers."""
+        _, step, minimum = ggml_reference.numbers(tensors["weight"], self.layout)
+        step = torch.where(step == 0, _NO_STEP, step).flatten(1) if self.layout.scales is None else step
+        step = torch.where(step == 0, _NO_STEP, step).reshape(len(step), -1)
+        zero = None if minimum is None else minimum.reshape(step.shape) / step
+        low, high = map(float, self.layout.level_range)
+        return Grid(step, zero, self.layout.sub, torch.int8, low, high)
+
+    def _put(self, numbers: Tensor, rows: slice, tensors: Mapping[str, Tensor]) -> None:
+        layout, blocks = self.layout, tensors["weight"]
+        codes = (numbers - layout.lowest).to(torch.int32).view(-1, layout.block)
+        packed = torch.zeros(len(codes), layout.nbytes, dtype=torch.int32, device=blocks.device)
+        ggml_reference.pack(codes, layout.codes, packed)
+        stored = blocks[rows]
+        stored &= ~_code_bits(self.block_type).to(blocks.device)
+        stored |= packed.to(torch.uint8).view(stored.shape)
+
+
+@cache
+def _code_bits(block_type: str) -> Tensor:
+    """The bits of a block that are codes, uint8 ``[bytes]``."""
+    layout = LAYOUTS[block_type]
+    ones = torch.full((1, layout.block), layout.codes.highest ^ layout.codes.flipped, dtype=torch.int32)
+    found = torch.zeros(1, layout.nbytes, dtype=torch.int32)
+    ggml_reference.pack(ones, layout.codes, found)
+    return found[0].to(torch.uint8)
+
+
+@cache
+def _search(block_type: str, observer: str) -> ggml.Search:
+    layout = LAYOUTS[block_type]
+    low, high = layout.level_range
+    if layout.affine:
+        plain = [1 / layout.codes.highest]
+        more = [1 / (layout.codes.highest + 0.9 - 0.2 * number) for number in range(10)]
+    elif layout.levels:
+        plain = [1 / low]
+        more = [1 / (end * factor) for end in (low, high) for factor in (1.1, 1.0, 0.9, 0.8, 0.7)]
+    else:
+        plain = [1 / low]
+        more = [1 / (end + sign * (0.9 - 0.2 * n)) for end, sign in ((low, -1), (high, 1)) for n in range(10)]
+    if observer == "amax":
+        return ggml.Search(tuple(plain), 0, 0)
+    return ggml.Search((*plain, *more), _REFITS, _ROUNDS)
