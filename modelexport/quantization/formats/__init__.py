@@ -8,7 +8,6 @@ formats nor torch.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib
 import pkgutil
 from collections.abc import Iterable, Mapping
@@ -16,7 +15,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from modelexport import plugins
-from modelexport.errors import CheckpointError, UsageError, quoted
+from modelexport.errors import CheckpointError, UsageError, nearest, quoted
 from modelexport.quantization.methods._ggml import LAYOUTS
 
 if TYPE_CHECKING:
@@ -113,10 +112,8 @@ def check_name(name: str, others: Iterable[str] = ()) -> None:
     """
     if has_name(name):
         return
-    known = [*names(), *(other for other in others if not has_name(other))]
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    raise UsageError(f"unknown number format {quoted(name)}{hint} (known: {', '.join(known)})")
+    known = dict.fromkeys([*names(), *(other for other in others if not has_name(other))])
+    raise UsageError(f"unknown number format {quoted(name)}{nearest(name, known, listing='modelexport formats')}")
 
 
 def load_kernels(name: str, observer: str) -> None:
