@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,13 @@ def test_parts_hold_what_one_file_does(tmp_path: Path) -> None:
 
 
 def test_an_export_in_parts_is_a_source(tmp_path: Path) -> None:
-    settings = {"quant": "int8-wo", "group_size": 32, "format": "gguf", "evaluate": False, "quiet": True}
+    settings: dict[str, Any] = {
+        "quant": "int8-wo",
+        "group_size": 32,
+        "format": "gguf",
+        "evaluate": False,
+        "quiet": True,
+    }
     export(model=str(make_llama()), out=str(tmp_path / "one"), **settings)
     result = export(model=str(make_llama()), out=str(tmp_path / "parts"), max_shard_bytes=60_000, tp=2, **settings)
     assert len(result.files) > 2

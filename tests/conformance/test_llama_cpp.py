@@ -261,8 +261,8 @@ MIXED: dict[str, dict[str, Any]] = {
 
 def planned_types(model: Path, mixture: str, *, important: bool) -> dict[str, str | None]:
     """The types of the tensors of an export's file, by its plan."""
-    how = {"algorithm": "imatrix"} if important else {}
-    recipe = ExportRecipe(model=str(model), quant=mixture, format="gguf", dry_run=True, quiet=True, **how)
+    algorithm = "imatrix" if important else "rtn"
+    recipe = ExportRecipe(model=str(model), quant=mixture, algorithm=algorithm, format="gguf", dry_run=True, quiet=True)
     target = prepare(recipe).target
     announced = {"quantization_config": {"quant_method": "gguf"}}
     config = {**(open_model(model).config or {}), **announced}

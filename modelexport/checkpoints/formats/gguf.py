@@ -340,7 +340,8 @@ def lay_out(
             f"{MOST_PARTS:,}: give a larger number"
         )
     values = _values(plan, config, source)
-    files, places = [], {}
+    files = []
+    places: dict[int, tuple[Path, int]] = {}
     for number, (name, held) in enumerate(parts.items()):
         entries = [Entry(array.name, *stored_form(array)) for array in held]
         header, offsets, size = encode_header(part_values(values, number, len(parts), len(found)), entries)

@@ -280,7 +280,8 @@ def read_gguf(path: Path, *others: Path) -> GgufFile:
             holds tensors of types that are not known here, all of which are named; or they are not all parts of one.
     """
     parts = [_read_one(each) for each in (path, *others)]
-    first, infos = parts[0], {}
+    first = parts[0]
+    infos: dict[str, TensorInfo] = {}
     for number, part in enumerate(parts):
         own, count = part.values.get(_NUMBER, 0), part.values.get(_COUNT, 1) or 1
         if (own, count) != (number, len(parts)):
