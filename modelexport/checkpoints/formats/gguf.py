@@ -22,6 +22,7 @@ import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,14 @@ DESCRIPTION = "one file for llama.cpp"
 HUB_LIBRARY = "gguf"
 LOADS_TENSOR_PARALLEL = False
 SIDE_FILES = ()
+EXPERTS_APART = True
 READS_SOURCE = True  # its tokenizer is part of the file: lay_out wants the source's directory
 FILE = "model.gguf"
 _SUFFIX = ".gguf"
 _LAYER = "blk.{layer}."
 _ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_WIDE = "modelexport.float32"
+"""The key of the names of those tensors of a model of 16 bits that are float32 in the model, too, one a line."""
 _CLOSE = 1e-5  # relative: others compute the factors in float32
 
 
@@ -241,13 +245,14 @@ def _parts(rule: TensorRule, stored: Stored, target: _Target) -> Iterator[_Part]
         yield from _latent_parts(rule, stored, target)
         return
     shape, box = rule.shape, whole(rule.shape)
-    dim = len(shape) - 1 if stored.transposed else 0
+    transposed = stored.transposed and len(shape) > 1  # and not a bias
+    dim = len(shape) - 1 if transposed else 0
     rows = shape[dim]
     spans = list(_spans(rule, stored, target, rows))
     heights = {name: sum(stop - start for each, start, stop, _, _ in spans if each == name) for name in stored.names}
     for name, start, stop, at, step in spans:
         part = (*box[:dim], (start, stop), *box[dim + 1 :])
-        if stored.transposed:
+        if transposed:
             yield _Part(name, (heights[name], shape[0]), Share(rule.name, part, (at, 0), (1, step), (1, 0)))
             continue
         rest = (0,) * (len(shape) - 1)
@@ -338,15 +343,21 @@ def _values(plan: ShardPlan, config: dict[str, Any], source: Path | None) -> dic
             kind = type_of(rule.dtype, rule.shape)
             assert kind is not None
             kinds[kind] += tensor_info(rule.name, rule.dtype, rule.shape, Path()).nbytes
+    wide = [rule.name for rule in plan.rules.values() if rule.dtype == "F32" and _is_narrow(plan)]
     return {
         **model_values(config, vocab=vocab, rope=read_rope(config)),
         **file_values(kinds),
+        **({_WIDE: "\n".join(wide)} if wide else {}),
         **read_tokenizer(source, config, vocab).values,
     }
 
 
 def _vocabulary(plan: ShardPlan) -> int:
     return next(rule.shape[0] for rule in plan.rules.values() if rule.role == "embedding")
+
+
+def _is_narrow(plan: ShardPlan) -> bool:
+    return any(rule.role == "embedding" and rule.dtype in ("BF16", "F16") for rule in plan.rules.values())
 
 
 def side_files(plan: ShardPlan, config: dict[str, Any], layout: Layout) -> Mapping[str, bytes]:
@@ -380,6 +391,7 @@ def open(directory: Path, config: dict[str, Any] | None, rules: Rules) -> Checkp
         CheckpointError: there are several files, or no config.json; the file is damaged, holds types that are not read
             (each by name), or not the model that config.json describes; everything that is wrong.
     """
+    rules = partial(rules, apart=True)
     found = read_gguf(_the_file(directory))
     if config is None:
         if not has_file(directory, "config.json"):
@@ -407,12 +419,15 @@ def open(directory: Path, config: dict[str, Any] | None, rules: Rules) -> Checkp
     raise_problems(directory, problems)
     config = _with_types(config, found, rules)
     narrow = "F32" if embedding is None else embedding.dtype
+    wide = frozenset(str(found.values.get(_WIDE, "")).split("\n"))
 
     def dtype_of(rule: TensorRule, info: TensorInfo) -> str:
         """Norms and biases are small: they are read, to see whether they are a model's of 16 bits."""
         stored = target.stored(rule)
         if stored is None or info.dtype != "F32" or narrow == "F32" or not _is_float32(stored.names[0], info.shape):
             return info.dtype
+        if rule.name in wide:
+            return "F32"
         return narrow if holds(info, Conversion(narrow, stored.function)) else "F32"
 
     checkpoint = open_arrays(

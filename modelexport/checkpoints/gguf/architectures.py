@@ -26,6 +26,7 @@ from modelexport.checkpoints.gguf.values import (
     FusedKvHeads,
     If,
     Kinds,
+    Leading,
     Only,
     Product,
     Rule,
@@ -226,6 +227,7 @@ _USED_COUNT = whole("num_experts_per_tok", "moe_k", "moe_topk")
 _MOE: dict[str, ValueSource | None] = {"expert_count": _EXPERT_COUNT, "expert_used_count": _USED_COUNT}
 _EXPERT_WIDTH = whole("moe_intermediate_size")
 _SHARED_COUNT: ValueSource = whole("n_shared_experts", least=0)
+_LEADING_DENSE = First((Leading("dense", Kinds("mlp_layer_types")), whole("first_k_dense_replace", least=0)))
 _SIGMOID = Fixed(2)
 _GROUPS: dict[str, ValueSource | None] = {
     "expert_group_count": whole("n_group", optional=True),
@@ -326,7 +328,7 @@ _DEEPSEEK = GgufArchitecture(
     model_types=("deepseek_v3",),
     values={
         **_LATENT,
-        "leading_dense_block_count": whole("first_k_dense_replace", least=0),
+        "leading_dense_block_count": _LEADING_DENSE,
         **_MOE,
         "expert_feed_forward_length": _EXPERT_WIDTH,
         "expert_shared_count": _SHARED_COUNT,
@@ -356,7 +358,7 @@ _ROUTED_BY_SIGMOID: dict[str, ValueSource | None] = {
     **_MOE,
     "expert_feed_forward_length": _EXPERT_WIDTH,
     "expert_shared_count": _SHARED_COUNT,
-    "leading_dense_block_count": whole("first_k_dense_replace", least=0),
+    "leading_dense_block_count": _LEADING_DENSE,
     **_GROUPS,
     "expert_weights_scale": number("routed_scaling_factor"),
     "expert_weights_norm": Flag("norm_topk_prob"),

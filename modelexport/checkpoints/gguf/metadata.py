@@ -50,13 +50,14 @@ def model_types() -> tuple[str, ...]:
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
     """config.json with what transformers assumes of such a model where it is silent."""
-    said = {key: value for key, value in config.items() if value is not None}
+    said = dict(config)  # null, too, which is not the same as silence
     said |= {usual: said[key] for key, usual in _ROPE_KEYS.items() if key in said and usual not in said}
-    content = {**DEFAULTS.get(str(config.get("model_type")), {}), **said}
-    for key, assumed in DEFAULTS.get(str(config.get("model_type")), {}).items():
-        if isinstance(assumed, Mapping) and isinstance(said.get(key), Mapping):
-            content[key] = {**assumed, **said[key]}
-    return ModelConfig(content, said=frozenset(said))
+    assumed = DEFAULTS.get(str(config.get("model_type")), {})
+    content = {**assumed, **said}
+    for key, part in assumed.items():
+        if isinstance(part, Mapping) and isinstance(said.get(key), Mapping):
+            content[key] = {**part, **said[key]}
+    return ModelConfig(content, said=frozenset(key for key, value in said.items() if value is not None))
 
 
 def architecture(config: Mapping[str, Any]) -> GgufArchitecture:

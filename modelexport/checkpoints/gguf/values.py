@@ -1,4 +1,4 @@
-"""What values of a GGUF file's header are read from: keys of config.json, or what follows from several of them.
+"""The sources of the values of a GGUF file's header: keys of config.json, or what follows from several of them.
 
 Small pieces of data for the table of :mod:`modelexport.checkpoints.gguf.architectures`. Where config.json is silent,
 what transformers' class of the model has stands in the table (``defaults``): here a key either has a value or not.
@@ -312,6 +312,18 @@ class Where:
     def read(self, config: JsonValues) -> tuple[bool, ...] | None:
         found = self.kinds.read(config)
         return None if found is None else tuple(kind in self.among for kind in found)
+
+
+@dataclass(frozen=True)
+class Leading:
+    """The number of the first layers that are of a kind."""
+
+    kind: str
+    kinds: Kinds
+
+    def read(self, config: JsonValues) -> int | None:
+        found = self.kinds.read(config)
+        return None if found is None else next((i for i, kind in enumerate(found) if kind != self.kind), len(found))
 
 
 @dataclass(frozen=True)
