@@ -1,4 +1,5 @@
-"""GGUF: one file ``model.gguf`` that llama.cpp loads, with config.json and the tokenizer's files beside it.
+"""GGUF: one file ``model.gguf`` that llama.cpp loads, or parts of it (``model-00001-of-00003.gguf``), with config.json
+and the tokenizer's files beside it.
 
 Names and forms are those of llama.cpp's own conversion:
 
@@ -6,8 +7,8 @@ Names and forms are those of llama.cpp's own conversion:
 - norms, biases and routers are float32: bfloat16 ones are widened on their way, float16 ones are refused;
 - Llama, Mistral and Mixtral rotate neighbouring elements of a head where Hugging Face's rotate halves: the rows of q
   and k (and of their biases) are put in that order, which changes no number since blocks lie within rows;
-- linears are F16, BF16 or F32 as the model is, or blocks (see :mod:`modelexport.quantization.methods.gguf`); the
-  embedding and the head as the model is; tied embeddings are stored once;
+- linears, the embedding and the head are F16, BF16 or F32 as the model is, or blocks (see
+  :mod:`modelexport.quantization.methods.gguf`); tied embeddings are stored once;
 - the factors of Llama 3.1's and Phi-3's rotary embeddings are tensors, computed from config.json.
 
 llama.cpp looks at nothing but the file. Its tokenizer is translated where that can be done
@@ -28,17 +29,30 @@ from typing import Any
 
 from modelexport.checkpoints.engine_reading import Rules, open_arrays
 from modelexport.checkpoints.gguf.architectures import FLOAT32, ROLES, TENSORS, GgufArchitecture, Stored
-from modelexport.checkpoints.gguf.file import TYPES, Entry, GgufFile, Value, encode_header, read_gguf, type_of
+from modelexport.checkpoints.gguf.file import (
+    MOST_PARTS,
+    TYPES,
+    Entry,
+    GgufFile,
+    Value,
+    encode_header,
+    part_name,
+    part_values,
+    parts_of,
+    read_gguf,
+    type_of,
+)
 from modelexport.checkpoints.gguf.metadata import architecture, file_values, model_values, read_config, read_rope
 from modelexport.checkpoints.gguf.tokenizer import describe, read_tokenizer
 from modelexport.checkpoints.gguf.values import HEADS, KV_HEADS, fused_heads
 from modelexport.checkpoints.safetensors.arrays import Array, Share, placements
 from modelexport.checkpoints.safetensors.conversions import Conversion
 from modelexport.checkpoints.safetensors.header import TensorInfo
-from modelexport.checkpoints.safetensors.layout import DEFAULT_MAX_SHARD_BYTES, Layout, LayoutFile
+from modelexport.checkpoints.safetensors.layout import Layout, LayoutFile
 from modelexport.checkpoints.safetensors.reader import Checkpoint
 from modelexport.checkpoints.safetensors.sharded import (
     Constant,
+    divide,
     holds,
     raise_problems,
     stored_form,
@@ -49,6 +63,7 @@ from modelexport.sharding.boxes import whole
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.rules import TensorRule
 from modelexport.sharding.shard_plan import ShardPlan, build_shard_plan
+from modelexport.system.dtypes import find_dtype
 from modelexport.system.json_values import JsonValues
 from modelexport.system.small_files import LARGEST_CONFIG, has_file, open_regular, read_json
 
@@ -59,6 +74,7 @@ LOADS_TENSOR_PARALLEL = False
 SIDE_FILES = ()
 EXPERTS_APART = True
 READS_SOURCE = True  # its tokenizer is part of the file: lay_out wants the source's directory
+MAX_SHARD_BYTES = 1 << 63  # one file, unless parts are asked for: not every program on llama.cpp takes parts
 FILE = "model.gguf"
 _SUFFIX = ".gguf"
 _LAYER = "blk.{layer}."
@@ -305,35 +321,76 @@ def lay_out(
     plan: ShardPlan,
     config: dict[str, Any],
     *,
-    max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
     source: Path | None = None,
 ) -> Layout:
-    """Returns the layout of the one file, however large.
+    """Returns the layout of the file, or of its parts.
 
     Args:
+        max_shard_bytes: a part is closed before the tensor that would make its data exceed this.
         source: the directory of the model's tokenizer; None: the file gets none.
 
     Raises:
-        PlanError: as :func:`arrays`; or llama.cpp's values have no place for what config.json says.
+        PlanError: as :func:`arrays`; or llama.cpp's values have no place for what config.json says; or there would be
+            more parts than it counts.
         CheckpointError: a file of the tokenizer is damaged.
     """
-    found = arrays(plan, config)
-    rules = list(plan.rules.values())
-    entries = [Entry(array.name, *stored_form(array)) for array in found]
-    header, offsets, size = encode_header(_values(plan, config, source), entries)
-    inserts = tuple(
-        (at, array.content) for array, at in zip(found, offsets, strict=True) if isinstance(array, Constant)
-    )
-    path = Path(FILE)
-    places = {id(array): (path, at) for array, at in zip(found, offsets, strict=True)}
-    infos = {rule.name: tensor_info(rule.name, rule.dtype, rule.shape, Path()) for rule in rules}
-    return Layout(
-        (LayoutFile(FILE, header, (), size, inserts),), infos, placements(found, lambda array: places[id(array)])
-    )
+    found = divide(arrays(plan, config), max_bytes=max_shard_bytes, name=part_name)
+    parts: dict[str, list[Array]] = {}
+    for array in found:
+        parts.setdefault(array.file, []).append(array)
+    if len(parts) > MOST_PARTS:
+        raise PlanError(
+            f"--format {NAME}: --max-shard-bytes {max_shard_bytes} makes {len(parts):,} parts, and llama.cpp counts to "
+            f"{MOST_PARTS:,}: give a larger number"
+        )
+    values = _values(plan, config, source)
+    files = []
+    places: dict[int, tuple[Path, int]] = {}
+    for number, (name, held) in enumerate(parts.items()):
+        entries = [Entry(array.name, *stored_form(array)) for array in held]
+        header, offsets, size = encode_header(part_values(values, number, len(parts), len(found)), entries)
+        placed = list(zip(held, offsets, strict=True))
+        inserts = tuple((at, array.content) for array, at in placed if isinstance(array, Constant))
+        files.append(LayoutFile(name, header, (), size, inserts))
+        places |= {id(array): (Path(name), at) for array, at in placed}
+    infos = {rule.name: tensor_info(rule.name, rule.dtype, rule.shape, Path()) for rule in plan.rules.values()}
+    return Layout(tuple(files), infos, placements(found, lambda array: places[id(array)]))
+
+
+def matrices(plan: ShardPlan, config: dict[str, Any]) -> dict[str, list[TensorRule]]:
+    """The weights of two dims whose rows each tensor of the file holds, by its name: of a stack, those of all experts.
+
+    Weights that lie in several tensors, or with their dims swapped, are not among them.
+
+    Raises:
+        PlanError: as :func:`arrays`.
+    """
+    all_arrays = arrays(plan, config)
+    lies_in = Counter(name for array in all_arrays for name in {share.tensor for share in array.shares})
+    found: dict[str, list[TensorRule]] = {}
+    for array in all_arrays:
+        held = [plan.rules[name] for name in dict.fromkeys(share.tensor for share in array.shares)]
+        whole_rows = all(
+            rule.parameter == "weight" and rule.shape[1:] == array.shape[-1:] and lies_in[rule.name] == 1
+            for rule in held
+        )
+        if held and whole_rows and len(array.shape) > 1:
+            found[array.name] = held
+    return found
+
+
+def header_values(plan: ShardPlan, config: dict[str, Any]) -> dict[str, Value]:
+    """The values of the file's header that describe the model: its architecture, its sizes.
+
+    Raises:
+        PlanError: llama.cpp's values have no place for what config.json says.
+        CheckpointError: a value is missing or of the wrong kind.
+    """
+    return model_values(config, vocab=_vocabulary(plan), rope=read_rope(config))
 
 
 def _values(plan: ShardPlan, config: dict[str, Any], source: Path | None) -> dict[str, Value]:
-    vocab = _vocabulary(plan)
     target = _Target.of(config)
     kinds: Counter[str] = Counter()
     for rule in plan.rules.values():
@@ -344,11 +401,12 @@ def _values(plan: ShardPlan, config: dict[str, Any], source: Path | None) -> dic
             assert kind is not None
             kinds[kind] += tensor_info(rule.name, rule.dtype, rule.shape, Path()).nbytes
     wide = [rule.name for rule in plan.rules.values() if rule.dtype == "F32" and _is_narrow(plan)]
+    said = (config.get("quantization_config") or {}).get("file_type")
     return {
-        **model_values(config, vocab=vocab, rope=read_rope(config)),
-        **file_values(kinds),
+        **header_values(plan, config),
+        **file_values(kinds, mixture=said if isinstance(said, int) else None),
         **({_WIDE: "\n".join(wide)} if wide else {}),
-        **read_tokenizer(source, config, vocab).values,
+        **read_tokenizer(source, config, _vocabulary(plan)).values,
     }
 
 
@@ -357,7 +415,8 @@ def _vocabulary(plan: ShardPlan) -> int:
 
 
 def _is_narrow(plan: ShardPlan) -> bool:
-    return any(rule.role == "embedding" and rule.dtype in ("BF16", "F16") for rule in plan.rules.values())
+    """Returns whether the model has tensors of 16 bits."""
+    return any(rule.dtype in ("BF16", "F16") for rule in plan.rules.values())
 
 
 def side_files(plan: ShardPlan, config: dict[str, Any], layout: Layout) -> Mapping[str, bytes]:
@@ -392,7 +451,7 @@ def open(directory: Path, config: dict[str, Any] | None, rules: Rules) -> Checkp
             (each by name), or not the model that config.json describes; everything that is wrong.
     """
     rules = partial(rules, apart=True)
-    found = read_gguf(_the_file(directory))
+    found = read_gguf(*_the_file(directory))
     if config is None:
         if not has_file(directory, "config.json"):
             raise CheckpointError(
@@ -409,16 +468,10 @@ def open(directory: Path, config: dict[str, Any] | None, rules: Rules) -> Checkp
         factors = read_rope(config).arrays()
     except PlanError as error:
         raise CheckpointError(f"{directory}: config.json: {error}") from error
-    problems = _check_factors(found, factors)
-    embedding = found.infos.get("token_embd.weight")
-    if embedding is not None and embedding.dtype == "U8":
-        problems.append(
-            f"token_embd.weight is {type_of(embedding.dtype, embedding.shape)}, and quantised embeddings are not read; "
-            "convert the model with an unquantised one (llama-quantize --token-embedding-type f16)"
-        )
-    raise_problems(directory, problems)
+    raise_problems(directory, _check_factors(found, factors))
     config = _with_types(config, found, rules)
-    narrow = "F32" if embedding is None else embedding.dtype
+    embedding = found.infos.get("token_embd.weight")
+    narrow = "F32" if embedding is None else _model_dtype(config, embedding)
     wide = frozenset(str(found.values.get(_WIDE, "")).split("\n"))
 
     def dtype_of(rule: TensorRule, info: TensorInfo) -> str:
@@ -444,12 +497,27 @@ def open(directory: Path, config: dict[str, Any] | None, rules: Rules) -> Checkp
     return replace(checkpoint, left_out=dict.fromkeys(factors, "factors of the rotary embedding"))
 
 
-def _the_file(directory: Path) -> Path:
+def _model_dtype(config: dict[str, Any], embedding: TensorInfo) -> str:
+    """The dtype of the model's unquantised numbers: the embedding's, or, where that is quantised, config.json's."""
+    if embedding.dtype != "U8":
+        return embedding.dtype
+    said = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
+    return find_dtype(said) or "F32"
+
+
+def _the_file(directory: Path) -> list[Path]:
+    """The one GGUF file of a directory, or all of its parts, in order."""
     names = sorted(name for name in os.listdir(directory) if name.endswith(_SUFFIX))
+    parts = parts_of(names)
+    if parts is not None:
+        missing = [name for name in parts if name not in names]
+        if missing:
+            raise CheckpointError(f"{directory}: {len(missing)} of {len(parts)} parts are missing: {missing[0]}")
+        return [directory / name for name in parts]
     if len(names) != 1:
         listed = ", ".join(names[:4])
         raise CheckpointError(f"{directory}: has {len(names)} GGUF files ({listed}); keep the one that is meant there")
-    return directory / names[0]
+    return [directory / names[0]]
 
 
 def _check_factors(found: GgufFile, factors: Mapping[str, bytes]) -> list[str]:
@@ -491,4 +559,6 @@ def _with_types(config: dict[str, Any], found: GgufFile, rules: Rules) -> dict[s
         if array.name in blocks:
             held = dict.fromkeys(modules[share.tensor] for share in array.shares)
             types.setdefault(blocks[array.name], []).extend(held)
-    return {**plain, "quantization_config": {"quant_method": NAME, "types": types, "ignore": []}}
+    number = found.values.get("general.file_type")
+    mixture = {"file_type": number} if isinstance(number, int) else {}
+    return {**plain, "quantization_config": {"quant_method": NAME, "types": types, "ignore": [], **mixture}}

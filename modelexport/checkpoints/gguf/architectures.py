@@ -2,8 +2,8 @@
 
 One table, :data:`ARCHITECTURES`: nothing but data, read by :mod:`modelexport.checkpoints.formats.gguf` (tensors) and
 :mod:`modelexport.checkpoints.gguf.metadata` (values). Facts are those of llama.cpp's loader and graphs, as
-llama-cpp-python 0.3.36 has them; what its graph of an architecture takes for granted is a :class:`Rule`, so that a
-model which it would compute otherwise is refused and not written wrong.
+llama-cpp-python 0.3.36 has them; what its graph of an architecture takes for granted is a :class:`Requirement`, so that
+a model which it would compute otherwise is refused and not written wrong.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from modelexport.checkpoints.gguf.values import (
     Leading,
     Only,
     Product,
-    Rule,
+    Requirement,
     Says,
     Sum,
     ValueSource,
@@ -90,13 +90,13 @@ class GgufArchitecture:
 
     name: str
     model_types: tuple[str, ...]
-    applies: tuple[Rule, ...] = ()
+    applies: tuple[Requirement, ...] = ()
     values: Mapping[str, ValueSource | None] = field(default_factory=dict)
     tensors: Mapping[str, str | Stored] = field(default_factory=dict)
     pairs: bool = False
     norms: Function = "value"
     activations: tuple[str, ...] = ("silu",)
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[Requirement, ...] = ()
     rotated: ValueSource | None = HEAD_DIM
     plain_rope: bool = False
     output: bool = False
@@ -233,7 +233,7 @@ _GROUPS: dict[str, ValueSource | None] = {
     "expert_group_count": whole("n_group", optional=True),
     "expert_group_used_count": whole("topk_group", optional=True),
 }
-_UNTIED_HEAD = Rule("tie_word_embeddings", (True,), why="has no head of its own in such a model")
+_UNTIED_HEAD = Requirement("tie_word_embeddings", (True,), why="has no head of its own in such a model")
 _GRANITE: dict[str, ValueSource | None] = {
     "attention.scale": number("attention_multiplier"),
     "embedding_scale": number("embedding_multiplier"),
@@ -287,8 +287,8 @@ _GEMMA3 = GgufArchitecture(
     norms="one more",
     activations=_GELUS,
     rules=(
-        Rule("query_pre_attn_scalar", equal=HEAD_DIM, unless=("num_hidden_layers", 62)),
-        Rule("attn_logit_softcapping", (None,)),
+        Requirement("query_pre_attn_scalar", equal=HEAD_DIM, unless=("num_hidden_layers", 62)),
+        Requirement("attn_logit_softcapping", (None,)),
     ),
 )
 
@@ -338,7 +338,7 @@ _DEEPSEEK = GgufArchitecture(
         "expert_gating_func": _SIGMOID,
     },
     rotated=whole("qk_rope_head_dim"),
-    rules=(Rule("rope_interleave", (True, None)),),
+    rules=(Requirement("rope_interleave", (True, None)),),
 )
 
 _COHERE = GgufArchitecture(
@@ -370,8 +370,8 @@ _QWEN_MOE: dict[str, ValueSource | None] = {
     "expert_shared_feed_forward_length": whole("shared_expert_intermediate_size", optional=True),
 }
 _EVERY_LAYER_ROUTES = (
-    Rule("mlp_only_layers", (None, []), why="has experts in every layer of such a model"),
-    Rule("decoder_sparse_step", (None, 1), why="has experts in every layer of such a model"),
+    Requirement("mlp_only_layers", (None, []), why="has experts in every layer of such a model"),
+    Requirement("decoder_sparse_step", (None, 1), why="has experts in every layer of such a model"),
 )
 _LFM2: dict[str, str | Stored] = {
     "operator_norm": "attn_norm",
@@ -401,7 +401,7 @@ _GPT_BIGCODE = GgufArchitecture(
     values={**LAYER_NORM, "feed_forward_length": _FOUR_TIMES, "attention.head_count_kv": Fixed(1)},
     tensors=_GPT,
     activations=_GELUS,
-    rules=(Rule("multi_query", (True, None)),),
+    rules=(Requirement("multi_query", (True, None)),),
     rotated=None,
 )
 _FALCON = GgufArchitecture(
@@ -416,9 +416,9 @@ _FALCON = GgufArchitecture(
     },
     activations=_GELUS,
     rules=(
-        Rule("alibi", (False, None)),
-        Rule("parallel_attn", (True, None)),
-        Rule("bias", (False, None)),
+        Requirement("alibi", (False, None)),
+        Requirement("parallel_attn", (True, None)),
+        Requirement("bias", (False, None)),
     ),
 )
 
@@ -435,7 +435,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
         name="qwen2moe",
         model_types=("qwen2_moe",),
         values=_QWEN_MOE,
-        rules=(Rule("norm_topk_prob", (False, None)), *_EVERY_LAYER_ROUTES),
+        rules=(Requirement("norm_topk_prob", (False, None)), *_EVERY_LAYER_ROUTES),
         output=True,
     ),
     GgufArchitecture(name="qwen3", model_types=("qwen3",)),
@@ -443,7 +443,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
         name="qwen3moe",
         model_types=("qwen3_moe",),
         values={**_MOE, "expert_feed_forward_length": _EXPERT_WIDTH},
-        rules=(Rule("norm_topk_prob", (True,)), *_EVERY_LAYER_ROUTES),
+        rules=(Requirement("norm_topk_prob", (True,)), *_EVERY_LAYER_ROUTES),
     ),
     GgufArchitecture(name="gemma", model_types=("gemma",), norms="one more", activations=_GELUS, rules=(_UNTIED_HEAD,)),
     replace(
@@ -457,7 +457,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
             "final_logit_softcapping": number("final_logit_softcapping"),
         },
         rules=(
-            Rule("query_pre_attn_scalar", equal=HEAD_DIM, unless=("num_hidden_layers", 46)),
+            Requirement("query_pre_attn_scalar", equal=HEAD_DIM, unless=("num_hidden_layers", 46)),
             _UNTIED_HEAD,
         ),
     ),
@@ -473,16 +473,16 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
         model_types=("smollm3",),
         pairs=True,
         rules=(
-            Rule("no_rope_layers", (None,), equal=EveryFourth(), why="rotates all layers but every fourth"),
-            Rule("no_rope_layer_interval", (4, None), why="rotates all layers but every fourth"),
-            Rule("use_sliding_window", (False, None)),
+            Requirement("no_rope_layers", (None,), equal=EveryFourth(), why="rotates all layers but every fourth"),
+            Requirement("no_rope_layer_interval", (4, None), why="rotates all layers but every fourth"),
+            Requirement("use_sliding_window", (False, None)),
         ),
     ),
     GgufArchitecture(name="granite", model_types=("granite",), values=_GRANITE, pairs=True),
     _GRANITE_MOE,
     replace(
         _GRANITE_HYBRID,
-        applies=(Rule("num_local_experts", (0, None)),),
+        applies=(Requirement("num_local_experts", (0, None)),),
         values={
             **{key: value for key, value in _GRANITE_HYBRID.values.items() if not key.startswith("expert")},
             "feed_forward_length": whole("shared_intermediate_size"),
@@ -507,7 +507,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
         _DEEPSEEK,
         model_types=("deepseek_v2",),
         values={**_DEEPSEEK.values, "expert_gating_func": Fixed(1)},
-        rules=(Rule("topk_method", ("greedy", None), why="adds up the two best of each group of experts"),),
+        rules=(Requirement("topk_method", ("greedy", None), why="adds up the two best of each group of experts"),),
     ),
     replace(_DEEPSEEK, model_types=("kimi_k2", "glm4_moe_lite")),
     GgufArchitecture(
@@ -536,7 +536,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
         model_types=("starcoder2",),
         values=LAYER_NORM,
         activations=_GELUS,
-        rules=(Rule("use_bias", (True,)),),
+        rules=(Requirement("use_bias", (True,)),),
     ),
     GgufArchitecture(
         name="gptneox",
@@ -547,7 +547,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
             "attention.dense": "attn_output",
         },
         activations=_GELUS,
-        rules=(Rule("attention_bias", (True, None)),),
+        rules=(Requirement("attention_bias", (True, None)),),
         output=True,
     ),
     GgufArchitecture(
@@ -579,7 +579,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
         name="olmoe",
         model_types=("olmoe",),
         values=_MOE,
-        rules=(Rule("norm_topk_prob", (False, None)), Rule("clip_qkv", (None,))),
+        rules=(Requirement("norm_topk_prob", (False, None)), Requirement("clip_qkv", (None,))),
         output=True,
     ),
     GgufArchitecture(
@@ -612,7 +612,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
             "word_embeddings_layernorm": "token_embd_norm",
         },
         activations=_GELUS,
-        rules=(Rule("apply_residual_connection_post_layernorm", (False, None)),),
+        rules=(Requirement("apply_residual_connection_post_layernorm", (False, None)),),
         rotated=None,
     ),
     GgufArchitecture(
@@ -635,8 +635,8 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
         },
         activations=_GELUS,
         rules=(
-            Rule("attn_config.alibi", (True, None)),
-            Rule("attn_config.softmax_scale", (None,)),
+            Requirement("attn_config.alibi", (True, None)),
+            Requirement("attn_config.softmax_scale", (None,)),
         ),
         rotated=None,
     ),
@@ -645,7 +645,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
         model_types=("phi",),
         values=LAYER_NORM,
         activations=_GELUS,
-        rules=(Rule("qk_layernorm", (False, None)),),
+        rules=(Requirement("qk_layernorm", (False, None)),),
         output=True,
     ),
     GgufArchitecture(
@@ -657,7 +657,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
         },
         tensors=_POST_ATTENTION,
         rules=(
-            Rule(
+            Requirement(
                 "sliding_window",
                 (None,),
                 unless=("num_hidden_layers", 64),
@@ -665,7 +665,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
             ),
         ),
     ),
-    GgufArchitecture(name="ernie4_5", model_types=("ernie4_5",), rules=(Rule("use_bias", (False, None)),)),
+    GgufArchitecture(name="ernie4_5", model_types=("ernie4_5",), rules=(Requirement("use_bias", (False, None)),)),
     GgufArchitecture(
         name="ernie4_5-moe",
         model_types=("ernie4_5_moe",),
@@ -676,7 +676,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
             "interleave_moe_layer_step": whole("moe_layer_interval"),
             "leading_dense_block_count": whole("moe_layer_start_index", least=0),
         },
-        rules=(Rule("use_bias", (False, None)),),
+        rules=(Requirement("use_bias", (False, None)),),
     ),
     GgufArchitecture(
         name="mamba",
@@ -688,7 +688,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
             "ssm.dt_b_c_rms": Fixed(False),
         },
         tensors={"norm": "attn_norm", **_under("mixer", _SSM)},
-        rules=(Rule("use_bias", (False, None)), Rule("use_conv_bias", (True, None))),
+        rules=(Requirement("use_bias", (False, None)), Requirement("use_conv_bias", (True, None))),
         rotated=None,
     ),
     GgufArchitecture(
@@ -704,7 +704,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
             "norm": "attn_norm",
             **_under("mixer", {**_MAMBA2, "norm.weight": Stored(("ssm_norm.weight",), shape=("n_groups", 0))}),
         },
-        rules=(Rule("use_bias", (False, None)),),
+        rules=(Requirement("use_bias", (False, None)),),
         rotated=None,
     ),
     GgufArchitecture(
@@ -712,7 +712,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
         model_types=("lfm2",),
         values={**_LFM2_VALUES, "feed_forward_length": AdjustedWidth()},
         tensors=_LFM2,
-        rules=(Rule("conv_bias", (False, None)),),
+        rules=(Requirement("conv_bias", (False, None)),),
     ),
     GgufArchitecture(
         name="lfm2moe",
@@ -726,10 +726,10 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
         },
         tensors=_LFM2,
         rules=(
-            Rule("conv_bias", (False, None)),
-            Rule("use_expert_bias", (True,)),
-            Rule("norm_topk_prob", (True,)),
-            Rule("routed_scaling_factor", (1, None)),
+            Requirement("conv_bias", (False, None)),
+            Requirement("use_expert_bias", (True,)),
+            Requirement("norm_topk_prob", (True,)),
+            Requirement("routed_scaling_factor", (1, None)),
         ),
     ),
     GgufArchitecture(name="hunyuan-dense", model_types=("hunyuan_v1_dense",)),
@@ -746,7 +746,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
         name="dots1",
         model_types=("dots1",),
         values=_ROUTED_BY_SIGMOID,
-        rules=(Rule("num_key_value_heads", equal=HEADS, why="has as many heads of keys as of queries"),),
+        rules=(Requirement("num_key_value_heads", equal=HEADS, why="has as many heads of keys as of queries"),),
         output=True,
     ),
     GgufArchitecture(name="arcee", model_types=("arcee",), activations=("relu2",), pairs=True),

@@ -101,15 +101,17 @@ def model_values(config: Mapping[str, Any], *, vocab: int, rope: Rope) -> dict[s
     return {"general.architecture": target.name, **{f"{target.name}.{key}": value for key, value in found.items()}}
 
 
-def file_values(kinds: Mapping[str, int]) -> dict[str, Value]:
-    """The value for the type of most weights.
+def file_values(kinds: Mapping[str, int], mixture: int | None = None) -> dict[str, Value]:
+    """The value for the type of most weights, or for the mixture of types.
 
     Args:
         kinds: ggml types -> bytes of linears in each.
+        mixture: llama.cpp's number of the mixture that assigned them; None: there was none.
     """
     main = max(kinds, key=lambda name: kinds[name])
-    quantised = any(name not in ("F32", "F16", "BF16") for name in kinds)
-    return {"general.file_type": _FILE_TYPES[main], **({"general.quantization_version": 2} if quantised else {})}
+    quantised = mixture is not None or any(name not in ("F32", "F16", "BF16") for name in kinds)
+    number = _FILE_TYPES[main] if mixture is None else mixture
+    return {"general.file_type": number, **({"general.quantization_version": 2} if quantised else {})}
 
 
 def read_rope(config: Mapping[str, Any]) -> Rope:

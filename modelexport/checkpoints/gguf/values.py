@@ -20,7 +20,7 @@ MOST_LAYERS = 1 << 16
 
 
 class ValueSource(Protocol):
-    """Where a value comes from."""
+    """The origin of a value."""
 
     def read(self, config: JsonValues) -> Value | None:
         """The value; None: the file gets none.
@@ -341,7 +341,7 @@ class Only:
 
 
 @dataclass(frozen=True)
-class Rule:
+class Requirement:
     """What llama.cpp's graph of an architecture takes for granted.
 
     Attributes:
