@@ -244,7 +244,7 @@ class If:
 
 @dataclass(frozen=True)
 class Says:
-    """Whether a key has a value."""
+    """True where a key has a certain value."""
 
     key: str
     value: object
