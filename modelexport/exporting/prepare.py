@@ -26,6 +26,7 @@ from modelexport.models.draft_layers import without_drafts
 from modelexport.models.engines import Linear
 from modelexport.models.engines import warnings as engine_warnings
 from modelexport.models.in_memory import is_gathered
+from modelexport.models.multipliers import multiplied
 from modelexport.models.opening import open_model
 from modelexport.models.stacked import experts_apart, held
 from modelexport.models.structure import by_structure, check_whole
@@ -112,6 +113,8 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> PreparedExpor
         elif checkpoint_formats.wants_experts_apart(recipe.format):
             checkpoint = experts_apart(checkpoint)
         checkpoint, merged = adapted(checkpoint, adapters)
+        if checkpoint_formats.wants_multiplied(recipe.format):
+            checkpoint = multiplied(checkpoint)
         chosen = None
         if recipe.of_kind("assign"):
             recipe, chosen = _autoquant(recipe, source, checkpoint)

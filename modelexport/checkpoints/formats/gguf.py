@@ -73,6 +73,7 @@ HUB_LIBRARY = "gguf"
 LOADS_TENSOR_PARALLEL = False
 SIDE_FILES = ()
 EXPERTS_APART = True
+FOLDS_MULTIPLIERS = True
 READS_SOURCE = True  # its tokenizer is part of the file: lay_out wants the source's directory
 MAX_SHARD_BYTES = 1 << 63  # one file, unless parts are asked for: not every program on llama.cpp takes parts
 FILE = "model.gguf"
@@ -120,9 +121,8 @@ class _Target:
                     stored = found if isinstance(found, Stored) else Stored((found,))
                     if self.architecture.pairs and rule.role in ("attention.q", "attention.k"):
                         stored = replace(stored, rows="pairs")
-                    if stored.names[0].rstrip(".").endswith("norm") and rule.parameter == "weight":
-                        own = self.architecture.norms if stored.function == "value" else stored.function
-                        stored = replace(stored, function=own)
+                    if stored.is_norm and stored.names[0].endswith("norm") and rule.parameter == "weight":
+                        stored = replace(stored, function=self.architecture.norms)
                     return replace(stored, names=tuple(_full_name(name, rule) for name in stored.names))
         return None
 
@@ -292,12 +292,28 @@ def _spans(rule: TensorRule, stored: Stored, target: _Target, rows: int) -> Iter
             for count, first in sizes:
                 yield stored.names[0], start, start + count * each, (first + group * count) * each, 1
                 start += count * each
+    elif stored.rows == "groups of qkvz":
+        yield from _linear_attention_spans(stored, target)
     else:
         each, rest = divmod(rows, len(stored.names))
         if rest:
             raise PlanError(f"--format {NAME}: {rule.name} has {rows} rows, for {len(stored.names)} arrays")
         for number, name in enumerate(stored.names):
             yield name, number * each, (number + 1) * each, 0, 1
+
+
+def _linear_attention_spans(stored: Stored, target: _Target) -> Iterator[tuple[str, int, int, int, int]]:
+    """Of a head of keys its query, its key, and the values and the gates of all heads of values that it is for."""
+    groups, values = (target.config.whole(f"linear_num_{which}_heads") for which in ("key", "value"))
+    key, value = (target.config.whole(f"linear_{which}_head_dim") for which in ("key", "value"))
+    values = values // groups * value
+    fused, gates = stored.names
+    places = ((fused, key, 0), (fused, key, groups * key), (fused, values, 2 * groups * key), (gates, values, 0))
+    start = 0
+    for group in range(groups):
+        for name, count, first in places:
+            yield name, start, start + count, first + group * count, 1
+            start += count
 
 
 def _latent_parts(rule: TensorRule, stored: Stored, target: _Target) -> Iterator[_Part]:

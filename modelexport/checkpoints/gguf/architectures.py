@@ -19,6 +19,7 @@ from modelexport.checkpoints.gguf.values import (
     KV_HEADS,
     LAYERS,
     AdjustedWidth,
+    Count,
     EveryFourth,
     First,
     Fixed,
@@ -27,6 +28,7 @@ from modelexport.checkpoints.gguf.values import (
     If,
     Kinds,
     Leading,
+    NoLayer,
     Only,
     Product,
     Requirement,
@@ -39,13 +41,14 @@ from modelexport.checkpoints.gguf.values import (
 )
 from modelexport.checkpoints.safetensors.conversions import Function
 
-Rows = Literal["in order", "pairs", "grouped", "heads of kv_b"]
+Rows = Literal["in order", "pairs", "grouped", "groups of qkvz", "heads of kv_b"]
 """Where the rows of a tensor go.
 
 ``in order``: to the arrays one after the other, to each as many. ``pairs``: the two halves of a head by turns, which is
 how llama.cpp rotates such a model; ``grouped``: of a fused tensor that has the queries, the key and the value of one
-head after those of another, all queries, then all keys, then all values. ``heads of kv_b``: latent attention's keys,
-each head by itself and turned round, and its values.
+head after those of another, all queries, then all keys, then all values. ``groups of qkvz``: the same of linear
+attention, whose gates (z) go to an array of their own. ``heads of kv_b``: latent attention's keys, each head by itself
+and turned round, and its values.
 """
 
 
@@ -58,6 +61,7 @@ class Stored:
         rows: the way of its rows.
         function: what is computed from its numbers.
         transposed: whether its two dims change places.
+        is_norm: whether the architecture's ``norms`` holds for it, where its name ends so.
         shape: its shape by the file's header, where it is another one: a number, or ``"rows"``, for each dim; 0 for
             what is left over.
     """
@@ -66,6 +70,7 @@ class Stored:
     rows: Rows = "in order"
     function: Function = "value"
     transposed: bool = False
+    is_norm: bool = True
     shape: tuple[int | str, ...] = ()
 
 
@@ -90,7 +95,7 @@ class GgufArchitecture:
 
     name: str
     model_types: tuple[str, ...]
-    applies: tuple[Requirement, ...] = ()
+    applies: tuple[Requirement | NoLayer, ...] = ()
     values: Mapping[str, ValueSource | None] = field(default_factory=dict)
     tensors: Mapping[str, str | Stored] = field(default_factory=dict)
     pairs: bool = False
@@ -420,6 +425,132 @@ _FALCON = GgufArchitecture(
         Requirement("parallel_attn", (True, None)),
         Requirement("bias", (False, None)),
     ),
+)
+
+_FALCON_H1 = GgufArchitecture(
+    name="falcon-h1",
+    model_types=("falcon_h1",),
+    values={
+        "ssm.conv_kernel": whole("mamba_d_conv"),
+        "ssm.inner_size": First((whole("mamba_d_ssm", optional=True), Product(("mamba_expand", HIDDEN)))),
+        "ssm.state_size": whole("mamba_d_state"),
+        "ssm.time_step_rank": whole("mamba_n_heads"),
+        "ssm.group_count": whole("mamba_n_groups"),
+    },
+    tensors={
+        "pre_ff_layernorm": "ffn_norm.",
+        **_under("mamba", {**_MAMBA2, "norm.weight": Stored(("ssm_norm.weight",), shape=("mamba_n_groups", 0))}),
+    },
+    rules=(
+        *(
+            Requirement(key, (1, None), why="has no multipliers in such a model: they must be in its weights")
+            for key in (
+                "attention_in_multiplier",
+                "attention_out_multiplier",
+                "key_multiplier",
+                "ssm_in_multiplier",
+                "ssm_out_multiplier",
+                "embedding_multiplier",
+                "lm_head_multiplier",
+            )
+        ),
+        Requirement("mlp_multipliers", (None, [1.0, 1.0])),
+        Requirement("ssm_multipliers", (None, [1.0] * 5)),
+        Requirement("mamba_proj_bias", (False, None)),
+    ),
+)
+_JAMBA_LAYERS = Kinds(
+    "layers_block_type", period="attn_layer_period", usual="mamba", other="attention", offset="attn_layer_offset"
+)
+_JAMBA = GgufArchitecture(
+    name="jamba",
+    model_types=("jamba",),
+    values={
+        **_MOE,
+        "attention.head_count_kv": Only(KV_HEADS, Where(("attention", "full_attention"), _JAMBA_LAYERS)),
+        "ssm.conv_kernel": whole("mamba_d_conv"),
+        "ssm.inner_size": Product(("mamba_expand", HIDDEN)),
+        "ssm.state_size": whole("mamba_d_state"),
+        "ssm.time_step_rank": whole("mamba_dt_rank"),
+    },
+    tensors={
+        **_under("feed_forward", {**_EXPERTS, "router": _ROUTER}),
+        **_under(
+            "mamba", {**_SSM, "dt_layernorm": "ssm_dt_norm", "b_layernorm": "ssm_b_norm", "c_layernorm": "ssm_c_norm"}
+        ),
+    },
+    rules=(Requirement("mamba_proj_bias", (False, None)), Requirement("mamba_conv_bias", (True, None))),
+    rotated=None,
+)
+_NEMOTRON_LAYERS = Kinds(
+    "layers_block_type",
+    letters=("hybrid_override_pattern", {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}),
+)
+_NEMOTRON_H = GgufArchitecture(
+    name="nemotron_h",
+    model_types=("nemotron_h",),
+    applies=(NoLayer("moe", _NEMOTRON_LAYERS),),
+    values={
+        **LAYER_NORM,
+        **RMS,
+        "block_count": Count(_NEMOTRON_LAYERS),
+        "feed_forward_length": Only(whole("intermediate_size"), Where(("mlp",), _NEMOTRON_LAYERS)),
+        "attention.head_count_kv": Only(KV_HEADS, Where(("attention", "full_attention"), _NEMOTRON_LAYERS)),
+        "ssm.conv_kernel": whole("conv_kernel"),
+        "ssm.inner_size": Product(("mamba_num_heads", "mamba_head_dim")),
+        "ssm.state_size": whole("ssm_state_size"),
+        "ssm.time_step_rank": whole("mamba_num_heads"),
+        "ssm.group_count": whole("n_groups"),
+    },
+    tensors={
+        "norm": "attn_norm",
+        **_under(
+            "mixer",
+            {
+                **_MAMBA2,
+                "norm.weight": Stored(("ssm_norm.weight",), shape=("n_groups", 0)),
+                "q_proj": "attn_q",
+                "k_proj": "attn_k",
+                "v_proj": "attn_v",
+                "o_proj": "attn_output",
+                **_MLP,
+                **_EXPERTS,
+                **_under("shared_experts", _SHARED),
+                "gate": _ROUTER,
+                "gate.e_score_correction_bias": _CORRECTION,
+            },
+        ),
+    },
+    activations=("relu2",),
+    rotated=None,
+)
+_QWEN3_NEXT = GgufArchitecture(
+    name="qwen3next",
+    model_types=("qwen3_next",),
+    values={
+        **_QWEN_MOE,
+        "ssm.conv_kernel": whole("linear_conv_kernel_dim"),
+        "ssm.state_size": whole("linear_key_head_dim"),
+        "ssm.group_count": whole("linear_num_key_heads"),
+        "ssm.time_step_rank": whole("linear_num_value_heads"),
+        "ssm.inner_size": Product(("linear_num_value_heads", "linear_value_head_dim")),
+        "attention.recurrent_layers": Where(("linear_attention",)),
+        "full_attention_interval": First((whole("full_attention_interval", optional=True), Fixed(4))),
+    },
+    tensors={
+        **_POST_ATTENTION,
+        **_under(
+            "linear_attn",
+            {
+                **_SSM,
+                "norm": Stored(("ssm_norm",), is_norm=False),
+                "in_proj_qkvz": Stored(("attn_qkv.weight", "attn_gate.weight"), rows="groups of qkvz"),
+                "in_proj_ba": "ssm_ba",
+            },
+        ),
+    },
+    norms="one more",
+    rules=(Requirement("norm_topk_prob", (True,)), *_EVERY_LAYER_ROUTES),
 )
 
 ARCHITECTURES: tuple[GgufArchitecture, ...] = (
@@ -758,5 +889,51 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
         values={**_MOE, "expert_feed_forward_length": whole("intermediate_size"), "expert_gating_func": _SIGMOID},
     ),
     _FALCON,
+    _FALCON_H1,
+    GgufArchitecture(
+        name="mamba",
+        model_types=("falcon_mamba",),
+        values={
+            **_MAMBA_VALUES,
+            "ssm.inner_size": whole("intermediate_size"),
+            "ssm.time_step_rank": whole("time_step_rank"),
+            "ssm.dt_b_c_rms": Fixed(True),
+        },
+        tensors={"norm": "attn_norm", **_under("mixer", _SSM)},
+        rules=(Requirement("use_bias", (False, None)), Requirement("use_conv_bias", (True, None))),
+        rotated=None,
+    ),
+    _JAMBA,
+    _NEMOTRON_H,
+    replace(
+        _NEMOTRON_H,
+        name="nemotron_h_moe",
+        applies=(NoLayer("mlp", _NEMOTRON_LAYERS),),
+        values={
+            **_NEMOTRON_H.values,
+            **_MOE,
+            "feed_forward_length": Only(_EXPERT_WIDTH, Where(("moe",), _NEMOTRON_LAYERS)),
+            "expert_feed_forward_length": _EXPERT_WIDTH,
+            "expert_shared_feed_forward_length": whole("moe_shared_expert_intermediate_size"),
+            "expert_shared_count": _SHARED_COUNT,
+            **_GROUPS,
+            "expert_weights_scale": number("routed_scaling_factor"),
+            "expert_weights_norm": Flag("norm_topk_prob"),
+        },
+        rules=(Requirement("moe_latent_size", (None,)),),
+    ),
+    _QWEN3_NEXT,
+    GgufArchitecture(
+        name="exaone-moe",
+        model_types=("exaone_moe",),
+        values={
+            **_ROUTED_BY_SIGMOID,
+            "expert_shared_count": whole("num_shared_experts", least=0),
+            "expert_shared_feed_forward_length": Product((_EXPERT_WIDTH, "num_shared_experts")),
+            "attention.sliding_window": _WINDOW,
+            "attention.sliding_window_pattern": Where(("sliding_attention",), Kinds(period="sliding_window_pattern")),
+        },
+        tensors={"mlp.e_score_correction_bias": _CORRECTION},
+    ),
 )
 """Every architecture; of those of one model type, the first whose ``applies`` suit."""

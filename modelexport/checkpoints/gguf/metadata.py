@@ -21,7 +21,7 @@ from modelexport.errors import CheckpointError, PlanError, shown
 from modelexport.system.json_values import JsonValues
 
 _ORIGINAL = "original_max_position_embeddings"
-_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activation")
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activation", "mlp_hidden_act")
 _ROPE_KEYS = {
     "rotary_emb_base": "rope_theta",
     "rotary_pct": "partial_rotary_factor",
