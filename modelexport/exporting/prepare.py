@@ -26,6 +26,7 @@ from modelexport.models.draft_layers import without_drafts
 from modelexport.models.engines import Linear
 from modelexport.models.engines import warnings as engine_warnings
 from modelexport.models.in_memory import is_gathered
+from modelexport.models.multipliers import multiplied
 from modelexport.models.opening import open_model
 from modelexport.models.stacked import experts_apart, held
 from modelexport.models.structure import by_structure, check_whole
@@ -109,7 +110,11 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> PreparedExpor
         checkpoint, dropped = without_drafts(opened, _why_no_drafts(recipe))
         if recipe.quant != KEEP or recipe.of_kind("assign"):
             checkpoint = _with_experts_apart(recipe, decoded(checkpoint))
+        elif checkpoint_formats.wants_experts_apart(recipe.format):
+            checkpoint = experts_apart(checkpoint)
         checkpoint, merged = adapted(checkpoint, adapters)
+        if checkpoint_formats.wants_multiplied(recipe.format):
+            checkpoint = multiplied(checkpoint)
         chosen = None
         if recipe.of_kind("assign"):
             recipe, chosen = _autoquant(recipe, source, checkpoint)
@@ -196,9 +201,10 @@ def _device_memory(recipe: ExportRecipe, checkpoint: Checkpoint, plan: ExportPla
 
 
 def _with_experts_apart(recipe: ExportRecipe, checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with linears of each expert in place of stacks, if the recipe rounds any of them."""
+    """The checkpoint with linears of each expert in place of stacks, if the recipe rounds any of them, or its format
+    has no stacks of transformers'."""
     apart = experts_apart(checkpoint)
-    if apart is checkpoint or recipe.of_kind("assign"):
+    if apart is checkpoint or recipe.of_kind("assign") or checkpoint_formats.wants_experts_apart(recipe.format):
         return apart
     assignment = parse_assignment(recipe)
     assert assignment is not None

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from modelexport.checkpoints.formats import gguf
-from modelexport.checkpoints.gguf.file import read_gguf
+from modelexport.checkpoints.gguf.file import encode_header, read_gguf
 from modelexport.errors import CheckpointError, PlanError
 from tests.helpers.format_models import make_model, reopen, write
 
@@ -55,8 +55,8 @@ def test_files_that_are_not_read(tmp_path: Path) -> None:
     of_output = b"blk.1.attn_output.weight" + dims
     spoilt(
         of_output + struct.pack("<I", 30),
-        of_output + struct.pack("<I", 12),
-        r"\(Q4_K: 1 tensors, the first blk\.1\.attn_o",
+        of_output + struct.pack("<I", 22),
+        r"\(IQ2_S: 1 tensors, the first blk\.1\.attn_o",
     )
     spoilt(of_output + struct.pack("<I", 30), of_output + struct.pack("<I", 99), "number 99: 1 tensors")
     spoilt(b"blk.1.attn_output.weight", b"blk.9.attn_output.weight", "blk.1.attn_output.weight.*missing")
@@ -72,6 +72,12 @@ def test_files_that_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"a GGUF file without a config\.json; give --config DIR"):
         reopen(gguf, tmp_path)
+
+
+def test_one_of_several_parts_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").write_bytes(encode_header({"split.count": 3}, [])[0])
+    with pytest.raises(CheckpointError, match=r"is part 0 \(from 0 on\) of 3 by its header, read as part 0 of 1"):
+        read_gguf(tmp_path / "a.gguf")
 
 
 def test_a_damaged_header_is_an_error_and_nothing_else(tmp_path: Path) -> None:

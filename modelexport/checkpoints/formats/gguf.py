@@ -23,6 +23,7 @@ import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +72,16 @@ DESCRIPTION = "one file for llama.cpp"
 HUB_LIBRARY = "gguf"
 LOADS_TENSOR_PARALLEL = False
 SIDE_FILES = ()
+EXPERTS_APART = True
+FOLDS_MULTIPLIERS = True
 READS_SOURCE = True  # its tokenizer is part of the file: lay_out wants the source's directory
 MAX_SHARD_BYTES = 1 << 63  # one file, unless parts are asked for: not every program on llama.cpp takes parts
 FILE = "model.gguf"
 _SUFFIX = ".gguf"
 _LAYER = "blk.{layer}."
 _ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_WIDE = "modelexport.float32"
+"""The key of the names of those tensors of a model of 16 bits that are float32 in the model, too, one a line."""
 _CLOSE = 1e-5  # relative: others compute the factors in float32
 
 
@@ -116,9 +121,8 @@ class _Target:
                     stored = found if isinstance(found, Stored) else Stored((found,))
                     if self.architecture.pairs and rule.role in ("attention.q", "attention.k"):
                         stored = replace(stored, rows="pairs")
-                    if stored.names[0].rstrip(".").endswith("norm") and rule.parameter == "weight":
-                        own = self.architecture.norms if stored.function == "value" else stored.function
-                        stored = replace(stored, function=own)
+                    if stored.is_norm and stored.names[0].endswith("norm") and rule.parameter == "weight":
+                        stored = replace(stored, function=self.architecture.norms)
                     return replace(stored, names=tuple(_full_name(name, rule) for name in stored.names))
         return None
 
@@ -257,13 +261,14 @@ def _parts(rule: TensorRule, stored: Stored, target: _Target) -> Iterator[_Part]
         yield from _latent_parts(rule, stored, target)
         return
     shape, box = rule.shape, whole(rule.shape)
-    dim = len(shape) - 1 if stored.transposed else 0
+    transposed = stored.transposed and len(shape) > 1  # and not a bias
+    dim = len(shape) - 1 if transposed else 0
     rows = shape[dim]
     spans = list(_spans(rule, stored, target, rows))
     heights = {name: sum(stop - start for each, start, stop, _, _ in spans if each == name) for name in stored.names}
     for name, start, stop, at, step in spans:
         part = (*box[:dim], (start, stop), *box[dim + 1 :])
-        if stored.transposed:
+        if transposed:
             yield _Part(name, (heights[name], shape[0]), Share(rule.name, part, (at, 0), (1, step), (1, 0)))
             continue
         rest = (0,) * (len(shape) - 1)
@@ -287,12 +292,28 @@ def _spans(rule: TensorRule, stored: Stored, target: _Target, rows: int) -> Iter
             for count, first in sizes:
                 yield stored.names[0], start, start + count * each, (first + group * count) * each, 1
                 start += count * each
+    elif stored.rows == "groups of qkvz":
+        yield from _linear_attention_spans(stored, target)
     else:
         each, rest = divmod(rows, len(stored.names))
         if rest:
             raise PlanError(f"--format {NAME}: {rule.name} has {rows} rows, for {len(stored.names)} arrays")
         for number, name in enumerate(stored.names):
             yield name, number * each, (number + 1) * each, 0, 1
+
+
+def _linear_attention_spans(stored: Stored, target: _Target) -> Iterator[tuple[str, int, int, int, int]]:
+    """Of a head of keys its query, its key, and the values and the gates of all heads of values that it is for."""
+    groups, values = (target.config.whole(f"linear_num_{which}_heads") for which in ("key", "value"))
+    key, value = (target.config.whole(f"linear_{which}_head_dim") for which in ("key", "value"))
+    values = values // groups * value
+    fused, gates = stored.names
+    places = ((fused, key, 0), (fused, key, groups * key), (fused, values, 2 * groups * key), (gates, values, 0))
+    start = 0
+    for group in range(groups):
+        for name, count, first in places:
+            yield name, start, start + count, first + group * count, 1
+            start += count
 
 
 def _latent_parts(rule: TensorRule, stored: Stored, target: _Target) -> Iterator[_Part]:
@@ -399,16 +420,23 @@ def _values(plan: ShardPlan, config: dict[str, Any], source: Path | None) -> dic
             kind = type_of(rule.dtype, rule.shape)
             assert kind is not None
             kinds[kind] += tensor_info(rule.name, rule.dtype, rule.shape, Path()).nbytes
+    wide = [rule.name for rule in plan.rules.values() if rule.dtype == "F32" and _is_narrow(plan)]
     said = (config.get("quantization_config") or {}).get("file_type")
     return {
         **header_values(plan, config),
         **file_values(kinds, mixture=said if isinstance(said, int) else None),
+        **({_WIDE: "\n".join(wide)} if wide else {}),
         **read_tokenizer(source, config, _vocabulary(plan)).values,
     }
 
 
 def _vocabulary(plan: ShardPlan) -> int:
     return next(rule.shape[0] for rule in plan.rules.values() if rule.role == "embedding")
+
+
+def _is_narrow(plan: ShardPlan) -> bool:
+    """Returns whether the model has tensors of 16 bits."""
+    return any(rule.dtype in ("BF16", "F16") for rule in plan.rules.values())
 
 
 def side_files(plan: ShardPlan, config: dict[str, Any], layout: Layout) -> Mapping[str, bytes]:
@@ -442,6 +470,7 @@ def open(directory: Path, config: dict[str, Any] | None, rules: Rules) -> Checkp
         CheckpointError: there are several files, or no config.json; the file is damaged, holds types that are not read
             (each by name), or not the model that config.json describes; everything that is wrong.
     """
+    rules = partial(rules, apart=True)
     found = read_gguf(*_the_file(directory))
     if config is None:
         if not has_file(directory, "config.json"):
@@ -463,12 +492,15 @@ def open(directory: Path, config: dict[str, Any] | None, rules: Rules) -> Checkp
     config = _with_types(config, found, rules)
     embedding = found.infos.get("token_embd.weight")
     narrow = "F32" if embedding is None else _model_dtype(config, embedding)
+    wide = frozenset(str(found.values.get(_WIDE, "")).split("\n"))
 
     def dtype_of(rule: TensorRule, info: TensorInfo) -> str:
         """Norms and biases are small: they are read, to see whether they are a model's of 16 bits."""
         stored = target.stored(rule)
         if stored is None or info.dtype != "F32" or narrow == "F32" or not _is_float32(stored.names[0], info.shape):
             return info.dtype
+        if rule.name in wide:
+            return "F32"
         return narrow if holds(info, Conversion(narrow, stored.function)) else "F32"
 
     checkpoint = open_arrays(

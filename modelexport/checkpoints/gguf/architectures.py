@@ -2,8 +2,8 @@
 
 One table, :data:`ARCHITECTURES`: nothing but data, read by :mod:`modelexport.checkpoints.formats.gguf` (tensors) and
 :mod:`modelexport.checkpoints.gguf.metadata` (values). Facts are those of llama.cpp's loader and graphs, as
-llama-cpp-python 0.3.36 has them; what its graph of an architecture takes for granted is a :class:`Rule`, so that a
-model which it would compute otherwise is refused and not written wrong.
+llama-cpp-python 0.3.36 has them; what its graph of an architecture takes for granted is a :class:`Requirement`, so that
+a model which it would compute otherwise is refused and not written wrong.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from modelexport.checkpoints.gguf.values import (
     KV_HEADS,
     LAYERS,
     AdjustedWidth,
+    Count,
     EveryFourth,
     First,
     Fixed,
@@ -26,9 +27,11 @@ from modelexport.checkpoints.gguf.values import (
     FusedKvHeads,
     If,
     Kinds,
+    Leading,
+    NoLayer,
     Only,
     Product,
-    Rule,
+    Requirement,
     Says,
     Sum,
     ValueSource,
@@ -38,13 +41,14 @@ from modelexport.checkpoints.gguf.values import (
 )
 from modelexport.checkpoints.safetensors.conversions import Function
 
-Rows = Literal["in order", "pairs", "grouped", "heads of kv_b"]
+Rows = Literal["in order", "pairs", "grouped", "groups of qkvz", "heads of kv_b"]
 """Where the rows of a tensor go.
 
 ``in order``: to the arrays one after the other, to each as many. ``pairs``: the two halves of a head by turns, which is
 how llama.cpp rotates such a model; ``grouped``: of a fused tensor that has the queries, the key and the value of one
-head after those of another, all queries, then all keys, then all values. ``heads of kv_b``: latent attention's keys,
-each head by itself and turned round, and its values.
+head after those of another, all queries, then all keys, then all values. ``groups of qkvz``: the same of linear
+attention, whose gates (z) go to an array of their own. ``heads of kv_b``: latent attention's keys, each head by itself
+and turned round, and its values.
 """
 
 
@@ -57,6 +61,7 @@ class Stored:
         rows: the way of its rows.
         function: what is computed from its numbers.
         transposed: whether its two dims change places.
+        is_norm: whether the architecture's ``norms`` holds for it, where its name ends so.
         shape: its shape by the file's header, where it is another one: a number, or ``"rows"``, for each dim; 0 for
             what is left over.
     """
@@ -65,6 +70,7 @@ class Stored:
     rows: Rows = "in order"
     function: Function = "value"
     transposed: bool = False
+    is_norm: bool = True
     shape: tuple[int | str, ...] = ()
 
 
@@ -89,13 +95,13 @@ class GgufArchitecture:
 
     name: str
     model_types: tuple[str, ...]
-    applies: tuple[Rule, ...] = ()
+    applies: tuple[Requirement | NoLayer, ...] = ()
     values: Mapping[str, ValueSource | None] = field(default_factory=dict)
     tensors: Mapping[str, str | Stored] = field(default_factory=dict)
     pairs: bool = False
     norms: Function = "value"
     activations: tuple[str, ...] = ("silu",)
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[Requirement, ...] = ()
     rotated: ValueSource | None = HEAD_DIM
     plain_rope: bool = False
     output: bool = False
@@ -226,12 +232,13 @@ _USED_COUNT = whole("num_experts_per_tok", "moe_k", "moe_topk")
 _MOE: dict[str, ValueSource | None] = {"expert_count": _EXPERT_COUNT, "expert_used_count": _USED_COUNT}
 _EXPERT_WIDTH = whole("moe_intermediate_size")
 _SHARED_COUNT: ValueSource = whole("n_shared_experts", least=0)
+_LEADING_DENSE = First((Leading("dense", Kinds("mlp_layer_types")), whole("first_k_dense_replace", least=0)))
 _SIGMOID = Fixed(2)
 _GROUPS: dict[str, ValueSource | None] = {
     "expert_group_count": whole("n_group", optional=True),
     "expert_group_used_count": whole("topk_group", optional=True),
 }
-_UNTIED_HEAD = Rule("tie_word_embeddings", (True,), why="has no head of its own in such a model")
+_UNTIED_HEAD = Requirement("tie_word_embeddings", (True,), why="has no head of its own in such a model")
 _GRANITE: dict[str, ValueSource | None] = {
     "attention.scale": number("attention_multiplier"),
     "embedding_scale": number("embedding_multiplier"),
@@ -285,8 +292,8 @@ _GEMMA3 = GgufArchitecture(
     norms="one more",
     activations=_GELUS,
     rules=(
-        Rule("query_pre_attn_scalar", equal=HEAD_DIM, unless=("num_hidden_layers", 62)),
-        Rule("attn_logit_softcapping", (None,)),
+        Requirement("query_pre_attn_scalar", equal=HEAD_DIM, unless=("num_hidden_layers", 62)),
+        Requirement("attn_logit_softcapping", (None,)),
     ),
 )
 
@@ -326,7 +333,7 @@ _DEEPSEEK = GgufArchitecture(
     model_types=("deepseek_v3",),
     values={
         **_LATENT,
-        "leading_dense_block_count": whole("first_k_dense_replace", least=0),
+        "leading_dense_block_count": _LEADING_DENSE,
         **_MOE,
         "expert_feed_forward_length": _EXPERT_WIDTH,
         "expert_shared_count": _SHARED_COUNT,
@@ -336,7 +343,7 @@ _DEEPSEEK = GgufArchitecture(
         "expert_gating_func": _SIGMOID,
     },
     rotated=whole("qk_rope_head_dim"),
-    rules=(Rule("rope_interleave", (True, None)),),
+    rules=(Requirement("rope_interleave", (True, None)),),
 )
 
 _COHERE = GgufArchitecture(
@@ -356,7 +363,7 @@ _ROUTED_BY_SIGMOID: dict[str, ValueSource | None] = {
     **_MOE,
     "expert_feed_forward_length": _EXPERT_WIDTH,
     "expert_shared_count": _SHARED_COUNT,
-    "leading_dense_block_count": whole("first_k_dense_replace", least=0),
+    "leading_dense_block_count": _LEADING_DENSE,
     **_GROUPS,
     "expert_weights_scale": number("routed_scaling_factor"),
     "expert_weights_norm": Flag("norm_topk_prob"),
@@ -368,8 +375,8 @@ _QWEN_MOE: dict[str, ValueSource | None] = {
     "expert_shared_feed_forward_length": whole("shared_expert_intermediate_size", optional=True),
 }
 _EVERY_LAYER_ROUTES = (
-    Rule("mlp_only_layers", (None, []), why="has experts in every layer of such a model"),
-    Rule("decoder_sparse_step", (None, 1), why="has experts in every layer of such a model"),
+    Requirement("mlp_only_layers", (None, []), why="has experts in every layer of such a model"),
+    Requirement("decoder_sparse_step", (None, 1), why="has experts in every layer of such a model"),
 )
 _LFM2: dict[str, str | Stored] = {
     "operator_norm": "attn_norm",
@@ -399,7 +406,7 @@ _GPT_BIGCODE = GgufArchitecture(
     values={**LAYER_NORM, "feed_forward_length": _FOUR_TIMES, "attention.head_count_kv": Fixed(1)},
     tensors=_GPT,
     activations=_GELUS,
-    rules=(Rule("multi_query", (True, None)),),
+    rules=(Requirement("multi_query", (True, None)),),
     rotated=None,
 )
 _FALCON = GgufArchitecture(
@@ -414,10 +421,136 @@ _FALCON = GgufArchitecture(
     },
     activations=_GELUS,
     rules=(
-        Rule("alibi", (False, None)),
-        Rule("parallel_attn", (True, None)),
-        Rule("bias", (False, None)),
+        Requirement("alibi", (False, None)),
+        Requirement("parallel_attn", (True, None)),
+        Requirement("bias", (False, None)),
     ),
+)
+
+_FALCON_H1 = GgufArchitecture(
+    name="falcon-h1",
+    model_types=("falcon_h1",),
+    values={
+        "ssm.conv_kernel": whole("mamba_d_conv"),
+        "ssm.inner_size": First((whole("mamba_d_ssm", optional=True), Product(("mamba_expand", HIDDEN)))),
+        "ssm.state_size": whole("mamba_d_state"),
+        "ssm.time_step_rank": whole("mamba_n_heads"),
+        "ssm.group_count": whole("mamba_n_groups"),
+    },
+    tensors={
+        "pre_ff_layernorm": "ffn_norm.",
+        **_under("mamba", {**_MAMBA2, "norm.weight": Stored(("ssm_norm.weight",), shape=("mamba_n_groups", 0))}),
+    },
+    rules=(
+        *(
+            Requirement(key, (1, None), why="has no multipliers in such a model: they must be in its weights")
+            for key in (
+                "attention_in_multiplier",
+                "attention_out_multiplier",
+                "key_multiplier",
+                "ssm_in_multiplier",
+                "ssm_out_multiplier",
+                "embedding_multiplier",
+                "lm_head_multiplier",
+            )
+        ),
+        Requirement("mlp_multipliers", (None, [1.0, 1.0])),
+        Requirement("ssm_multipliers", (None, [1.0] * 5)),
+        Requirement("mamba_proj_bias", (False, None)),
+    ),
+)
+_JAMBA_LAYERS = Kinds(
+    "layers_block_type", period="attn_layer_period", usual="mamba", other="attention", offset="attn_layer_offset"
+)
+_JAMBA = GgufArchitecture(
+    name="jamba",
+    model_types=("jamba",),
+    values={
+        **_MOE,
+        "attention.head_count_kv": Only(KV_HEADS, Where(("attention", "full_attention"), _JAMBA_LAYERS)),
+        "ssm.conv_kernel": whole("mamba_d_conv"),
+        "ssm.inner_size": Product(("mamba_expand", HIDDEN)),
+        "ssm.state_size": whole("mamba_d_state"),
+        "ssm.time_step_rank": whole("mamba_dt_rank"),
+    },
+    tensors={
+        **_under("feed_forward", {**_EXPERTS, "router": _ROUTER}),
+        **_under(
+            "mamba", {**_SSM, "dt_layernorm": "ssm_dt_norm", "b_layernorm": "ssm_b_norm", "c_layernorm": "ssm_c_norm"}
+        ),
+    },
+    rules=(Requirement("mamba_proj_bias", (False, None)), Requirement("mamba_conv_bias", (True, None))),
+    rotated=None,
+)
+_NEMOTRON_LAYERS = Kinds(
+    "layers_block_type",
+    letters=("hybrid_override_pattern", {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}),
+)
+_NEMOTRON_H = GgufArchitecture(
+    name="nemotron_h",
+    model_types=("nemotron_h",),
+    applies=(NoLayer("moe", _NEMOTRON_LAYERS),),
+    values={
+        **LAYER_NORM,
+        **RMS,
+        "block_count": Count(_NEMOTRON_LAYERS),
+        "feed_forward_length": Only(whole("intermediate_size"), Where(("mlp",), _NEMOTRON_LAYERS)),
+        "attention.head_count_kv": Only(KV_HEADS, Where(("attention", "full_attention"), _NEMOTRON_LAYERS)),
+        "ssm.conv_kernel": whole("conv_kernel"),
+        "ssm.inner_size": Product(("mamba_num_heads", "mamba_head_dim")),
+        "ssm.state_size": whole("ssm_state_size"),
+        "ssm.time_step_rank": whole("mamba_num_heads"),
+        "ssm.group_count": whole("n_groups"),
+    },
+    tensors={
+        "norm": "attn_norm",
+        **_under(
+            "mixer",
+            {
+                **_MAMBA2,
+                "norm.weight": Stored(("ssm_norm.weight",), shape=("n_groups", 0)),
+                "q_proj": "attn_q",
+                "k_proj": "attn_k",
+                "v_proj": "attn_v",
+                "o_proj": "attn_output",
+                **_MLP,
+                **_EXPERTS,
+                **_under("shared_experts", _SHARED),
+                "gate": _ROUTER,
+                "gate.e_score_correction_bias": _CORRECTION,
+            },
+        ),
+    },
+    activations=("relu2",),
+    rotated=None,
+)
+_QWEN3_NEXT = GgufArchitecture(
+    name="qwen3next",
+    model_types=("qwen3_next",),
+    values={
+        **_QWEN_MOE,
+        "ssm.conv_kernel": whole("linear_conv_kernel_dim"),
+        "ssm.state_size": whole("linear_key_head_dim"),
+        "ssm.group_count": whole("linear_num_key_heads"),
+        "ssm.time_step_rank": whole("linear_num_value_heads"),
+        "ssm.inner_size": Product(("linear_num_value_heads", "linear_value_head_dim")),
+        "attention.recurrent_layers": Where(("linear_attention",)),
+        "full_attention_interval": First((whole("full_attention_interval", optional=True), Fixed(4))),
+    },
+    tensors={
+        **_POST_ATTENTION,
+        **_under(
+            "linear_attn",
+            {
+                **_SSM,
+                "norm": Stored(("ssm_norm",), is_norm=False),
+                "in_proj_qkvz": Stored(("attn_qkv.weight", "attn_gate.weight"), rows="groups of qkvz"),
+                "in_proj_ba": "ssm_ba",
+            },
+        ),
+    },
+    norms="one more",
+    rules=(Requirement("norm_topk_prob", (True,)), *_EVERY_LAYER_ROUTES),
 )
 
 ARCHITECTURES: tuple[GgufArchitecture, ...] = (
@@ -433,7 +566,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
         name="qwen2moe",
         model_types=("qwen2_moe",),
         values=_QWEN_MOE,
-        rules=(Rule("norm_topk_prob", (False, None)), *_EVERY_LAYER_ROUTES),
+        rules=(Requirement("norm_topk_prob", (False, None)), *_EVERY_LAYER_ROUTES),
         output=True,
     ),
     GgufArchitecture(name="qwen3", model_types=("qwen3",)),
@@ -441,7 +574,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
         name="qwen3moe",
         model_types=("qwen3_moe",),
         values={**_MOE, "expert_feed_forward_length": _EXPERT_WIDTH},
-        rules=(Rule("norm_topk_prob", (True,)), *_EVERY_LAYER_ROUTES),
+        rules=(Requirement("norm_topk_prob", (True,)), *_EVERY_LAYER_ROUTES),
     ),
     GgufArchitecture(name="gemma", model_types=("gemma",), norms="one more", activations=_GELUS, rules=(_UNTIED_HEAD,)),
     replace(
@@ -455,7 +588,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
             "final_logit_softcapping": number("final_logit_softcapping"),
         },
         rules=(
-            Rule("query_pre_attn_scalar", equal=HEAD_DIM, unless=("num_hidden_layers", 46)),
+            Requirement("query_pre_attn_scalar", equal=HEAD_DIM, unless=("num_hidden_layers", 46)),
             _UNTIED_HEAD,
         ),
     ),
@@ -471,16 +604,16 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
         model_types=("smollm3",),
         pairs=True,
         rules=(
-            Rule("no_rope_layers", (None,), equal=EveryFourth(), why="rotates all layers but every fourth"),
-            Rule("no_rope_layer_interval", (4, None), why="rotates all layers but every fourth"),
-            Rule("use_sliding_window", (False, None)),
+            Requirement("no_rope_layers", (None,), equal=EveryFourth(), why="rotates all layers but every fourth"),
+            Requirement("no_rope_layer_interval", (4, None), why="rotates all layers but every fourth"),
+            Requirement("use_sliding_window", (False, None)),
         ),
     ),
     GgufArchitecture(name="granite", model_types=("granite",), values=_GRANITE, pairs=True),
     _GRANITE_MOE,
     replace(
         _GRANITE_HYBRID,
-        applies=(Rule("num_local_experts", (0, None)),),
+        applies=(Requirement("num_local_experts", (0, None)),),
         values={
             **{key: value for key, value in _GRANITE_HYBRID.values.items() if not key.startswith("expert")},
             "feed_forward_length": whole("shared_intermediate_size"),
@@ -505,7 +638,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
         _DEEPSEEK,
         model_types=("deepseek_v2",),
         values={**_DEEPSEEK.values, "expert_gating_func": Fixed(1)},
-        rules=(Rule("topk_method", ("greedy", None), why="adds up the two best of each group of experts"),),
+        rules=(Requirement("topk_method", ("greedy", None), why="adds up the two best of each group of experts"),),
     ),
     replace(_DEEPSEEK, model_types=("kimi_k2", "glm4_moe_lite")),
     GgufArchitecture(
@@ -534,7 +667,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
         model_types=("starcoder2",),
         values=LAYER_NORM,
         activations=_GELUS,
-        rules=(Rule("use_bias", (True,)),),
+        rules=(Requirement("use_bias", (True,)),),
     ),
     GgufArchitecture(
         name="gptneox",
@@ -545,7 +678,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
             "attention.dense": "attn_output",
         },
         activations=_GELUS,
-        rules=(Rule("attention_bias", (True, None)),),
+        rules=(Requirement("attention_bias", (True, None)),),
         output=True,
     ),
     GgufArchitecture(
@@ -577,7 +710,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
         name="olmoe",
         model_types=("olmoe",),
         values=_MOE,
-        rules=(Rule("norm_topk_prob", (False, None)), Rule("clip_qkv", (None,))),
+        rules=(Requirement("norm_topk_prob", (False, None)), Requirement("clip_qkv", (None,))),
         output=True,
     ),
     GgufArchitecture(
@@ -610,7 +743,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
             "word_embeddings_layernorm": "token_embd_norm",
         },
         activations=_GELUS,
-        rules=(Rule("apply_residual_connection_post_layernorm", (False, None)),),
+        rules=(Requirement("apply_residual_connection_post_layernorm", (False, None)),),
         rotated=None,
     ),
     GgufArchitecture(
@@ -633,8 +766,8 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
         },
         activations=_GELUS,
         rules=(
-            Rule("attn_config.alibi", (True, None)),
-            Rule("attn_config.softmax_scale", (None,)),
+            Requirement("attn_config.alibi", (True, None)),
+            Requirement("attn_config.softmax_scale", (None,)),
         ),
         rotated=None,
     ),
@@ -643,7 +776,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
         model_types=("phi",),
         values=LAYER_NORM,
         activations=_GELUS,
-        rules=(Rule("qk_layernorm", (False, None)),),
+        rules=(Requirement("qk_layernorm", (False, None)),),
         output=True,
     ),
     GgufArchitecture(
@@ -655,7 +788,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
         },
         tensors=_POST_ATTENTION,
         rules=(
-            Rule(
+            Requirement(
                 "sliding_window",
                 (None,),
                 unless=("num_hidden_layers", 64),
@@ -663,7 +796,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
             ),
         ),
     ),
-    GgufArchitecture(name="ernie4_5", model_types=("ernie4_5",), rules=(Rule("use_bias", (False, None)),)),
+    GgufArchitecture(name="ernie4_5", model_types=("ernie4_5",), rules=(Requirement("use_bias", (False, None)),)),
     GgufArchitecture(
         name="ernie4_5-moe",
         model_types=("ernie4_5_moe",),
@@ -674,7 +807,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
             "interleave_moe_layer_step": whole("moe_layer_interval"),
             "leading_dense_block_count": whole("moe_layer_start_index", least=0),
         },
-        rules=(Rule("use_bias", (False, None)),),
+        rules=(Requirement("use_bias", (False, None)),),
     ),
     GgufArchitecture(
         name="mamba",
@@ -686,7 +819,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
             "ssm.dt_b_c_rms": Fixed(False),
         },
         tensors={"norm": "attn_norm", **_under("mixer", _SSM)},
-        rules=(Rule("use_bias", (False, None)), Rule("use_conv_bias", (True, None))),
+        rules=(Requirement("use_bias", (False, None)), Requirement("use_conv_bias", (True, None))),
         rotated=None,
     ),
     GgufArchitecture(
@@ -702,7 +835,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
             "norm": "attn_norm",
             **_under("mixer", {**_MAMBA2, "norm.weight": Stored(("ssm_norm.weight",), shape=("n_groups", 0))}),
         },
-        rules=(Rule("use_bias", (False, None)),),
+        rules=(Requirement("use_bias", (False, None)),),
         rotated=None,
     ),
     GgufArchitecture(
@@ -710,7 +843,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
         model_types=("lfm2",),
         values={**_LFM2_VALUES, "feed_forward_length": AdjustedWidth()},
         tensors=_LFM2,
-        rules=(Rule("conv_bias", (False, None)),),
+        rules=(Requirement("conv_bias", (False, None)),),
     ),
     GgufArchitecture(
         name="lfm2moe",
@@ -724,10 +857,10 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
         },
         tensors=_LFM2,
         rules=(
-            Rule("conv_bias", (False, None)),
-            Rule("use_expert_bias", (True,)),
-            Rule("norm_topk_prob", (True,)),
-            Rule("routed_scaling_factor", (1, None)),
+            Requirement("conv_bias", (False, None)),
+            Requirement("use_expert_bias", (True,)),
+            Requirement("norm_topk_prob", (True,)),
+            Requirement("routed_scaling_factor", (1, None)),
         ),
     ),
     GgufArchitecture(name="hunyuan-dense", model_types=("hunyuan_v1_dense",)),
@@ -744,7 +877,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
         name="dots1",
         model_types=("dots1",),
         values=_ROUTED_BY_SIGMOID,
-        rules=(Rule("num_key_value_heads", equal=HEADS, why="has as many heads of keys as of queries"),),
+        rules=(Requirement("num_key_value_heads", equal=HEADS, why="has as many heads of keys as of queries"),),
         output=True,
     ),
     GgufArchitecture(name="arcee", model_types=("arcee",), activations=("relu2",), pairs=True),
@@ -756,5 +889,51 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
         values={**_MOE, "expert_feed_forward_length": whole("intermediate_size"), "expert_gating_func": _SIGMOID},
     ),
     _FALCON,
+    _FALCON_H1,
+    GgufArchitecture(
+        name="mamba",
+        model_types=("falcon_mamba",),
+        values={
+            **_MAMBA_VALUES,
+            "ssm.inner_size": whole("intermediate_size"),
+            "ssm.time_step_rank": whole("time_step_rank"),
+            "ssm.dt_b_c_rms": Fixed(True),
+        },
+        tensors={"norm": "attn_norm", **_under("mixer", _SSM)},
+        rules=(Requirement("use_bias", (False, None)), Requirement("use_conv_bias", (True, None))),
+        rotated=None,
+    ),
+    _JAMBA,
+    _NEMOTRON_H,
+    replace(
+        _NEMOTRON_H,
+        name="nemotron_h_moe",
+        applies=(NoLayer("mlp", _NEMOTRON_LAYERS),),
+        values={
+            **_NEMOTRON_H.values,
+            **_MOE,
+            "feed_forward_length": Only(_EXPERT_WIDTH, Where(("moe",), _NEMOTRON_LAYERS)),
+            "expert_feed_forward_length": _EXPERT_WIDTH,
+            "expert_shared_feed_forward_length": whole("moe_shared_expert_intermediate_size"),
+            "expert_shared_count": _SHARED_COUNT,
+            **_GROUPS,
+            "expert_weights_scale": number("routed_scaling_factor"),
+            "expert_weights_norm": Flag("norm_topk_prob"),
+        },
+        rules=(Requirement("moe_latent_size", (None,)),),
+    ),
+    _QWEN3_NEXT,
+    GgufArchitecture(
+        name="exaone-moe",
+        model_types=("exaone_moe",),
+        values={
+            **_ROUTED_BY_SIGMOID,
+            "expert_shared_count": whole("num_shared_experts", least=0),
+            "expert_shared_feed_forward_length": Product((_EXPERT_WIDTH, "num_shared_experts")),
+            "attention.sliding_window": _WINDOW,
+            "attention.sliding_window_pattern": Where(("sliding_attention",), Kinds(period="sliding_window_pattern")),
+        },
+        tensors={"mlp.e_score_correction_bias": _CORRECTION},
+    ),
 )
 """Every architecture; of those of one model type, the first whose ``applies`` suit."""

@@ -21,7 +21,7 @@ from modelexport.errors import CheckpointError, PlanError, shown
 from modelexport.system.json_values import JsonValues
 
 _ORIGINAL = "original_max_position_embeddings"
-_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activation")
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activation", "mlp_hidden_act")
 _ROPE_KEYS = {
     "rotary_emb_base": "rope_theta",
     "rotary_pct": "partial_rotary_factor",
@@ -67,13 +67,14 @@ def model_types() -> tuple[str, ...]:
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
     """config.json with what transformers assumes of such a model where it is silent."""
-    said = {key: value for key, value in config.items() if value is not None}
+    said = dict(config)  # null, too, which is not the same as silence
     said |= {usual: said[key] for key, usual in _ROPE_KEYS.items() if key in said and usual not in said}
-    content = {**DEFAULTS.get(str(config.get("model_type")), {}), **said}
-    for key, assumed in DEFAULTS.get(str(config.get("model_type")), {}).items():
-        if isinstance(assumed, Mapping) and isinstance(said.get(key), Mapping):
-            content[key] = {**assumed, **said[key]}
-    return ModelConfig(content, said=frozenset(said))
+    assumed = DEFAULTS.get(str(config.get("model_type")), {})
+    content = {**assumed, **said}
+    for key, part in assumed.items():
+        if isinstance(part, Mapping) and isinstance(said.get(key), Mapping):
+            content[key] = {**part, **said[key]}
+    return ModelConfig(content, said=frozenset(key for key, value in said.items() if value is not None))
 
 
 def architecture(config: Mapping[str, Any]) -> GgufArchitecture:

@@ -1,4 +1,4 @@
-"""What values of a GGUF file's header are read from: keys of config.json, or what follows from several of them.
+"""The sources of the values of a GGUF file's header: keys of config.json, or what follows from several of them.
 
 Small pieces of data for the table of :mod:`modelexport.checkpoints.gguf.architectures`. Where config.json is silent,
 what transformers' class of the model has stands in the table (``defaults``): here a key either has a value or not.
@@ -7,8 +7,9 @@ what transformers' class of the model has stands in the table (``defaults``): he
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 from modelexport.checkpoints.gguf.file import Value
@@ -17,10 +18,11 @@ from modelexport.system.json_values import JsonValues
 
 MOST_HEAD_DIM = 1 << 16  # each feature has a frequency
 MOST_LAYERS = 1 << 16
+_NO_LETTERS: tuple[str, Mapping[str, str]] = ("", MappingProxyType({}))
 
 
 class ValueSource(Protocol):
-    """Where a value comes from."""
+    """The origin of a value."""
 
     def read(self, config: JsonValues) -> Value | None:
         """The value; None: the file gets none.
@@ -244,7 +246,7 @@ class If:
 
 @dataclass(frozen=True)
 class Says:
-    """Whether a key has a value."""
+    """True where a key has a certain value."""
 
     key: str
     value: object
@@ -284,22 +286,44 @@ class Kinds:
         key: the list: ``layer_types``.
         period: the key of every how many layers one is another kind, where there is no list; "" where nothing says so.
         usual, other: the kinds of the layers but each last of a period, and of this one.
+        offset: the key of which one of a period is of the other kind, where that need not be the last.
+        letters: a key whose text has a letter for each layer, and what the letters mean.
     """
 
     key: str = "layer_types"
     period: str = ""
     usual: str = "sliding_attention"
     other: str = "full_attention"
+    offset: str = ""
+    letters: tuple[str, Mapping[str, str]] = _NO_LETTERS
 
     def read(self, config: JsonValues) -> tuple[str, ...] | None:
-        layers = LAYERS.read(config)
         found = config.texts(self.key)
+        if found is None and config.has(self.letters[0]):
+            found = tuple(self.letters[1].get(letter, letter) for letter in config.text(self.letters[0]))
+        if found is not None and not any(map(config.has, LAYERS.keys)):
+            return found  # the list says how many there are
+        layers = LAYERS.read(config)
+        if found is None and self.offset and config.has(self.offset):
+            each, first = config.whole(self.period), config.whole(self.offset, least=0)
+            found = tuple(self.other if i % each == first else self.usual for i in range(layers))
         if found is None and self.period and config.has(self.period):
             each = config.whole(self.period)
             found = tuple(self.usual if (i + 1) % each else self.other for i in range(layers))
         if found is not None and len(found) < layers:
             raise CheckpointError(f"{config.where}: {self.key} has {len(found)} entries, there are {layers} layers")
         return None if found is None else found[:layers]
+
+
+@dataclass(frozen=True)
+class Count:
+    """The number of layers, by the list of their kinds where nothing else says it."""
+
+    kinds: Kinds
+
+    def read(self, config: JsonValues) -> int:
+        found = self.kinds.read(config)
+        return LAYERS.read(config) if found is None else len(found)
 
 
 @dataclass(frozen=True)
@@ -312,6 +336,18 @@ class Where:
     def read(self, config: JsonValues) -> tuple[bool, ...] | None:
         found = self.kinds.read(config)
         return None if found is None else tuple(kind in self.among for kind in found)
+
+
+@dataclass(frozen=True)
+class Leading:
+    """The number of the first layers that are of a kind."""
+
+    kind: str
+    kinds: Kinds
+
+    def read(self, config: JsonValues) -> int | None:
+        found = self.kinds.read(config)
+        return None if found is None else next((i for i, kind in enumerate(found) if kind != self.kind), len(found))
 
 
 @dataclass(frozen=True)
@@ -329,8 +365,8 @@ class Only:
 
 
 @dataclass(frozen=True)
-class Rule:
-    """What llama.cpp's graph of an architecture takes for granted.
+class Requirement:
+    """A condition that llama.cpp's graph of an architecture takes for granted.
 
     Attributes:
         key: of config.json.
@@ -362,3 +398,20 @@ class Rule:
             return None
         listed = " or ".join("nothing" if each is None else str(each).lower() for each in allowed)
         return f"{self.key} is {shown(found)}, and llama.cpp {self.why or f'computes such a model with {listed}'}"
+
+
+@dataclass(frozen=True)
+class NoLayer:
+    """A requirement that no layer is of a kind."""
+
+    kind: str
+    kinds: Kinds
+
+    def check(self, config: JsonValues) -> str | None:
+        """Returns what is wrong with a config.json; None where nothing is."""
+        found = self.kinds.read(config)
+        return (
+            f"a layer is '{self.kind}', which llama.cpp has none of beside its others"
+            if found is not None and self.kind in found
+            else None
+        )

@@ -65,8 +65,8 @@ class Conversion:
         with np.errstate(over="ignore", invalid="ignore"):
             return bool(np.array_equal(self.encode(self.decode(stored)).view(np.uint32), stored.view(np.uint32)))
 
-    def settled(self, values: Any) -> np.ndarray:
-        """The numbers that the file gives back for ``values``.
+    def settled(self, values: Any) -> Any:
+        """The numbers that the file gives back for ``values``, as such an array or tensor.
 
         They are the same, but where float32 does not tell 1 + x from its neighbours: there x is rounded, and is then
         its own image. (The functions are monotone, so that repeating them comes to an end.)
@@ -79,7 +79,11 @@ class Conversion:
             if np.array_equal(again.view(np.uint8), found.view(np.uint8)):
                 break
             found = again
-        return found
+        if isinstance(values, np.ndarray):
+            return found.view(values.dtype)
+        import torch
+
+        return torch.from_numpy(found.view({2: np.int16, 4: np.int32}[found.itemsize])).view(values.dtype)
 
 
 def _wide(values: Any, dtype: str) -> np.ndarray:

@@ -381,8 +381,9 @@ class _Planner:
                 )[f"*.{module.general_path}"] = None
         elif self.assignment is not None and module.kind == "linear" and not module.why:
             found = self._assigned(place)
-            if found is not None and (narrow := self._too_narrow(module, found)):
-                self.unquantised[place.name] = narrow
+            why = "" if found is None else self._kept_by_method(module) or self._too_narrow(module, found)
+            if why:
+                self.unquantised[place.name] = why
                 return None
         elif self.assignment is not None and module.kind in _VOCABULARY and place.draft is None:
             found = self._of_vocabulary(place)
@@ -438,6 +439,11 @@ class _Planner:
                 {},
             )[f"*.{place.module.general_path}"] = None
         return found
+
+    def _kept_by_method(self, module: Module) -> str:
+        """The reason why the method has no quantised linear of that name; "" where it may have one."""
+        kept: Mapping[str, str] = getattr(self.method, "KEPT_LINEARS", {})
+        return kept.get(module.path.rpartition(".")[2], "")
 
     def _too_narrow(self, module: Module, number_format: NumberFormat) -> str:
         """The reason why a linear is left as it is that reads fewer features than a group has columns; "" for others.

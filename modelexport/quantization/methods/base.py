@@ -405,6 +405,9 @@ class Method(Protocol):
     KV_SHAPE: tuple[int, ...]
     """The shape of each that holds one number: ``()`` or ``(1,)``. Those of heads are ``[kv_heads, 1, 1]``."""
 
+    KEPT_LINEARS: Mapping[str, str]
+    """The last parts of the names of linears that are never quantised -> why; methods that do not offer it: none."""
+
     HOLDS_HEADS: bool
     """Whether heads may be quantised; methods that do not offer it have unquantised ones."""
 

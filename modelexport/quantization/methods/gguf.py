@@ -43,6 +43,9 @@ SCALES = "F16"
 KV_SCALES: Mapping[str, str] = {}
 SIDE_FILES: tuple[str, ...] = ()
 KV_SHAPE: tuple[int, ...] = ()
+KEPT_LINEARS = {
+    "kv_b_proj": "llama.cpp has the keys of latent attention transposed, head by head, and not in these rows"
+}
 HOLDS_HEADS = True
 HOLDS_MIXTURES = True
 READS_TIED = True  # llama.cpp looks rows up in the blocks that it multiplies by
