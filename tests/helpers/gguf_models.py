@@ -14,3 +14,43 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 NOT_IN_TRANSFORMERS = ("kimi_k2",)
 """Types of the table whose models have code of their own."""
+
+CONFORMANCE: dict[str, dict[str, Any]] = {
+    "falcon_h1": {
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": False,
+        "attention_in_multiplier": 0.9,
+        "attention_out_multiplier": 0.8,
+        "key_multiplier": 0.4,
+        "embedding_multiplier": 5.5,
+        "lm_head_multiplier": 0.3,
+        "mlp_multipliers": [0.9, 0.6],
+        "ssm_in_multiplier": 1.25,
+        "ssm_multipliers": [0.35, 0.25, 0.18, 0.5, 0.35],
+        "ssm_out_multiplier": 0.24,
+    },
+    "mamba2": {"num_heads": 8, "n_groups": 1},
+    "smollm3": {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4, "no_rope_layers": [1, 1, 1, 0]},
+    "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
+    "granitemoeshared": {"shared_intermediate_size": 128},
+}
+"""The same, of models that are computed: kinds of layers that the shrunk defaults lack."""
+
+
+def gguf_tiny_model(kind: str) -> Any:
+    """A random model of that type in float32, as llama.cpp can compute it."""
+    import zlib
+
+    import torch
+
+    from tests.helpers import tiny_models
+    from tests.helpers.tiny_overrides import OVERRIDES
+
+    own = {**OVERRIDES.get(kind, {}), **CHANGES.get(kind, {}), **CONFORMANCE.get(kind, {})}
+    config = tiny_models.tiny_config(kind, own)
+    seed = zlib.crc32(kind.encode())
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = tiny_models.model_class(kind)(config)
+    tiny_models.random_weights(model, torch.Generator().manual_seed(seed))
+    return model.float().eval()
