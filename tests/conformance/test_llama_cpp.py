@@ -302,7 +302,7 @@ def test_every_architecture(tmp_path: Path, kind: str) -> None:
     source, out = tmp_path / "source", tmp_path / "out"
     model.save_pretrained(source)
     exported(out, "none", str(source), tp=1)
-    ids = torch.randint(3, 200, (24,), generator=torch.Generator().manual_seed(1)).tolist()
+    ids = torch.randint(3, 200, (24,), generator=torch.Generator().manual_seed(2)).tolist()
     (got,) = ask("logprobs", out / "model.gguf", given=ids)
     expected = scores_of(model, ids)
     difference = (torch.tensor(got, dtype=torch.float64) - expected).abs()

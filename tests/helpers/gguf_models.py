@@ -6,7 +6,13 @@ from typing import Any
 
 CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"norm_topk_prob": True},
-    "exaone4": {"sliding_window": None},
+    "exaone4": {
+        "sliding_window": None,
+        "sliding_window_pattern": None,
+        "layer_types": ["full_attention", "full_attention"],
+        "num_hidden_layers": 2,
+    },
+    "olmoe": {"num_key_value_heads": 4},
     "dots1": {"num_key_value_heads": 4},
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention"]},
 }
@@ -14,6 +20,9 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 NOT_IN_TRANSFORMERS = ("kimi_k2",)
 """Types of the table whose models have code of their own."""
+
+EXPERTS = 4
+"""Of every tiny model that has any."""
 
 CONFORMANCE: dict[str, dict[str, Any]] = {
     "falcon_h1": {
@@ -29,6 +38,7 @@ CONFORMANCE: dict[str, dict[str, Any]] = {
         "ssm_multipliers": [0.35, 0.25, 0.18, 0.5, 0.35],
         "ssm_out_multiplier": 0.24,
     },
+    "mistral": {"sliding_window": None},
     "mamba2": {"num_heads": 8, "n_groups": 1},
     "smollm3": {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4, "no_rope_layers": [1, 1, 1, 0]},
     "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
@@ -53,4 +63,7 @@ def gguf_tiny_model(kind: str) -> Any:
         torch.manual_seed(seed)
         model = tiny_models.model_class(kind)(config)
     tiny_models.random_weights(model, torch.Generator().manual_seed(seed))
+    for parameter in model.parameters():
+        if parameter.dim() == 2 and parameter.shape[0] == EXPERTS:  # a router: it is not to decide by next to nothing
+            parameter.data *= 16
     return model.float().eval()
