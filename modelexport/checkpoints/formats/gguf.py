@@ -248,8 +248,7 @@ def side_files(plan: ShardPlan, config: dict[str, Any], layout: Layout) -> Mappi
 
 def notes(plan: ShardPlan, config: dict[str, Any], source: Path | None) -> list[str]:
     """Warnings to give before the file is written."""
-    note = describe(read_tokenizer(source, config, _vocabulary(plan)))
-    return [] if note is None else [note]
+    return describe(read_tokenizer(source, config, _vocabulary(plan)))
 
 
 # ------------------------------------------------------------------ reading

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,9 +24,10 @@ _MAGIC = b"GGUF"
 _VERSION = 3
 _MOST_DIMS = 4
 _MOST_NAME = 1 << 16
+_MOST_ELEMENTS = 1 << 22  # of an array that is read; vocabularies have a few hundred thousand
 
-Value = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float]
-"""A number is written as uint32 or float32, an array's as int32 or float32."""
+Value = str | bool | int | float | bytes | Sequence[str] | Sequence[int] | Sequence[float]
+"""A number is written as uint32 or float32, an array's as int32 or float32; bytes are an array of uint8."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ _OTHER_TYPES = {
 }
 
 # The types of values: their numbers, and how struct spells them.
-_UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9
+_UINT8, _UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY = 0, 4, 5, 6, 7, 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
 
@@ -189,10 +190,14 @@ def _content(value: Value, whole: int) -> tuple[int, bytes]:
         return whole, struct.pack("<" + _SCALARS[whole], value)
     if isinstance(value, float):
         return _FLOAT32, struct.pack("<f", value)
-    parts = [_content(each, _INT32) for each in value]
-    assert parts, "an array without a type"
-    assert len({kind for kind, _ in parts}) == 1, "an array of several types"
-    return _ARRAY, struct.pack("<IQ", parts[0][0], len(parts)) + b"".join(content for _, content in parts)
+    if isinstance(value, bytes):
+        return _ARRAY, struct.pack("<IQ", _UINT8, len(value)) + value
+    (form,) = {type(each) for each in value}  # an array has a type, and one alone
+    if form is str:  # of which a vocabulary has hundreds of thousands
+        texts = [str(each).encode() for each in value]
+        return _ARRAY, struct.pack("<IQ", _STRING, len(texts)) + b"".join(struct.pack("<Q", len(t)) + t for t in texts)
+    kind = {bool: _BOOL, int: _INT32, float: _FLOAT32}[form]
+    return _ARRAY, struct.pack("<IQ", kind, len(value)) + struct.pack(f"<{len(value)}{_SCALARS[kind]}", *value)
 
 
 # ------------------------------------------------------------------ reading
@@ -203,7 +208,7 @@ class GgufFile:
     """The header of a GGUF file.
 
     Attributes:
-        values: its values; of an array the number of its elements.
+        values: its values; of an array the number of its elements, where these were not asked for.
         infos: its tensors; blocks as Entry has them.
     """
 
@@ -212,8 +217,11 @@ class GgufFile:
     infos: Mapping[str, TensorInfo]
 
 
-def read_gguf(path: Path) -> GgufFile:
+def read_gguf(path: Path, arrays: Collection[str] = ()) -> GgufFile:
     """Read and check everything but the tensors' data.
+
+    Args:
+        arrays: names of values that are arrays, whose elements are wanted, as lists.
 
     Raises:
         CheckpointError: it cannot be read, is damaged or cut short, is not version 2 or 3 or not little-endian, is one
@@ -221,7 +229,7 @@ def read_gguf(path: Path) -> GgufFile:
     """
     try:
         with open_regular(path) as stream:
-            return _read(path, _Stream(path, stream, os.fstat(stream.fileno()).st_size))
+            return _read(path, _Stream(path, stream, os.fstat(stream.fileno()).st_size, arrays))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
 
@@ -233,6 +241,7 @@ class _Stream:
     path: Path
     stream: BinaryIO
     size: int
+    arrays: Collection[str] = ()
     at: int = 0
 
     def take(self, count: int, what: str) -> bytes:
@@ -262,10 +271,20 @@ class _Stream:
         if kind == _STRING:
             return self.text(what)
         if kind == _ARRAY:
-            return self._skip_array(what)
+            return self._array(what) if what in self.arrays else self._skip_array(what)
         if kind not in _SCALARS:
             raise CheckpointError(f"{self.path}: {what} is of the unknown type {kind}")
         return self.numbers(_SCALARS[kind], what)[0]
+
+    def _array(self, what: str) -> list[Any]:
+        kind, count = self.numbers("IQ", what)
+        if count > _MOST_ELEMENTS:
+            raise CheckpointError(f"{self.path}: {what} has {count:,} elements, at most {_MOST_ELEMENTS:,} are read")
+        if kind == _STRING:
+            return [self.text(what) for _ in range(count)]
+        if kind not in _SCALARS:
+            raise CheckpointError(f"{self.path}: {what} is an array of the type {kind}, which is not read")
+        return list(self.numbers(f"{count}{_SCALARS[kind]}", what))
 
     def _skip_array(self, what: str) -> int:
         kind, count = self.numbers("IQ", what)
