@@ -3,7 +3,8 @@
 usage: python llama_cpp_answers.py WHAT FILE [FILE ...] < JSON
 
 WHAT is "logprobs" (stdin: the token ids of a prompt; prints for each file the log-probability of each token after the
-first), "tokens" (stdin: texts; prints each text's token ids), "tensors" (prints for each file its values and, for each
+first), "tokens" (stdin: texts; prints each text's token ids), "encodings" (stdin: texts; prints for each file and text
+the ids with special tokens taken for text, parsed, and parsed with what is put around every text), "tensors" (prints for each file its values and, for each
 tensor, its type and a digest of its float32 numbers, all by the gguf package), or "requantise" (stdin: block types ->
 files to write; prints nothing).
 """
@@ -36,6 +37,17 @@ def token_ids(path: str, texts: list[str]) -> list[list[int]]:
 
     model = Llama(path, vocab_only=True, verbose=False)
     found = [model.tokenize(text.encode(), add_bos=False, special=False) for text in texts]
+    model.close()
+    return found
+
+
+def encodings(path: str, texts: list[str]) -> list[list[list[int]]]:
+    from llama_cpp import Llama
+
+    model = Llama(path, vocab_only=True, verbose=False)
+    found = []
+    for add, special in ((False, False), (False, True), (True, True)):
+        found.append([model.tokenize(text.encode(), add_bos=add, special=special) for text in texts])
     model.close()
     return found
 
@@ -89,6 +101,8 @@ def main() -> None:
         answer: Any = [log_probabilities(path, given) for path in paths]
     elif what == "tokens":
         answer = [token_ids(path, given) for path in paths]
+    elif what == "encodings":
+        answer = [encodings(path, given) for path in paths]
     elif what == "requantise":
         answer = [requantise(paths[0], target, kind) for kind, target in given.items()]
     else:

@@ -28,6 +28,7 @@ from modelexport.checkpoints.engine_reading import Rules, open_arrays
 from modelexport.checkpoints.gguf.file import TYPES, Entry, GgufFile, Value, encode_header, read_gguf, type_of
 from modelexport.checkpoints.gguf.metadata import architecture, file_values, model_values, read_rope
 from modelexport.checkpoints.gguf.tokenizer import describe, read_tokenizer
+from modelexport.checkpoints.gguf.tokenizer.restored import restore_tokenizer
 from modelexport.checkpoints.safetensors.arrays import Array, Share, placements
 from modelexport.checkpoints.safetensors.header import TensorInfo
 from modelexport.checkpoints.safetensors.layout import DEFAULT_MAX_SHARD_BYTES, Layout, LayoutFile
@@ -249,6 +250,21 @@ def side_files(plan: ShardPlan, config: dict[str, Any], layout: Layout) -> Mappi
 def notes(plan: ShardPlan, config: dict[str, Any], source: Path | None) -> list[str]:
     """Warnings to give before the file is written."""
     return describe(read_tokenizer(source, config, _vocabulary(plan)))
+
+
+def restored_files(checkpoint: Checkpoint) -> tuple[Mapping[str, bytes], Mapping[str, str]]:
+    """The tokenizer's files, where the directory has none and the GGUF file says what is in them.
+
+    Returns:
+        (name -> content, name -> why it could not be made).
+
+    Raises:
+        CheckpointError: what the file says is damaged.
+    """
+    if any(has_file(checkpoint.directory, name) for name in ("tokenizer.json", "tokenizer.model")):
+        return {}, {}
+    found = restore_tokenizer(checkpoint.files[0])
+    return found.files, {} if found.missing is None else {"tokenizer.json": f"not made: {found.missing}"}
 
 
 # ------------------------------------------------------------------ reading

@@ -208,7 +208,7 @@ class GgufFile:
     """The header of a GGUF file.
 
     Attributes:
-        values: its values; of an array the number of its elements, where these were not asked for.
+        values: its values; of an array the number of its elements.
         infos: its tensors; blocks as Entry has them.
     """
 
@@ -217,11 +217,8 @@ class GgufFile:
     infos: Mapping[str, TensorInfo]
 
 
-def read_gguf(path: Path, arrays: Collection[str] = ()) -> GgufFile:
+def read_gguf(path: Path) -> GgufFile:
     """Read and check everything but the tensors' data.
-
-    Args:
-        arrays: names of values that are arrays, whose elements are wanted, as lists.
 
     Raises:
         CheckpointError: it cannot be read, is damaged or cut short, is not version 2 or 3 or not little-endian, is one
@@ -229,7 +226,23 @@ def read_gguf(path: Path, arrays: Collection[str] = ()) -> GgufFile:
     """
     try:
         with open_regular(path) as stream:
-            return _read(path, _Stream(path, stream, os.fstat(stream.fileno()).st_size, arrays))
+            return _read(path, _Stream(path, stream, os.fstat(stream.fileno()).st_size))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def read_values(path: Path, arrays: Collection[str]) -> dict[str, Any]:
+    """Read the values alone, those of some arrays with them.
+
+    Args:
+        arrays: names of the arrays whose elements are wanted, as lists; of others their number is given.
+
+    Raises:
+        CheckpointError: the file cannot be read, is damaged or cut short, or an array has too many elements.
+    """
+    try:
+        with open_regular(path) as stream:
+            return _values(_Stream(path, stream, os.fstat(stream.fileno()).st_size, arrays))[1]
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
 
@@ -301,7 +314,9 @@ class _Stream:
         return int(count)
 
 
-def _read(path: Path, stream: _Stream) -> GgufFile:
+def _values(stream: _Stream) -> tuple[int, dict[str, Any]]:
+    """The number of tensors, and the values."""
+    path = stream.path
     if stream.take(4, "the first word") != _MAGIC:
         raise CheckpointError(f"{path}: is no GGUF file: it does not begin with GGUF")
     (version,) = stream.numbers("I", "the version")
@@ -315,6 +330,11 @@ def _read(path: Path, stream: _Stream) -> GgufFile:
     for _ in range(count):
         name = stream.text("a value's name", _MOST_NAME)
         values[name] = stream.value(name)
+    return int(tensors), values
+
+
+def _read(path: Path, stream: _Stream) -> GgufFile:
+    tensors, values = _values(stream)
     if values.get("split.count", 1) not in (0, 1):
         raise CheckpointError(
             f"{path}: is one of {values['split.count']} parts; join them first (llama-gguf-split --merge)"

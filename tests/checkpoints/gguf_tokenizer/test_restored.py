@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from modelexport.assets import demo_model_path
 from modelexport.checkpoints.gguf.file import Value, encode_header
-from modelexport.checkpoints.gguf.tokenizer import read_tokenizer
+from modelexport.checkpoints.gguf.tokenizer import Tokenizer, read_tokenizer
 from modelexport.checkpoints.gguf.tokenizer.pretokenizers import PRE_TOKENIZERS, PreTokenizer
 from modelexport.checkpoints.gguf.tokenizer.restored import RestoredTokenizer, restore_tokenizer
 from modelexport.errors import CheckpointError
+from modelexport.exporting import export
 from tests.helpers.small_tokenizers import SCRIPTS, byte_level, ids, sentencepiece
 
 TEXTS = (*SCRIPTS, "a <tool> b</s>c<|end|>  d<s>")
@@ -89,6 +91,34 @@ def test_runs_of_spaces_of_one_score_are(tmp_path: Path) -> None:
     spaces = [" " * size for size in range(40)]
     got = ids(found.files["tokenizer.json"], spaces)
     assert [len(each) for each in got] == [len(each) for each in ids(main, spaces)]
+
+
+@pytest.mark.parametrize("main", [byte_level(PRE_TOKENIZERS[0]), sentencepiece()], ids=["gpt2", "llama"])
+def test_another_gguf_file_takes_it_over(tmp_path: Path, main: dict[str, Any]) -> None:
+    values = translated(tmp_path, main, chat_template="{{ a }}", eos_token="</s>")
+    (tmp_path / "tokenizer.json").unlink()
+    restored(tmp_path, values)
+    assert read_tokenizer(tmp_path, {}, 1200) == Tokenizer(values)
+    tokens = read_tokenizer(tmp_path, {}, 1300).values["tokenizer.ggml.tokens"]
+    assert isinstance(tokens, list)
+    assert tokens[-2:] == ["[PAD1298]", "[PAD1299]"]
+
+
+def test_a_gguf_file_without_tokens_is_taken_over_without(tmp_path: Path) -> None:
+    restored(tmp_path, {"tokenizer.ggml.model": "no_vocab"})
+    assert read_tokenizer(tmp_path, {}, 10).missing == "model.gguf: it has no tokens"
+
+
+def test_a_gguf_file_alone_becomes_a_directory_with_a_tokenizer(tmp_path: Path) -> None:
+    source, alone, target = tmp_path / "source", tmp_path / "alone", tmp_path / "target"
+    settings: dict[str, Any] = {"quant": "none", "quiet": True, "evaluate": False}
+    export(out=str(source), format="gguf", **settings)
+    alone.mkdir()
+    for name in ("model.gguf", "config.json"):
+        (source / name).rename(alone / name)
+    export(model=str(alone), out=str(target), **settings)
+    own = json.loads((demo_model_path() / "tokenizer.json").read_text())
+    assert ids((target / "tokenizer.json").read_bytes(), TEXTS) == ids(own, TEXTS)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,9 @@
 
 Translated are byte-level BPE (:mod:`~modelexport.checkpoints.gguf.tokenizer.byte_level`) and SentencePiece's BPE and
 Unigram (:mod:`~modelexport.checkpoints.gguf.tokenizer.sentencepiece`), from tokenizer.json, or from tokenizer.model
-where there is no other. A tokenizer that llama.cpp has none like is left out, and the reason is told: the file then
-takes token ids, not text. Where llama.cpp's differs from the model's in details, that is told, too.
+where there is no other; that of a GGUF file is taken over. A tokenizer that llama.cpp has none like is left out, and
+the reason is told: the file then takes token ids, not text. Where llama.cpp's differs from the model's in details, that
+is told, too.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 from modelexport.checkpoints.gguf.file import Value
 from modelexport.checkpoints.gguf.tokenizer import byte_level, sentencepiece
+from modelexport.checkpoints.gguf.tokenizer.carried import carry, gguf_in
 from modelexport.checkpoints.gguf.tokenizer.model_file import read_model
 from modelexport.checkpoints.gguf.tokenizer.special_tokens import (
     TokenizerSettings,
@@ -57,10 +59,14 @@ def read_tokenizer(directory: Path | None, config: Mapping[str, Any], vocab: int
     if directory is None:
         return Tokenizer(_NO_VOCABULARY, "no source directory is known")
     name = next((name for name in (_JSON, _MODEL) if has_file(directory, name)), None)
-    if name is None:
+    source = gguf_in(directory) if name is None else None
+    if name is None and source is None:
         return Tokenizer(_NO_VOCABULARY, f"{directory} has neither {_JSON} nor {_MODEL}")
-    settings = TokenizerSettings.read(directory, config)
     try:
+        if source is not None:
+            name = source.name
+            return Tokenizer(carry(source, vocab).values)
+        settings = TokenizerSettings.read(directory, config)
         found = (_from_json if name == _JSON else _from_model)(settings, vocab)
         return Tokenizer({**found.values, **chat_templates(settings)}, notes=tuple(found.notes))
     except Unlike as unlike:
@@ -69,7 +75,7 @@ def read_tokenizer(directory: Path | None, config: Mapping[str, Any], vocab: int
         if isinstance(error, CheckpointError):
             raise
         what = f"{type(error).__name__}: {error_text(error)}"
-        raise CheckpointError(f"{directory / name}: is not as tokenizers writes it: {what}") from error
+        raise CheckpointError(f"{directory / str(name)}: is not as tokenizers writes it: {what}") from error
 
 
 def _from_json(settings: TokenizerSettings, rows: int) -> Vocabulary:

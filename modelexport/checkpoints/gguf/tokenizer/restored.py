@@ -13,10 +13,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from modelexport.checkpoints.gguf.file import read_gguf
+from modelexport.checkpoints.gguf.file import read_values
 from modelexport.checkpoints.gguf.tokenizer.byte_level import Merge, check_apart
 from modelexport.checkpoints.gguf.tokenizer.pretokenizers import BY_NAME, PreTokenizer, as_json
-from modelexport.checkpoints.gguf.tokenizer.sentencepiece import BYTE_TOKENS, keeps_lines_apart
+from modelexport.checkpoints.gguf.tokenizer.sentencepiece import BYTE_TOKENS, PHI3_KEEPS, is_phi3, keeps_lines_apart
 from modelexport.checkpoints.gguf.tokenizer.special_tokens import SPECIAL
 from modelexport.checkpoints.gguf.tokenizer.vocabulary import (
     BYTE,
@@ -50,7 +50,7 @@ def restore_tokenizer(path: Path) -> RestoredTokenizer:
     Raises:
         CheckpointError: the file cannot be read, or what it says is damaged.
     """
-    header = _Header(path, read_gguf(path, _ARRAYS).values)
+    header = _Header(path, read_values(path, _ARRAYS))
     try:
         main = _main(header)
     except Unlike as unlike:
@@ -280,7 +280,8 @@ def _merged_run(size: int, rank: Mapping[tuple[int, ...], int]) -> list[int]:
 
 def _with_tokens(header: _Header, tokens: Sequence[Token], main: dict[str, Any], *, adds_bos: bool) -> dict[str, Any]:
     """With added tokens, and what is put around a text."""
-    added = [_added(number, token) for number, token in enumerate(tokens) if token.kind in _ADDED]
+    strips = is_phi3(header.text("general.name"))
+    added = [_added(number, token, strips) for number, token in enumerate(tokens) if token.kind in _ADDED]
     first = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added}
     around = _around(header, tokens, adds_bos=adds_bos)
     if around is not None:
@@ -292,8 +293,9 @@ def _with_tokens(header: _Header, tokens: Sequence[Token], main: dict[str, Any],
 _ADDED = (CONTROL, USER_DEFINED, UNKNOWN)
 
 
-def _added(number: int, token: Token) -> dict[str, Any]:
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+def _added(number: int, token: Token, strips: bool) -> dict[str, Any]:
+    rstrip = strips and token.text not in PHI3_KEEPS
+    flags = {"single_word": False, "lstrip": False, "rstrip": rstrip, "normalized": False}
     return {"id": number, "content": token.text, **flags, "special": token.kind != USER_DEFINED}
 
 

@@ -38,8 +38,9 @@ BYTE_TOKENS = {f"<0x{byte:02X}>": byte for byte in range(256)}
 """The tokens of single bytes."""
 _PREFIXES = {"missing": "where there is none", "first": "before the first text, where there is none"}
 _ADDED = -1000.0  # the score of tokens that are found in a text before anything is merged
-# The text of llama.cpp's own rule for Phi-3 asks for these four.
-_PHI3 = ("<unk>", "<s>", "</s>", "<|endoftext|>")
+PHI3_KEEPS = {"<unk>", "<s>", "<|endoftext|>"}
+"""The special tokens behind which llama.cpp keeps whitespace in a model of the name Phi-3, where others take it."""
+_PHI3 = (*PHI3_KEEPS, "</s>")  # which such a model has to have
 
 
 @dataclass(frozen=True)
@@ -197,12 +198,16 @@ def _strips_like_phi3(added: Mapping[int, Mapping[str, Any]], found: Vocabulary)
     """Returns whether llama.cpp heeds ``rstrip``: for models that are named Phi-3, of all special tokens but three."""
     asked = strips(added)
     special = {number: token["content"] for number, token in added.items() if number in asked or token.get("special")}
-    kept = {_PHI3[0], _PHI3[1], _PHI3[3]}
-    like = all((asked.get(number) == ("rstrip",)) == (text not in kept) for number, text in special.items())
+    like = all((asked.get(number) == ("rstrip",)) == (text not in PHI3_KEEPS) for number, text in special.items())
     if not asked or not like or any(text not in found.numbers for text in _PHI3):
         return False
     found.values["general.name"] = "Phi-3"
     return True
+
+
+def is_phi3(name: str) -> bool:
+    """Returns whether llama.cpp takes a model of that name for a Phi-3."""
+    return any(each in name.lower() for each in ("phi-3", "phi3"))
 
 
 def merge_scores(
