@@ -3,10 +3,10 @@
 usage: python llama_cpp_answers.py WHAT FILE [FILE ...] < JSON
 
 WHAT is "logprobs" (stdin: the token ids of a prompt; prints for each file the log-probability of each token after the
-first), "tokens" (stdin: texts; prints each text's token ids), "encodings" (stdin: texts; prints for each file and text
-the ids with special tokens taken for text, parsed, and parsed with what is put around every text), "tensors" (prints for each file its values and, for each
-tensor, its type and a digest of its float32 numbers, all by the gguf package), or "requantise" (stdin: block types ->
-files to write; prints nothing).
+first), "tokens" (stdin: texts; prints each text's token ids), "encodings" (stdin: texts; prints for each file the ids
+of all texts with special tokens taken for text, parsed, and parsed with what is put around every text), "tensors"
+(prints for each file its values and, for each tensor, its type and a digest of its float32 numbers, all by the gguf
+package), or "requantise" (stdin: block types -> files to write; prints nothing).
 """
 
 from __future__ import annotations

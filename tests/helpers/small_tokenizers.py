@@ -120,10 +120,34 @@ def added(number: int, text: str, *, special: bool, **flags: bool) -> dict[str, 
     return {"id": number, "content": text, **usual, "special": special, **flags}
 
 
-def ids(main: dict[str, Any] | bytes, texts: Sequence[str], *, around: bool = False) -> list[list[int]]:
-    """The token ids of texts, by the tokenizers library; ``around``: with what is put around a text."""
+def ids(
+    main: dict[str, Any] | bytes, texts: Sequence[str], *, around: bool = False, parsed: bool = True
+) -> list[list[int]]:
+    """The token ids of texts, by the tokenizers library.
+
+    Args:
+        around: with what is put around a text.
+        parsed: special tokens in a text are taken for such.
+    """
     tokenizer = Tokenizer.from_str(main.decode() if isinstance(main, bytes) else json.dumps(main))
+    tokenizer.encode_special_tokens = not parsed
     return [tokenizer.encode(text, add_special_tokens=around).ids for text in texts]
+
+
+def unigram(size: int = 500) -> dict[str, Any]:
+    """A Unigram model whose words begin with a space, as T5's."""
+    from tokenizers.trainers import UnigramTrainer
+
+    metaspace = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "always", "split": True}
+    strip = {"type": "Strip", "strip_left": False, "strip_right": True}
+    one = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": SPACE}
+    main = _empty({"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0]]})
+    main |= {"normalizer": {"type": "Sequence", "normalizers": [strip, one]}, "pre_tokenizer": metaspace}
+    tokenizer = Tokenizer.from_str(json.dumps(main))
+    trainer = UnigramTrainer(vocab_size=size, special_tokens=list(SPECIAL), unk_token="<unk>", show_progress=False)
+    tokenizer.train_from_iterator(_TRAINED, trainer)
+    trained: dict[str, Any] = json.loads(tokenizer.to_str())
+    return trained
 
 
 def _empty(model: dict[str, Any]) -> dict[str, Any]:

@@ -135,6 +135,10 @@ def test_unigram(tmp_path: Path) -> None:
     assert values["tokenizer.ggml.token_type"] == [3, 2, 1, 1, 1, 5]
     assert values["tokenizer.ggml.unknown_token_id"] == 1
     assert values["tokenizer.ggml.precompiled_charsmap"] == b"\4\0\0\0\0\1\2\3a\0"
+    normalizer = {"type": "Strip", "strip_left": False, "strip_right": True}
+    assert "at the end of a text alone" in str(translated(tmp_path, unigram(normalizer=normalizer)).missing)
+    normalizer = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
+    assert translated(tmp_path, unigram(normalizer=normalizer)).notes[0].startswith("llama.cpp drops spaces at the end")
     model = {**unigram()["model"], "byte_fallback": True}
     assert "Unigram with byte fallback" in str(translated(tmp_path, unigram(model=model)).missing)
 

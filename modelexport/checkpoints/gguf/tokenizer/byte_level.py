@@ -110,16 +110,19 @@ def _choose(
     known: Sequence[PreTokenizer], ignores_merges: bool, vocab: Mapping[str, int], merges: Sequence[Merge]
 ) -> PreTokenizer:
     """The pre-tokenizer that handles merges as the tokenizer does, or with the same outcome for its vocabulary."""
-    pre = next((pre for pre in known if pre.ignores_merges == ignores_merges), known[0])
-    check_apart(pre, merges)
-    if pre.ignores_merges != ignores_merges:
-        wrong = unmerged(vocab, merges)
-        if wrong:
-            raise Unlike(
-                f"ignore_merges is {ignores_merges}, which llama.cpp's '{pre.name}' is not, and merges do not lead to "
-                f"{len(wrong)} of its tokens, the first is {quoted(wrong[0])}"
-            )
-    return pre
+    check_apart(known[0], merges)
+    alike = next((pre for pre in known if pre.ignores_merges == ignores_merges), None)
+    if alike is not None and (alike is known[0] or not alike.differs):
+        return alike
+    wrong = unmerged(vocab, merges)
+    if not wrong:
+        return known[0]
+    if alike is None:
+        raise Unlike(
+            f"ignore_merges is {ignores_merges}, which llama.cpp's '{known[0].name}' is not, and merges do not lead to "
+            f"{len(wrong)} of its tokens, the first is {quoted(wrong[0])}"
+        )
+    return alike
 
 
 def check_apart(pre: PreTokenizer, merges: Iterable[Merge]) -> None:

@@ -103,6 +103,7 @@ class PreTokenizer:
     differs: str | None = None
 
 
+# Of several with the same steps the first is the nearest to them.
 PRE_TOKENIZERS = (
     PreTokenizer("gpt-2", (_GPT2,)),
     PreTokenizer("starcoder", (_DIGIT, _GPT2)),
@@ -113,6 +114,12 @@ PRE_TOKENIZERS = (
     PreTokenizer(
         "qwen35",
         ((_CONTRACTIONS, _MARKED_LETTERS, r"\p{N}", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*", *_SPACES),),
+    ),
+    PreTokenizer(
+        "granite-embed-multi-97m",
+        (_O200K,),
+        ignores_merges=True,
+        differs="capitals beyond ASCII do not part words as they do in the model's tokenizer",
     ),
     PreTokenizer("gpt-4o", (_O200K,), differs=_CASES_DIFFER),
     PreTokenizer("tekken", (_TEKKEN,), ignores_merges=True, adds_bos=True, differs=_CASES_DIFFER),

@@ -52,12 +52,14 @@ class Spaces:
             begin with none, of "first" such a text at the very beginning, "never".
         cut: whether no token lies across the beginning of a word.
         merged: whether several spaces become one.
+        ends: whether those at the end of a text are kept.
         charsmap: SentencePiece's map of characters to others; empty for none.
     """
 
     prefix: str
     cut: bool = False
     merged: bool = False
+    ends: bool = True
     charsmap: bytes = b""
 
 
@@ -78,16 +80,19 @@ def translate(main: Mapping[str, Any], rows: int) -> Vocabulary:
         found = _unigram(main["model"], spaces, added, rows)
     else:
         found = _merging(main["model"], spaces, added, rows)
-    if spaces.prefix in _PREFIXES:
+    alike = spaces.prefix == "missing" and spaces.merged  # the space that llama.cpp adds is the one that there is
+    if spaces.prefix in _PREFIXES and not alike:
         found.notes.append(
             f"llama.cpp puts a space before every text between special tokens, the model's {_PREFIXES[spaces.prefix]}"
         )
+    if spaces.merged and spaces.ends:
+        found.notes.append("llama.cpp drops spaces at the end of a text, which the model's tokenizer keeps")
     return found
 
 
 def _spaces(main: Mapping[str, Any]) -> Spaces:
     """The handling of spaces by a tokenizer.json's normalizer and pre-tokenizer."""
-    prefix, cut, merged, charsmap, replaced = "never", False, False, b"", False
+    prefix, cut, merged, ends, charsmap, replaced = "never", False, False, True, b"", False
     for step in _steps(main.get("normalizer"), "normalizers"):
         kind = step.get("type")
         pattern = step.get("pattern") or {}
@@ -97,6 +102,8 @@ def _spaces(main: Mapping[str, Any]) -> Spaces:
             replaced = True
         elif kind == "Replace" and pattern.get("Regex") == " {2,}" and step.get("content") in (" ", SPACE):
             merged = True
+        elif kind == "Strip" and step.get("strip_right") and not step.get("strip_left"):
+            ends = False
         elif kind == "Precompiled":
             charsmap = _base64(step.get("precompiled_charsmap"))
         else:
@@ -107,13 +114,13 @@ def _spaces(main: Mapping[str, Any]) -> Spaces:
             scheme = step.get("prepend_scheme") or ("always" if step.get("add_prefix_space", True) else "never")
             prefix = "missing" if scheme == "always" else str(scheme)
             cut, replaced = step.get("split", True) is not False, True
-        elif kind == "WhitespaceSplit":
-            merged = True
+        elif kind == "WhitespaceSplit" and charsmap:  # by which all whitespace is spaces
+            merged, ends = True, False
         elif not (kind == "Split" and (step.get("pattern") or {}).get("String") == " " and replaced):
             raise Unlike(f"its pre-tokenizer has a step {shown(str(kind))}, which llama.cpp has not")
     if not replaced or prefix not in ("always", "never", *_PREFIXES):
         raise Unlike(f"its spaces do not become {SPACE!a} in a way that llama.cpp has")
-    return Spaces(prefix, cut, merged, charsmap)
+    return Spaces(prefix, cut, merged, ends, charsmap)
 
 
 def _steps(sequence: Mapping[str, Any] | None, key: str) -> Sequence[Mapping[str, Any]]:
@@ -134,7 +141,7 @@ def _merging(model: Mapping[str, Any], spaces: Spaces, added: Mapping[int, Mappi
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges"):
         if model.get(key):
             raise Unlike(f"its merges have {key} {quoted(model[key])}")
-    if spaces.charsmap or spaces.merged:
+    if spaces.charsmap or spaces.merged or not spaces.ends:
         raise Unlike("its normalizer changes more than spaces, and llama.cpp's BPE of SentencePiece does not")
     vocab, merges = vocabulary_of(model), read_merges(model)
     missing = next((token for token in BYTE_TOKENS if token not in vocab), None)
@@ -245,6 +252,8 @@ def merge_scores(
 
 
 def _unigram(model: Mapping[str, Any], spaces: Spaces, added: Mapping[int, Mapping[str, Any]], rows: int) -> Vocabulary:
+    if not spaces.merged and not spaces.ends:
+        raise Unlike("its normalizer drops spaces at the end of a text alone, which llama.cpp does not")
     if model.get("byte_fallback"):
         raise Unlike("its model is Unigram with byte fallback, and llama.cpp's Unigram has none")
     pieces, unknown = model["vocab"], model.get("unk_id")
