@@ -84,7 +84,7 @@ def test_other_tokenizers_are_left_out_and_that_is_said(tmp_path: Path, change: 
 
 
 def test_no_tokenizer_and_a_damaged_one(tmp_path: Path) -> None:
-    assert "has neither tokenizer.json nor tokenizer.model" in str(read_tokenizer(tmp_path, {}, 10).missing)
+    assert "has none of tokenizer.json, tekken.json, tokenizer.model" in str(read_tokenizer(tmp_path, {}, 10).missing)
     (tmp_path / "tokenizer.json").write_text('{"model": {"type": "BPE"}, "pre_tokenizer": 3}')
     with pytest.raises(CheckpointError, match="is not as tokenizers writes it"):
         read_tokenizer(tmp_path, {}, 10)

@@ -1,10 +1,10 @@
 """A model's tokenizer in GGUF's terms.
 
 Translated are byte-level BPE (:mod:`~modelexport.checkpoints.gguf.tokenizer.byte_level`) and SentencePiece's BPE and
-Unigram (:mod:`~modelexport.checkpoints.gguf.tokenizer.sentencepiece`), from tokenizer.json, or from tokenizer.model
-where there is no other; that of a GGUF file is taken over. A tokenizer that llama.cpp has none like is left out, and
-the reason is told: the file then takes token ids, not text. Where llama.cpp's differs from the model's in details, that
-is told, too.
+Unigram (:mod:`~modelexport.checkpoints.gguf.tokenizer.sentencepiece`), from tokenizer.json, or where there is none from
+Mistral's tekken.json or from tokenizer.model; that of a GGUF file is taken over. A tokenizer that llama.cpp has none
+like is left out, and the reason is told: the file then takes token ids, not text. Where llama.cpp's differs from the
+model's in details, that is told, too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from modelexport.checkpoints.gguf.file import Value
-from modelexport.checkpoints.gguf.tokenizer import byte_level, sentencepiece
+from modelexport.checkpoints.gguf.tokenizer import byte_level, sentencepiece, tekken
 from modelexport.checkpoints.gguf.tokenizer.carried import carry, gguf_in
 from modelexport.checkpoints.gguf.tokenizer.model_file import read_model
 from modelexport.checkpoints.gguf.tokenizer.special_tokens import (
@@ -58,16 +58,18 @@ def read_tokenizer(directory: Path | None, config: Mapping[str, Any], vocab: int
     """
     if directory is None:
         return Tokenizer(_NO_VOCABULARY, "no source directory is known")
-    name = next((name for name in (_JSON, _MODEL) if has_file(directory, name)), None)
+    readers = {_JSON: _from_json, tekken.NAME: _from_tekken, _MODEL: _from_model}
+    name = next((name for name in readers if has_file(directory, name)), None)
     source = gguf_in(directory) if name is None else None
     if name is None and source is None:
-        return Tokenizer(_NO_VOCABULARY, f"{directory} has neither {_JSON} nor {_MODEL}")
+        return Tokenizer(_NO_VOCABULARY, f"{directory} has none of {', '.join(readers)}")
     try:
         if source is not None:
             name = source.name
             return Tokenizer(carry(source, vocab).values)
+        assert name is not None
         settings = TokenizerSettings.read(directory, config)
-        found = (_from_json if name == _JSON else _from_model)(settings, vocab)
+        found = readers[name](settings, vocab)
         return Tokenizer({**found.values, **chat_templates(settings)}, notes=tuple(found.notes))
     except Unlike as unlike:
         return Tokenizer(_NO_VOCABULARY, f"{name}: {unlike.why}")
@@ -88,6 +90,17 @@ def _from_json(settings: TokenizerSettings, rows: int) -> Vocabulary:
         found = sentencepiece.translate(main, rows)
     else:
         raise Unlike(f"its model is {shown(str(kind))}; BPE and Unigram are translated")
+    put_special_tokens(found, settings)
+    put_around(found, main)
+    return found
+
+
+def _from_tekken(settings: TokenizerSettings, rows: int) -> Vocabulary:
+    main = tekken.read_tekken(settings.directory / tekken.NAME)
+    found = byte_level.translate(main, rows)
+    for name, text in (("unknown", "<unk>"), ("eos", "</s>"), ("padding", "<pad>")):
+        if text in found.numbers:
+            found.values[f"tokenizer.ggml.{name}_token_id"] = found.numbers[text]
     put_special_tokens(found, settings)
     put_around(found, main)
     return found
