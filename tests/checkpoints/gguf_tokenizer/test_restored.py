@@ -124,7 +124,7 @@ def test_a_gguf_file_alone_becomes_a_directory_with_a_tokenizer(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"tokenizer.ggml.model": "bert"}, "its model is 'bert'"),
+        ({"tokenizer.ggml.model": "bert"}, "its model is 'bert'; gpt2, llama and gemma4 are restored"),
         ({"tokenizer.ggml.pre": "new"}, "its pre-tokenizer is 'new'"),
         ({"tokenizer.ggml.tokens": ["a", "a"], "tokenizer.ggml.token_type": [1, 1]}, "tokens 0 and 1 are both 'a'"),
     ],

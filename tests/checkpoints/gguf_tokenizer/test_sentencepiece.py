@@ -52,6 +52,21 @@ def test_scores_say_what_merges_say() -> None:
     assert "lack 'a ba'" in lacking
 
 
+def test_runs_of_one_character_may_stand_apart_where_they_come_out_alike() -> None:
+    """As Gemma's: the longest first, and those of several characters by turns."""
+    sizes = range(2, 6)
+    vocab = {letter * size: 10 * ord(letter) + size for letter in "\n_" for size in (1, *sizes)} | {"_a": 1, "a": 2}
+    lengths = [(left, size - left) for left in range(4, 0, -1) for size in sizes if left < size]
+    runs = [(letter * left, letter * right) for left, right in lengths for letter in "\n_"]
+    scores, why = merge_scores(vocab, [*runs, ("_", "a")], set())
+    assert why is None
+    assert min(scores, key=lambda text: scores[text]) == "_a"
+    assert merge_scores(vocab, [*runs[:-1], ("_", "a"), runs[-1]], set())[1] is not None
+    worse = merge_scores(vocab, [*runs[::-1], ("_", "a")], set())[1]
+    assert worse is not None
+    assert "do not stand together" in worse
+
+
 def test_merges_that_scores_cannot_say_are_told_as_merges(tmp_path: Path) -> None:
     values = translated(tmp_path, sentencepiece(prefix="never", every_pair=False)).values
     assert (values["tokenizer.ggml.model"], values["tokenizer.ggml.pre"]) == ("gpt2", "sarvam-moe")

@@ -9,14 +9,19 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from modelexport.checkpoints.gguf.file import read_values
 from modelexport.checkpoints.gguf.tokenizer.byte_level import Merge, check_apart
 from modelexport.checkpoints.gguf.tokenizer.pretokenizers import BY_NAME, PreTokenizer, as_json
-from modelexport.checkpoints.gguf.tokenizer.sentencepiece import BYTE_TOKENS, PHI3_KEEPS, is_phi3, keeps_lines_apart
+from modelexport.checkpoints.gguf.tokenizer.sentencepiece import (
+    BYTE_TOKENS,
+    PHI3_KEEPS,
+    is_phi3,
+    keeps_lines_apart,
+    runs_alike,
+)
 from modelexport.checkpoints.gguf.tokenizer.special_tokens import SPECIAL
 from modelexport.checkpoints.gguf.tokenizer.vocabulary import (
     BYTE,
@@ -116,22 +121,22 @@ class _Header:
 
 def _main(header: _Header) -> dict[str, Any]:
     model = header.text(f"{_PREFIX}model")
-    tokens = header.tokens() if model in ("gpt2", "llama") else []
+    if model not in ("gpt2", "llama", "gemma4"):
+        raise Unlike(f"its model is '{shown(model)}'; gpt2, llama and gemma4 are restored")
+    tokens = header.tokens()
     if model == "llama":
         return _with_tokens(header, tokens, _sentencepiece(header, tokens), adds_bos=True)
-    if model != "gpt2":
-        raise Unlike(f"its model is '{shown(model)}'; gpt2 and llama are restored")
-    name = header.text(f"{_PREFIX}pre", "default")
-    if name == _BY_MERGES:
-        return _with_tokens(header, tokens, _by_merges(header, tokens), adds_bos=False)
+    name = model if model == "gemma4" else header.text(f"{_PREFIX}pre", "default")
+    if name in _BY_MERGES:
+        return _with_tokens(header, tokens, _by_merges(header, tokens), adds_bos=_BY_MERGES[name])
     pre = BY_NAME.get(name)
     if pre is None:
         raise Unlike(f"its pre-tokenizer is '{shown(name)}', whose expressions are not known here")
     return _with_tokens(header, tokens, _byte_level(header, tokens, pre), adds_bos=pre.adds_bos)
 
 
-_BY_MERGES = "sarvam-moe"
-_LONGEST_RUN = 64
+_BY_MERGES = {"sarvam-moe": False, "gemma4": True, "granite-embed-multi-311m": True}
+"""The pre-tokenizers of BPE over characters with U+2581 for spaces -> whether llama.cpp puts bos before a text."""
 
 
 def _byte_level(header: _Header, tokens: Sequence[Token], pre: PreTokenizer) -> dict[str, Any]:
@@ -248,34 +253,21 @@ def _merges_of_scores(tokens: Sequence[Token], vocab: Mapping[str, int]) -> list
             found += [(-token.score, number, vocab[left], vocab[right], (left, right)) for left, right in pairs]
     merges = [merge for *_, merge in sorted(found)]
     for score, texts in made.items():
-        if score != score or (len(texts) > 1 and not _runs_agree(texts, merges)):
+        if score != score or (len(texts) > 1 and not _runs_alike(texts, merges)):
             raise Unlike(f"{len(texts)} of its tokens have the score {score:g}, the first {quoted(texts[0])}")
     return merges
 
 
-def _runs_agree(texts: Sequence[str], merges: Sequence[Merge]) -> bool:
+def _runs_alike(texts: Sequence[str], merges: Sequence[Merge]) -> bool:
     """Returns whether tokens of one score, all of them one character again and again, come of merges as of scores.
 
-    Llama's spaces are such. Both ways are gone for every run of the character that holds the longest token twice.
+    Llama's spaces are such.
     """
-    letters, longest = set("".join(texts)), max(map(len, texts))
-    if len(letters) > 1 or longest > _LONGEST_RUN:
+    if len(set("".join(texts))) > 1:
         return False
     own = set(texts)
-    rank = {tuple(map(len, merge)): number for number, merge in enumerate(merges) if "".join(merge) in own}
-    same = dict.fromkeys(rank, 0)
-    return all(_merged_run(size, rank) == _merged_run(size, same) for size in range(2, 2 * longest + 2))
-
-
-def _merged_run(size: int, rank: Mapping[tuple[int, ...], int]) -> list[int]:
-    """The lengths of the tokens of a run: of the pairs of the least rank the first is merged, again and again."""
-    parts = [1] * size
-    while True:
-        pairs = [(rank[pair], at) for at, pair in enumerate(pairwise(parts)) if pair in rank]
-        if not pairs:
-            return parts
-        _, at = min(pairs)
-        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    ranks = {(len(merge[0]), len(merge[1])): rank for rank, merge in enumerate(merges) if "".join(merge) in own}
+    return runs_alike(ranks, dict.fromkeys(ranks, 0.0))
 
 
 def _with_tokens(header: _Header, tokens: Sequence[Token], main: dict[str, Any], *, adds_bos: bool) -> dict[str, Any]:

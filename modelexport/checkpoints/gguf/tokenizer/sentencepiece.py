@@ -1,9 +1,9 @@
 """SentencePiece's tokenizers in llama.cpp's terms, from a tokenizer.json or a tokenizer.model.
 
 - BPE with byte fallback (Llama 2, Mistral, Gemma, Phi-3): llama.cpp's ``llama`` merges whichever two neighbours make
-  the token of the highest score, so scores have to say what the merges of a tokenizer.json say. They do where all
-  pairs that make a token stand together in the list, and no pair that would make one is missing. Where they do not,
-  and no space is put in front, llama.cpp's ``sarvam-moe`` goes by the merges themselves.
+  the token of the highest score, so scores have to say what the merges of a tokenizer.json say. They do where no pair
+  that would make a token is missing, and all that make it stand together in the list, or are of one character and come
+  out alike. Where they do not, and no space is put in front, llama.cpp's ``sarvam-moe`` goes by the merges themselves.
 - Unigram (T5): llama.cpp's ``t5``, without byte fallback.
 """
 
@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from modelexport.checkpoints.gguf.tokenizer.byte_level import Merge, note_strips, read_merges, vocabulary_of
@@ -36,6 +37,8 @@ from modelexport.errors import quoted, shown
 
 BYTE_TOKENS = {f"<0x{byte:02X}>": byte for byte in range(256)}
 """The tokens of single bytes."""
+_LONGEST_RUN = 64
+Lengths = tuple[int, int]
 _PREFIXES = {"missing": "where there is none", "first": "before the first text, where there is none"}
 _ADDED = -1000.0  # the score of tokens that are found in a text before anything is merged
 PHI3_KEEPS = {"<unk>", "<s>", "<|endoftext|>"}
@@ -229,13 +232,16 @@ def merge_scores(
         (the score of every token that a merge makes, why they do not say the same; None where they do).
     """
     scores: dict[str, float] = {}
-    last = None
+    apart, last = set(), None
     for left, right in merges:
         text = left + right
         if text != last and text in scores:
-            return {}, f"its merges for {quoted(text)} do not stand together, as SentencePiece's scores would have them"
+            apart.add(text)
         scores.setdefault(text, -float(len(scores)))
         last = text
+    if apart and not _runs_told(merges, scores, apart):
+        text = min(apart, key=lambda text: (_is_run(text), text))
+        return {}, f"its merges for {quoted(text)} do not stand together, as SentencePiece's scores would have them"
     check_lengths(vocab)
     known = set(merges)
     for text in vocab:
@@ -246,6 +252,52 @@ def merge_scores(
             if pair not in known and all(len(part) == 1 or part in vocab for part in pair):
                 return {}, f"its merges lack {quoted(' '.join(pair))}, which SentencePiece's scores would make"
     return scores, None
+
+
+def _runs_told(merges: Sequence[Merge], scores: Mapping[str, float], apart: Collection[str]) -> bool:
+    """Returns whether scores say what merges say that do not stand together, but make one character again and again.
+
+    Gemma's lines, tabs and spaces are such. Nothing else may be made before the last of them.
+    """
+    places = [rank for rank, (left, right) in enumerate(merges) if left + right in apart]
+    if any(not _is_run(left + right) for left, right in merges[min(places) : max(places) + 1]):
+        return False
+    by_merges: dict[str, dict[Lengths, float]] = {}
+    by_scores: dict[str, dict[Lengths, float]] = {}
+    for rank, (left, right) in enumerate(merges):
+        text = left + right
+        if _is_run(text):
+            pair = (len(left), len(right))
+            by_merges.setdefault(text[0], {})[pair] = rank
+            by_scores.setdefault(text[0], {})[pair] = -scores[text]
+    return all(runs_alike(by_merges[text[0]], by_scores[text[0]]) for text in {text[0] for text in apart})
+
+
+def _is_run(text: str) -> bool:
+    return text == text[0] * len(text)
+
+
+def runs_alike(one: Mapping[Lengths, float], other: Mapping[Lengths, float]) -> bool:
+    """Returns whether runs of a character come out alike, up to those that hold the longest token twice.
+
+    Args:
+        one, other: lengths of the two parts of a token -> the place in the order in which pairs are merged.
+    """
+    longest = max(map(sum, one))
+    return longest <= _LONGEST_RUN and all(
+        _merged_run(size, one) == _merged_run(size, other) for size in range(2, 2 * longest + 2)
+    )
+
+
+def _merged_run(size: int, places: Mapping[Lengths, float]) -> list[int]:
+    """The lengths of the tokens of a run: of the pairs of the first place the leftmost is merged, again and again."""
+    parts = [1] * size
+    while True:
+        pairs = [(places[pair], at) for at, pair in enumerate(pairwise(parts)) if pair in places]
+        if not pairs:
+            return parts
+        _, at = min(pairs)
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
 
 
 # ------------------------------------------------------------------ Unigram
