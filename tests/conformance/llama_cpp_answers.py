@@ -6,7 +6,9 @@ WHAT is "logprobs" (stdin: the token ids of a prompt; prints for each file the l
 first), "tokens" (stdin: texts; prints each text's token ids), "encodings" (stdin: texts; prints for each file the ids
 of all texts with special tokens taken for text, parsed, and parsed with what is put around every text), "tensors"
 (prints for each file its values and, for each tensor, its type and a digest of its float32 numbers, all by the gguf
-package), or "requantise" (stdin: block types -> files to write; prints nothing).
+package), "requantise" (stdin: block types -> files to write; prints nothing), or "quantise" (stdin: a list of file
+types, each with whether blocks are fitted with an importance of inputs; prints for each file, and each of these, the
+type that llama.cpp's quantiser gives each tensor).
 """
 
 from __future__ import annotations
@@ -94,6 +96,34 @@ def requantise(path: str, target: str, kind: str) -> None:
     writer.close()
 
 
+def quantise(path: str, file_type: int, important: bool) -> dict[str, str]:
+    """The types of all tensors; of an importance that is the same for all inputs."""
+    import ctypes
+    import os
+    import tempfile
+
+    import llama_cpp
+    from gguf import GGUFReader
+
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.nthread, params.ftype = 1, file_type
+    kept = []
+    if important:
+        tensors = [tensor for tensor in GGUFReader(path).tensors if len(tensor.shape) > 1]
+        data = (llama_cpp.llama_model_imatrix_data * (len(tensors) + 1))()
+        for entry, tensor in zip(data, tensors, strict=False):
+            columns = int(tensor.shape[0]) * (int(tensor.shape[2]) if len(tensor.shape) > 2 else 1)
+            kept.append((ctypes.c_float * columns)(*([1.0] * columns)))
+            entry.name, entry.data, entry.size = tensor.name.encode(), kept[-1], columns
+        params.imatrix = data
+    with tempfile.TemporaryDirectory() as directory:
+        target = os.path.join(directory, "quantised.gguf")
+        failed = llama_cpp.llama_model_quantize(path.encode(), target.encode(), ctypes.byref(params))
+        if failed:
+            raise SystemExit(f"llama.cpp does not quantise {path} to file type {file_type}")
+        return {tensor.name: tensor.tensor_type.name for tensor in GGUFReader(target).tensors}
+
+
 def main() -> None:
     what, *paths = sys.argv[1:]
     given = json.loads(sys.stdin.read() or "null")
@@ -105,6 +135,8 @@ def main() -> None:
         answer = [encodings(path, given) for path in paths]
     elif what == "requantise":
         answer = [requantise(paths[0], target, kind) for kind, target in given.items()]
+    elif what == "quantise":
+        answer = [[quantise(path, number, important) for number, important in given] for path in paths]
     else:
         answer = [tensors(path) for path in paths]
     print("ANSWER " + json.dumps(answer), flush=True)

@@ -22,16 +22,21 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from modelexport.assets import demo_documents, demo_model_path
-from modelexport.checkpoints.gguf.file import encode_header, read_values
+from modelexport.checkpoints.formats import gguf as container
+from modelexport.checkpoints.gguf.file import encode_header, read_values, type_of
 from modelexport.checkpoints.gguf.tokenizer import read_tokenizer
 from modelexport.checkpoints.gguf.tokenizer.carried import ARRAYS
 from modelexport.checkpoints.gguf.tokenizer.pretokenizers import BY_NAME, PRE_TOKENIZERS
 from modelexport.checkpoints.safetensors.file import Reader
+from modelexport.checkpoints.safetensors.sharded import stored_form
 from modelexport.exporting import export
+from modelexport.exporting.prepare import prepare
 from modelexport.inspection.evaluate.models import load_dequantised
 from modelexport.models.opening import open_model
+from modelexport.quantization import mixtures
 from modelexport.quantization.formats import of_scheme
 from modelexport.quantization.methods import WeightSlice, gguf, read_quantization_config
+from modelexport.recipe import ExportRecipe
 from tests.helpers.models import copy_checkpoint, make_llama
 from tests.helpers.small_tokenizers import SCRIPTS, byte_level, ids, sentencepiece, unigram
 
@@ -317,3 +322,44 @@ def test_other_families(tmp_path: Path, quant: str) -> None:
         expected.append(scores_of(reference(tmp_path / name), ids))
     for name, got, scores in zip(FAMILIES, ask("logprobs", *files, given=ids), expected, strict=True):
         compare(f"{name} {quant}", got, scores, routed=name == "mixtral")
+
+
+MIXED: dict[str, dict[str, Any]] = {
+    "dense": {"hidden": 256, "intermediate": 512, "layers": 17},
+    "tied, grouped queries": {"hidden": 256, "intermediate": 256, "layers": 9, "kv_heads": 1, "tied": True},
+    "eight experts": {"model_type": "mixtral", "hidden": 256, "intermediate": 256, "layers": 8, "experts": 8},
+    "four experts": {"model_type": "mixtral", "hidden": 256, "intermediate": 256, "layers": 8},
+    "fused": {"model_type": "phi3", "hidden": 256, "intermediate": 256, "layers": 8},
+    "blocks of 32": {"hidden": 288, "head_dim": 64, "intermediate": 320, "layers": 8},
+    "no blocks": {"hidden": 256, "intermediate": 300, "layers": 2, "tied": True},
+}
+
+
+def planned_types(model: Path, mixture: str, *, important: bool) -> dict[str, str | None]:
+    """The types of the tensors of an export's file, by its plan."""
+    how = {"algorithm": "imatrix"} if important else {}
+    recipe = ExportRecipe(model=str(model), quant=mixture, format="gguf", dry_run=True, quiet=True, **how)
+    target = prepare(recipe).target
+    announced = {"quantization_config": {"quant_method": "gguf"}}
+    config = {**(open_model(model).config or {}), **announced}
+    return {array.name: type_of(*stored_form(array)) for array in container.arrays(target.plan, config)}
+
+
+@pytest.mark.parametrize("shape", MIXED)
+def test_mixtures_are_llama_cpp_s(tmp_path: Path, shape: str) -> None:
+    """Each tensor has the type that llama-quantize gives it; but what fits no block, F16 there, stays as it is."""
+    model = make_llama(**MIXED[shape])
+    plain = exported(tmp_path / "plain", "none", str(model), tp=1) / "model.gguf"
+    asked = [(name, important) for name in mixtures.names() for important in (False, True)]
+    asked.remove(("q2_k_s", False))  # refused there
+    numbers = [(mixtures.MIXTURES[name].file_type, important) for name, important in asked]
+    (answers,) = ask("quantise", plain, given=numbers)
+    for (name, important), theirs in zip(asked, answers, strict=True):
+        ours = planned_types(model, name, important=important)
+        assert ours.keys() == theirs.keys()
+        different = {
+            tensor: (kind, theirs[tensor])
+            for tensor, kind in ours.items()
+            if kind != theirs[tensor] and (kind, theirs[tensor]) != ("BF16", "F16")
+        }
+        assert not different, (name, important)

@@ -11,7 +11,7 @@ import contextlib
 import difflib
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from modelexport.quantization.formats.base import NumberFormat
     from modelexport.quantization.methods.base import Scheme
 
-__all__ = ["get", "has_groups", "load_kernels", "meaning", "name_of", "names", "of_scheme"]
+__all__ = ["check_name", "get", "has_groups", "has_name", "load_kernels", "meaning", "name_of", "names", "of_scheme"]
 
 _OWN_KINDS = (
     *("int8", "int8-static", "int8-wo", "int8-wo-asym", "int4", "int4-asym", "w4a8", "fp8", "fp8-static", "fp8-block"),
@@ -67,11 +67,7 @@ def get(
         UsageError: the name or the observer is unknown, the format has no groups, or not of that size; or a plugin's
             format cannot be told from one of the package's.
     """
-    known = names()
-    if name not in known:
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise UsageError(f"unknown number format {quoted(name)}{hint} (known: {', '.join(known)})")
+    check_name(name)
     found = _class_of(name).create(group_size, observer=observer, scale_dtype=scale_dtype)
     if name not in _OWN_KINDS and found.quantised:
         taken = _own_kind(found.scheme())
@@ -81,6 +77,25 @@ def get(
                 "would be taken for that one's: give it arguments of its own"
             )
     return found
+
+
+def has_name(name: str) -> bool:
+    """Returns whether :func:`get` knows a name."""
+    return name in names()
+
+
+def check_name(name: str, others: Iterable[str] = ()) -> None:
+    """Refuse a name that no number format has; ``others``: names that are known besides.
+
+    Raises:
+        UsageError: with the nearest.
+    """
+    if has_name(name):
+        return
+    known = [*names(), *(other for other in others if not has_name(other))]
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise UsageError(f"unknown number format {quoted(name)}{hint} (known: {', '.join(known)})")
 
 
 def load_kernels(name: str, observer: str) -> None:
