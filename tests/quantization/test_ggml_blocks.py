@@ -40,13 +40,20 @@ def weights(rows: int = 9, cols: int = 512, seed: int = 0) -> Tensor:
     return weight
 
 
-def importance(cols: int = 512) -> Tensor:
-    return torch.rand(cols, generator=torch.Generator().manual_seed(7)) ** 3 + 1e-3
+def products(form: BlockFormat, cols: int = 512) -> Tensor:
+    """Of inputs that go together, and of which some are much larger than others."""
+    generator, width = torch.Generator().manual_seed(7), form.layout.sub
+    inputs = torch.randn(256, cols, generator=generator) * (torch.rand(cols, generator=generator) ** 3 + 0.05)
+    inputs = (inputs + inputs.roll(1, 1)).unflatten(1, (-1, width)).transpose(0, 1)
+    return inputs.transpose(1, 2) @ inputs / 256
 
 
-def error(form: BlockFormat, weight: Tensor, stored: dict[str, Tensor], counts: Tensor | None = None) -> float:
-    squares = (form.dequantise(stored).double() - weight.double()).square()
-    return float((squares if counts is None else squares * counts.double()).sum())
+def error(form: BlockFormat, weight: Tensor, stored: dict[str, Tensor], metric: Tensor | None = None) -> float:
+    apart = form.dequantise(stored).double() - weight.double()
+    if metric is None:
+        return float(apart.square().sum())
+    parts = apart.unflatten(1, (-1, metric.shape[1]))
+    return float(torch.einsum("rbi,bij,rbj->", parts, metric.double(), parts))
 
 
 # ------------------------------------------------------------------ bytes
@@ -133,13 +140,14 @@ def test_what_a_block_says_is_written_as_it_was_read(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_fit_does_better_than_the_plain_rule_and_the_importance_better_still(name: str) -> None:
-    weight, counts = weights(5, seed=2), importance()
+def test_the_fit_does_better_than_the_plain_rule_and_products_of_inputs_better_still(name: str) -> None:
+    weight = weights(5, seed=2)
     plain, fitted = block_format(name), block_format(name, "mse")
     least = fitted.quantise(weight)
     assert error(fitted, weight, least) < error(plain, weight, plain.quantise(weight))
-    weighted = fitted.quantise(weight, importance=counts)
-    assert error(fitted, weight, weighted, counts) < error(fitted, weight, least, counts)
+    metric = products(fitted)
+    weighted = fitted.quantise(weight, products=metric)
+    assert error(fitted, weight, weighted, metric) < error(fitted, weight, least, metric)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -156,12 +164,13 @@ def test_zeros_and_constants_are_held(name: str, observer: str) -> None:
 
 @pytest.mark.parametrize("name", ["q4-k", "q6-k", "q5-1", "iq4-xs"])
 def test_parts_and_threads_make_up_the_whole(name: str) -> None:
-    form, weight, counts = block_format(name, "mse"), weights(80, 1024), importance(1024)
-    whole = form.quantise(weight, importance=counts)["weight"]
+    form, weight = block_format(name, "mse"), weights(80, 1024)
+    metric = products(form, 1024)
+    whole = form.quantise(weight, products=metric)["weight"]
     unit = form.alignment[1]
     kernels.set_threads(3)
     try:
-        assert torch.equal(form.quantise(weight, importance=counts)["weight"], whole)
+        assert torch.equal(form.quantise(weight, products=metric)["weight"], whole)
     finally:
         kernels.set_threads(1)
     part = form.quantise(weight[7:70, 512:768])["weight"]
@@ -183,25 +192,27 @@ def test_what_it_cannot_hold_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("observer", OBSERVERS)
-def test_fused_kernels_give_the_same_bits(name: str, observer: str) -> None:
+@pytest.mark.parametrize("how", ["amax", "mse", "products"])
+def test_fused_kernels_give_the_same_bits(name: str, how: str) -> None:
     pytest.importorskip("numba")
     from modelexport.quantization.formats._ggml import _search
     from modelexport.quantization.kernels import ggml_fused
 
-    form, weight, counts = block_format(name, observer), weights(67), importance()
-    how = (counts, form.layout, _search(form.block_type, observer))
+    form, weight = block_format(name), weights(67)
+    factor = torch.linalg.cholesky(products(form), upper=True) if how == "products" else None
+    metric = ggml_reference.Metric.of(factor, weight.shape[1], form.layout.sub, weight.device)
+    given = (form.layout, _search(form.block_type, "amax" if how == "amax" else "mse"))
     found = []
     for module in (ggml_reference, ggml_fused):
         blocks = form.quantise(torch.zeros_like(weight))["weight"]
-        assert module.quantise(weight, how[0], blocks, *how[1:]) == -1
+        assert module.quantise(weight, metric, blocks, *given) == -1
         found.append(blocks)
     assert torch.equal(*found)
     values = [torch.empty_like(weight) for _ in found]
     ggml_reference.dequantise(found[0], values[0], form.layout)
     ggml_fused.dequantise(found[0], values[1], form.layout)
     assert torch.equal(*values)
-    assert ggml_fused.quantise(torch.full_like(weight, torch.nan), how[0], found[0], *how[1:]) == 0
+    assert ggml_fused.quantise(torch.full_like(weight, torch.nan), metric, found[0], *given) == 0
 
 
 # ------------------------------------------------------------------ grids

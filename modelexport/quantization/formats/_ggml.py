@@ -21,7 +21,9 @@ from modelexport.quantization.methods._ggml import LAYOUTS, BlockLayout
 
 __all__ = ["BlockFormat", "IntegerBlockFormat"]
 
-_REFITS, _ROUNDS = 2, 3
+# What is tried first: levels beyond the ends, as many in the range as there are and some more or fewer.
+_BEYOND, _OF_TABLE = (0.9, 0.3, -0.3, -0.9), (1.1, 1.0, 0.9, 0.8, 0.7)
+_REFITS, _ROUNDS = 1, 3
 _NO_STEP = 2.0**-100  # of a sub-block whose scale is 0: its codes say nothing
 
 
@@ -31,14 +33,15 @@ class BlockFormat(NumberFormat):
 
     With observer "amax" a sub-block's scale lays its range onto the codes, or where it has no minimum its extreme
     weight onto the least level. With observer "mse" scales, minima and codes are fitted to each other by least squares,
-    and again once the scales are as they are stored; with an importance of the inputs, that of the weighted squares.
+    and again once the scales are as they are stored: of the weights, or where the products of the inputs are given, of
+    the outputs.
 
     Attributes:
         block_type: ggml's name of it.
     """
 
     block_type: ClassVar[str]
-    fits_importance: ClassVar[bool] = True
+    fits_products: ClassVar[bool] = True
 
     @property
     def layout(self) -> BlockLayout:
@@ -79,11 +82,16 @@ class BlockFormat(NumberFormat):
         rows, blocks, _ = tensors["weight"].shape
         return (rows, blocks * self.layout.block)
 
-    def _fill(self, weight: Tensor, amax: Tensor | None, out: Mapping[str, Tensor]) -> int:
-        return self._fill_weighted(weight, torch.ones(weight.shape[1], device=weight.device), out)
+    def blocks(self, columns: int) -> int:
+        """See the base."""
+        return columns // self.layout.sub
 
-    def _fill_weighted(self, weight: Tensor, importance: Tensor, out: Mapping[str, Tensor]) -> int:
-        return ggml.quantise(weight, importance, out["weight"], self.layout, _search(self.block_type, self.observer))
+    def _fill(self, weight: Tensor, amax: Tensor | None, out: Mapping[str, Tensor]) -> int:
+        return ggml.quantise(weight, None, out["weight"], self.layout, _search(self.block_type, self.observer))
+
+    def _fill_fitted(self, weight: Tensor, products: Tensor, out: Mapping[str, Tensor]) -> int:
+        factor = torch.linalg.cholesky(products.double(), upper=True).float()
+        return ggml.quantise(weight, factor, out["weight"], self.layout, _search(self.block_type, self.observer))
 
     def _dequantise(self, tensors: Mapping[str, Tensor], out: Tensor) -> None:
         ggml.dequantise(tensors["weight"], out, self.layout)
@@ -130,14 +138,9 @@ def _search(block_type: str, observer: str) -> ggml.Search:
     layout = LAYOUTS[block_type]
     low, high = layout.level_range
     if layout.affine:
-        plain = [1 / layout.codes.highest]
-        more = [1 / (layout.codes.highest + 0.9 - 0.2 * number) for number in range(10)]
+        plain, more = 1 / layout.codes.highest, [1 / (layout.codes.highest + by) for by in _BEYOND]
     elif layout.levels:
-        plain = [1 / low]
-        more = [1 / (end * factor) for end in (low, high) for factor in (1.1, 1.0, 0.9, 0.8, 0.7)]
+        plain, more = 1 / low, [1 / (end * factor) for end in (low, high) for factor in _OF_TABLE]
     else:
-        plain = [1 / low]
-        more = [1 / (end + sign * (0.9 - 0.2 * n)) for end, sign in ((low, -1), (high, 1)) for n in range(10)]
-    if observer == "amax":
-        return ggml.Search(tuple(plain), 0, 0)
-    return ggml.Search((*plain, *more), _REFITS, _ROUNDS)
+        plain, more = 1 / low, [1 / end for by in _BEYOND for end in (low - by, high + by)]
+    return ggml.Search((plain,), 0, 0) if observer == "amax" else ggml.Search((plain, *more), _REFITS, _ROUNDS)

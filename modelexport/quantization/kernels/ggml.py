@@ -26,17 +26,19 @@ def _module(tensor: Tensor, *, at_once: bool = False) -> Any:
     return kernels.of(tensor, "ggml_", at_once=at_once)
 
 
-def quantise(weight: Tensor, importance: Tensor, blocks: Tensor, layout: BlockLayout, search: Search) -> int:
+def quantise(weight: Tensor, factor: Tensor | None, blocks: Tensor, layout: BlockLayout, search: Search) -> int:
     """Fills blocks; the first row of ``weight`` that holds NaN or Inf, or -1.
 
     Args:
         weight: ``[rows, cols]`` bf16, fp16 or float32, any strides; cols a multiple of the block.
-        importance: float32 ``[cols]``, positive: what the squared error in each column counts.
+        factor: float32 ``[cols / sub, sub, sub]``, upper triangles U: an error e of a sub-block counts the square of
+            U e. None: of e itself.
     """
+    metric = reference.Metric.of(factor, weight.shape[1], layout.sub, weight.device)
     module = _module(weight, at_once=search.rounds > 0)
 
     def work(part: slice) -> int:
-        found: int = module.quantise(weight[part], importance, blocks[part], layout, search)
+        found: int = module.quantise(weight[part], metric, blocks[part], layout, search)
         return found
 
     return kernels.split_rows(weight, work)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from modelexport.quantization.kernels import ggml_compiled as compiled
-from modelexport.quantization.kernels.ggml_reference import AT_ONCE, Search
+from modelexport.quantization.kernels.ggml_reference import AT_ONCE, Metric, Search
 
 if TYPE_CHECKING:
     from modelexport.quantization.methods._ggml import BitField, BlockLayout
@@ -31,14 +31,18 @@ class _Tables(NamedTuple):
 
 
 def _field(field: BitField | None) -> np.ndarray[Any, Any]:
-    """int64 ``[numbers, pieces, 4]``, see :func:`.ggml_compiled._put`."""
-    if field is None:
-        return np.zeros((0, 1, 4), np.int64)
-    pieces, shift = [], 0
-    for bits, places in zip(field.bits, field.places, strict=True):
-        pieces.append([(at, by, shift, 2**bits - 1) for at, by in places])
-        shift += bits
-    return np.ascontiguousarray(np.array(pieces, np.int64).transpose(1, 0, 2))
+    """int64 ``[runs, 6]``, see :func:`.ggml_compiled._put`: numbers whose bytes follow each other, with one shift."""
+    runs: list[list[int]] = []
+    within = 0
+    for bits, places in zip(field.bits, field.places, strict=True) if field is not None else ():
+        for number, (at, by) in enumerate(places):
+            first, count, byte, shift, _, _ = runs[-1] if number else [0] * 6
+            if number and (first + count, byte + count, shift) == (number, at, by):
+                runs[-1][1] += 1
+            else:
+                runs.append([number, 1, at, by, within, 2**bits - 1])
+        within += bits
+    return np.array(runs, np.int64).reshape(-1, 6)
 
 
 @cache
@@ -53,7 +57,7 @@ def _tables(layout: BlockLayout) -> _Tables:
     return _Tables(levels, places, tuple(map(_field, fields)), flips)
 
 
-def quantise(weight: Tensor, importance: Tensor, blocks: Tensor, layout: BlockLayout, search: Search) -> int:
+def quantise(weight: Tensor, metric: Metric, blocks: Tensor, layout: BlockLayout, search: Search) -> int:
     """See :func:`.ggml_reference.quantise`."""
     rows, cols = weight.shape
     tables = _tables(layout)
@@ -65,7 +69,9 @@ def quantise(weight: Tensor, importance: Tensor, blocks: Tensor, layout: BlockLa
     minima = (0.0, 0.0) if layout.minima is None else (layout.minima.highest, 1.0 / layout.minima.highest)
     fit = (int(layout.affine), int(layout.minima is None), np.array(search.steps, np.float32), *search[1:])
     shape = (layout.sub, layout.block // layout.sub, layout.nbytes)
-    chunk = max(1, AT_ONCE // max(1, cols))
+    factor = _NONE if metric.factor is None else metric.factor.contiguous().view(-1).numpy()
+    given = (factor, metric.ones.t().contiguous().view(-1).numpy(), metric.total.contiguous().numpy())
+    chunk = max(1, AT_ONCE // max(1, cols * compiled.WIDTH)) * compiled.WIDTH
     for start in range(0, rows, chunk):
         values = weight[start : start + chunk].float().contiguous()
         finite = torch.isfinite(values).all(dim=1)
@@ -73,9 +79,8 @@ def quantise(weight: Tensor, importance: Tensor, blocks: Tensor, layout: BlockLa
             return start + int((~finite).nonzero()[0, 0])
         out = torch.empty(values.numel() // layout.block * layout.nbytes, dtype=torch.uint8)
         compiled.quantise(
-            *(values.view(-1).numpy(), importance.contiguous().numpy(), *shape, values.numel() // layout.sub),
-            *(low, high, *tables.levels, *fit, *scales, *minima),
-            *(tables.places, *tables.fields, tables.flips, out.numpy()),
+            *(values.view(-1).numpy(), len(values), cols, *given, *shape, low, high, *tables.levels, *fit),
+            *(*scales, *minima, tables.places, *tables.fields, tables.flips, out.numpy()),
         )
         blocks[start : start + chunk] = out.view(len(values), -1, layout.nbytes)
     return -1

@@ -4,8 +4,9 @@ Sub-blocks, the weights that share a scale, know nothing of each other but for t
 here are ``[weights of a sub-block, sub-blocks]``, and sums over the first dim are added in its order.
 
 A sub-block's scale s and minimum m make of a code's level l the value s * l - m. With r = x - (s * l - m), what is left
-of a weight x, the weighted least squares of r in l and 1 say how s and m are to be moved, without the loss of digits
-that sums of x would have.
+of a weight x, the least squares of r in l and 1 say how s and m are to be moved, without the loss of digits that sums
+of x would have. They are least squares of what the sub-block does to the outputs where the products G of its inputs are
+known: with the Cholesky factor U of these, r^T G r is the square of U r, and l and 1 become U l and U 1.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from torch import Tensor
 if TYPE_CHECKING:
     from modelexport.quantization.methods._ggml import BitField, BlockLayout
 
-__all__ = ["Search", "dequantise", "numbers", "pack", "quantise", "unpack"]
+__all__ = ["Metric", "Search", "dequantise", "numbers", "pack", "quantise", "unpack"]
 
 TINY = 2.0**-120  # steps below it count as 0: their reciprocals may be infinite
 LARGEST = 65504.0  # of float16
-MOST = 2.0**32  # larger than what any block holds; its square times any importance is a float32
+MOST = 2.0**32  # larger than what any block holds; sums of its squares are float32 numbers
 AT_ONCE = 1 << 18  # weights
 
 
@@ -148,6 +149,41 @@ def _sum(values: Tensor) -> Tensor:
     return total
 
 
+class Metric(NamedTuple):
+    """The yardstick of a sub-block's errors e: \\|U e\\|^2, by the columns of a row.
+
+    Attributes:
+        factor: U, float32 ``[cols / sub, sub, sub]``, upper triangles; None: the identity.
+        ones: U 1, float32 ``[sub, cols / sub]``.
+        total: \\|U 1\\|^2, float32 ``[cols / sub]``.
+    """
+
+    factor: Tensor | None
+    ones: Tensor
+    total: Tensor
+
+    @classmethod
+    def of(cls, factor: Tensor | None, cols: int, sub: int, device: torch.device) -> Metric:
+        ones = torch.ones(sub, 1, cols // sub, device=device)
+        if factor is not None:
+            ones = _applied(factor, ones)
+        return cls(factor, ones.squeeze(1), _sum(ones * ones).squeeze(0))
+
+    def apply(self, values: Tensor) -> Tensor:
+        """U times each sub-block of whole rows, ``[sub, sub-blocks]``."""
+        if self.factor is None:
+            return values
+        return _applied(self.factor, values.view(len(values), -1, len(self.factor))).view(values.shape)
+
+
+def _applied(factor: Tensor, values: Tensor) -> Tensor:
+    """U times ``[sub, rows, sub-blocks of a row]``, added in the order of the columns."""
+    found, by_column = torch.zeros_like(values), factor.permute(2, 1, 0).unsqueeze(2)
+    for column, value in enumerate(values):
+        found[: column + 1] += by_column[column, : column + 1] * value
+    return found
+
+
 def _inverse(step: Tensor) -> Tensor:
     """1 / step, or 0 where that may be infinite."""
     used = step.abs() >= TINY
@@ -155,7 +191,7 @@ def _inverse(step: Tensor) -> Tensor:
 
 
 class _Moments(NamedTuple):
-    """Weighted sums over a sub-block, of its levels l and of what is left of the weights, r: each ``[sub-blocks]``."""
+    """Sums over a sub-block, of its levels l, of what is left of the weights, r, and of 1, by the metric."""
 
     l: Tensor  # noqa: E741
     ll: Tensor
@@ -164,12 +200,41 @@ class _Moments(NamedTuple):
     rr: Tensor
 
 
-def _moments(x: Tensor, w: Tensor, levels: _Levels, step: Tensor, minimum: Tensor) -> _Moments:
-    moved = x + minimum
-    level = levels.nearest(moved * _inverse(step))
-    left = moved - step * level
-    wl, wr = w * level, w * left
-    return _Moments(_sum(wl), _sum(wl * level), _sum(wr), _sum(wl * left), _sum(wr * left))
+class _Fit(NamedTuple):
+    """Some rows, and what they are fitted by.
+
+    Attributes:
+        x: ``[sub, sub-blocks]``.
+        applied: U x.
+        one: of the metric, for each of these.
+        total: likewise.
+    """
+
+    x: Tensor
+    applied: Tensor
+    metric: Metric
+    one: Tensor
+    total: Tensor
+    levels: _Levels
+    layout: BlockLayout
+
+    @classmethod
+    def of(cls, values: Tensor, metric: Metric, layout: BlockLayout) -> _Fit:
+        x = values.reshape(-1, layout.sub).t().contiguous().clamp_(-MOST, MOST)
+        rows = len(values)
+        ones, total = metric.ones.repeat(1, rows), metric.total.repeat(rows)
+        return cls(x, metric.apply(x), metric, ones, total, _Levels.of(layout), layout)
+
+    def moments(self, step: Tensor, minimum: Tensor) -> _Moments:
+        """The sums with the codes that these make."""
+        level = self.metric.apply(self.levels.nearest((self.x + minimum) * _inverse(step)))
+        left = (self.applied + minimum * self.one) - step * level
+        products = (level * self.one, level * level, left * self.one, level * left, left * left)
+        return _Moments(*map(_sum, products))
+
+    def refit(self, found: _Moments, step: Tensor, minimum: Tensor, negative: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """See :func:`_refit`."""
+        return _refit(found, self.total, step, minimum, self.layout.affine, negative)
 
 
 def _divided(a: Tensor, b: Tensor) -> Tensor:
@@ -203,9 +268,9 @@ def _rounded_half(values: Tensor) -> Tensor:
     return (values.clamp(-LARGEST, LARGEST).to(torch.float16)).float() + 0.0
 
 
-def _first_fit(x: Tensor, w: Tensor, total: Tensor, layout: BlockLayout, search: Search) -> tuple[Tensor, Tensor]:
+def _first_fit(fit: _Fit, search: Search) -> tuple[Tensor, Tensor]:
     """Each sub-block's scale and minimum, any numbers."""
-    levels = _Levels.of(layout)
+    x, layout = fit.x, fit.layout
     negative = layout.minima is None
     if layout.affine:
         low, high = x[0].clone(), x[0].clone()
@@ -225,35 +290,30 @@ def _first_fit(x: Tensor, w: Tensor, total: Tensor, layout: BlockLayout, search:
     best = torch.full_like(step, torch.inf)
     for factor in search.steps:
         tried = extent * factor
-        found = _moments(x, w, levels, tried, first)
-        own, shift, error = _refit(found, total, tried, first, layout.affine, negative)
+        own, shift, error = fit.refit(fit.moments(tried, first), tried, first, negative)
         better = (error < best) & ((own > 0) | (not layout.affine))
         best, step = torch.where(better, error, best), torch.where(better, own, step)
         minimum = torch.where(better, shift, minimum)
     for _ in range(search.refits):
-        found = _moments(x, w, levels, step, minimum)
-        own, shift, error = _refit(found, total, step, minimum, layout.affine, negative)
+        own, shift, error = fit.refit(fit.moments(step, minimum), step, minimum, negative)
         better = (error < best) & ((own > 0) | (not layout.affine))
         best, step = torch.where(better, error, best), torch.where(better, own, step)
         minimum = torch.where(better, shift, minimum)
     return step, minimum
 
 
-def _round_single(
-    x: Tensor, w: Tensor, total: Tensor, step: Tensor, minimum: Tensor, layout: BlockLayout, search: Search
-) -> tuple[Tensor, Tensor]:
+def _round_single(fit: _Fit, step: Tensor, minimum: Tensor, search: Search) -> tuple[Tensor, Tensor]:
     """Scales and minima of blocks that have one each, as float16 numbers."""
-    levels = _Levels.of(layout)
     step, minimum = _rounded_half(step), _rounded_half(minimum)
     kept, kept_minimum = step, minimum
     best = torch.full_like(step, torch.inf)
     for number in range(search.rounds):
-        found = _moments(x, w, levels, step, minimum)
+        found = fit.moments(step, minimum)
         better = found.rr < best
         best, kept = torch.where(better, found.rr, best), torch.where(better, step, kept)
         kept_minimum = torch.where(better, minimum, kept_minimum)
         if number + 1 < search.rounds:
-            step, minimum, _ = _refit(found, total, step, minimum, layout.affine, True)
+            step, minimum, _ = fit.refit(found, step, minimum, True)
             step, minimum = _rounded_half(step), _rounded_half(minimum)
     return kept, kept_minimum
 
@@ -299,13 +359,11 @@ class _Stored(NamedTuple):
     minimum: Tensor
 
 
-def _round_blocks(
-    x: Tensor, w: Tensor, total: Tensor, step: Tensor, minimum: Tensor, layout: BlockLayout, search: Search
-) -> _Stored:
+def _round_blocks(fit: _Fit, step: Tensor, minimum: Tensor, search: Search) -> _Stored:
     """Scales and minima as whole numbers, with d and dmin: by turns the best of either."""
+    layout, total = fit.layout, fit.total
     assert layout.scales is not None
     count = layout.block // layout.sub
-    levels = _Levels.of(layout)
     low, high = float(layout.lowest_scale), float(layout.lowest_scale + layout.scales.highest)
     most = 0.0 if layout.minima is None else float(layout.minima.highest)
     d, dmin = (part.repeat_interleave(count) for part in _block_steps(step, minimum, layout))
@@ -320,9 +378,9 @@ def _round_blocks(
             own = d * tried
             shift = torch.zeros_like(own)
             if layout.minima is not None:
-                moments = _moments(x, w, levels, own, minimum)
+                moments = fit.moments(own, minimum)
                 shift = _whole((minimum - _divided(moments.r, total)) * _inverse(dmin), 0.0, most)
-            moments = _moments(x, w, levels, own, dmin * shift)
+            moments = fit.moments(own, dmin * shift)
             better = moments.rr < error
             error, scale = torch.where(better, moments.rr, error), torch.where(better, tried, scale)
             lowest = torch.where(better, shift, lowest)
@@ -370,12 +428,12 @@ def _codes(level: Tensor, layout: BlockLayout) -> Tensor:
     return torch.searchsorted(table, level.contiguous()).to(torch.int32)
 
 
-def _write(x: Tensor, kept: _Stored, layout: BlockLayout, out: Tensor) -> None:
+def _write(fit: _Fit, kept: _Stored, out: Tensor) -> None:
     """Fills blocks, uint8 ``[blocks, bytes]``."""
+    layout = fit.layout
     count = layout.block // layout.sub
     step, minimum = kept.d * kept.scale, kept.dmin * kept.minimum
-    levels = _Levels.of(layout)
-    codes = _codes(levels.nearest((x + minimum) * _inverse(step)), layout)
+    codes = _codes(fit.levels.nearest((fit.x + minimum) * _inverse(step)), layout)
     blocks = torch.zeros(out.shape, dtype=torch.int32, device=out.device)
     pack(codes.t().reshape(-1, layout.block), layout.codes, blocks)
     if layout.scales is not None:
@@ -390,12 +448,12 @@ def _write(x: Tensor, kept: _Stored, layout: BlockLayout, out: Tensor) -> None:
     out.copy_(blocks)
 
 
-def quantise(weight: Tensor, importance: Tensor, blocks: Tensor, layout: BlockLayout, search: Search) -> int:
+def quantise(weight: Tensor, metric: Metric, blocks: Tensor, layout: BlockLayout, search: Search) -> int:
     """Fills blocks; the first row of the weight that holds NaN or Inf, or -1.
 
     Args:
         weight: ``[rows, cols]`` bf16, fp16 or float32, any strides; cols a multiple of the block.
-        importance: float32 ``[cols]``, positive: the weight of each column's squared errors.
+        metric: of the columns.
         blocks: uint8 ``[rows, cols / block, bytes]``.
     """
     rows, cols = weight.shape
@@ -405,16 +463,14 @@ def quantise(weight: Tensor, importance: Tensor, blocks: Tensor, layout: BlockLa
         finite = torch.isfinite(values).all(dim=1)
         if not bool(finite.all()):
             return start + int((~finite).nonzero()[0, 0])
-        x = values.reshape(-1, layout.sub).t().contiguous().clamp_(-MOST, MOST)
-        w = importance.view(-1, layout.sub).t().repeat(1, len(values)).contiguous()
-        total = _sum(w)
-        step, minimum = _first_fit(x, w, total, layout, search)
+        fit = _Fit.of(values, metric, layout)
+        step, minimum = _first_fit(fit, search)
         if layout.scales is None:
-            step, minimum = _round_single(x, w, total, step, minimum, layout, search)
+            step, minimum = _round_single(fit, step, minimum, search)
             kept = _Stored(step, minimum, torch.ones_like(step), torch.ones_like(minimum))
         else:
-            kept = _round_blocks(x, w, total, step, minimum, layout, search)
+            kept = _round_blocks(fit, step, minimum, search)
         out = torch.empty(values.numel() // layout.block, layout.nbytes, dtype=torch.uint8, device=weight.device)
-        _write(x, kept, layout, out)
+        _write(fit, kept, out)
         blocks[start : start + chunk] = out.view(len(values), -1, layout.nbytes)
     return -1
