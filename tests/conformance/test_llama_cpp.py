@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 from modelexport.assets import demo_documents, demo_model_path
 from modelexport.checkpoints.formats import gguf as container
 from modelexport.checkpoints.gguf.file import type_of
+from modelexport.checkpoints.gguf.metadata import model_types
 from modelexport.checkpoints.safetensors.file import Reader
 from modelexport.checkpoints.safetensors.sharded import stored_form
 from modelexport.exporting import export
@@ -33,6 +34,7 @@ from modelexport.quantization import mixtures
 from modelexport.quantization.formats import of_scheme
 from modelexport.quantization.methods import WeightSlice, gguf, read_quantization_config
 from modelexport.recipe import ExportRecipe
+from tests.helpers.gguf_models import NOT_IN_TRANSFORMERS, gguf_tiny_model
 from tests.helpers.models import copy_checkpoint, make_llama
 
 LLAMA = os.environ.get("MODELEXPORT_LLAMA_PYTHON")
@@ -286,3 +288,22 @@ def test_mixtures_are_llama_cpp_s(tmp_path: Path, shape: str) -> None:
             if kind != theirs[tensor] and (kind, theirs[tensor]) != ("BF16", "F16")
         }
         assert not different, (name, important)
+
+
+EXACT = 0.01
+"""Of a log-probability, on average: in float32 llama.cpp rounds only what it caches, to float16."""
+
+
+@pytest.mark.parametrize("kind", [kind for kind in model_types() if kind not in NOT_IN_TRANSFORMERS])
+def test_every_architecture(tmp_path: Path, kind: str) -> None:
+    """A tiny model of every type of the table, in float32."""
+    model = gguf_tiny_model(kind)
+    source, out = tmp_path / "source", tmp_path / "out"
+    model.save_pretrained(source)
+    exported(out, "none", str(source), tp=1)
+    ids = torch.randint(3, 200, (24,), generator=torch.Generator().manual_seed(2)).tolist()
+    (got,) = ask("logprobs", out / "model.gguf", given=ids)
+    expected = scores_of(model, ids)
+    difference = (torch.tensor(got, dtype=torch.float64) - expected).abs()
+    print(f"{kind}: {difference.mean():.5f} on average, {difference.max():.5f} at most; spread {expected.std():.2f}")
+    assert difference.mean() <= EXACT
