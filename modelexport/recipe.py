@@ -121,7 +121,8 @@ class ExportRecipe(Settings):
     out: str | None = setting(None, "target directory; must not exist (see --overwrite)", metavar="DIR")
     quant: str = setting(
         "fp8",
-        "number format of the decoder's linears, or PATTERN=FORMAT[:GROUP],... of which the first that matches counts",
+        "number format of the decoder's linears, or PATTERN=FORMAT[:GROUP],... of which the first that matches counts; "
+        "with --format gguf a mixture of llama.cpp's, too (modelexport formats lists them)",
         pairs=True,
         decides_bytes=True,
     )
@@ -155,7 +156,9 @@ class ExportRecipe(Settings):
         decides_bytes=True,
     )
     format: str = setting("hf", "checkpoint format", metavar="NAME", decides_bytes=True)
-    max_shard_bytes: int = setting(5_000_000_000, "largest weight file, in bytes", metavar="N", decides_bytes=True)
+    max_shard_bytes: int | None = setting(
+        None, "largest weight file, in bytes (default: 5 GB; of gguf, one file)", metavar="N", decides_bytes=True
+    )
     target_tp: int = setting(
         1, "tensor-parallel ranks that the checkpoint is written for", metavar="N", decides_bytes=True
     )
@@ -396,8 +399,10 @@ class ReshardRecipe(Settings):
         "which gets what it needs by this algorithm (default: direct; auto for ranks on several machines)",
         choices=EXCHANGES,
     )
-    max_shard_bytes: int = setting(
-        5_000_000_000, "largest weight file, in bytes, where the format has several", decides_bytes=True
+    max_shard_bytes: int | None = setting(
+        None,
+        "largest weight file, in bytes, where the format has several (default: 5 GB; of gguf, one file)",
+        decides_bytes=True,
     )
     overwrite: bool = setting(False, "replace --out if it exists, in one step, when the new one is complete")
     timeout: float = setting(1800.0, "seconds without progress after which a process counts as hung", metavar="S")

@@ -125,11 +125,11 @@ def check_sizes(**sizes: int) -> None:
             raise UsageError(f"{flag} {size}: at least 1 rank is needed, e.g. {flag} 4")
 
 
-def check_common(timeout: float, max_shard_bytes: int) -> None:
+def check_common(timeout: float, max_shard_bytes: int | None) -> None:
     """Raise a UsageError for a time-out or a size of files that cannot be."""
     if not 0 < timeout < math.inf:
         raise UsageError(f"--timeout {timeout:g}: a positive number of seconds is needed")
-    if max_shard_bytes < 1:
+    if max_shard_bytes is not None and max_shard_bytes < 1:
         raise UsageError(f"--max-shard-bytes {max_shard_bytes}: a positive number is needed")
 
 

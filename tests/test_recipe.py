@@ -36,7 +36,7 @@ def test_defaults_are_the_main_job() -> None:
     recipe = ExportRecipe()
     assert (recipe.model, recipe.quant, recipe.format, recipe.tp) == (None, "fp8", "hf", 1)
     assert recipe.transport == "direct"
-    assert recipe.max_shard_bytes == 5_000_000_000
+    assert recipe.max_shard_bytes is None
 
 
 def test_every_field_says_what_it_is() -> None:
@@ -87,7 +87,7 @@ valid: dict[str, st.SearchStrategy[Any]] = {
     "tp": st.integers(1, 10_000),
     "gather": st.sampled_from([None, "nfs"]),
     "workspace": st.text(min_size=1),
-    "max_shard_bytes": st.integers(1, 2**50),
+    "max_shard_bytes": st.none() | st.integers(1, 2**50),
     "overwrite": st.booleans(),
     "evaluate": st.booleans(),
     "timeout": st.floats(1e-3, 1e9) | st.integers(1, 10**9),

@@ -39,8 +39,11 @@ class RopeConfig:
     scaling: JsonValues
 
 
-def read_rope_config(config: Mapping[str, Any]) -> RopeConfig:
+def read_rope_config(config: Mapping[str, Any], layers: str = "full_attention") -> RopeConfig:
     """Read the rotary embedding's settings.
+
+    Args:
+        layers: of models with one for each kind of layer, the kind.
 
     Raises:
         CheckpointError: one of them is of the wrong kind.
@@ -48,6 +51,8 @@ def read_rope_config(config: Mapping[str, Any]) -> RopeConfig:
     values = JsonValues(config)
     key = "rope_parameters" if values.has("rope_parameters") else "rope_scaling"
     own = values.object(key)
+    if isinstance(own.content.get(layers), dict):
+        own = own.object(layers)
     for name in filter(own.has, _NUMBERS):
         own.number(name)
 

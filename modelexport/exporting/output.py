@@ -82,6 +82,7 @@ class ShardWriter:
     ) -> None:
         self.world = collectives.get_world_size()
         self.records = records
+        self._layout = layout
         self._staging = staging
         self._writer = Writer(layout, staging.directory)
         self._writer.start_writeback()
@@ -160,8 +161,9 @@ class ShardWriter:
             placed = []
             for shard in found:
                 assert shard.data is not None
-                placed.append((shard.data, shard.offset))
-                pieces.append(WrittenPiece(name, shard.offset, shard.shape, _crc32(shard.data)))
+                data = self._layout.settled(name, shard.data)
+                placed.append((data, shard.offset))
+                pieces.append(WrittenPiece(name, shard.offset, shard.shape, _crc32(data)))
             self._writer.write_pieces(name, placed)
         return pieces
 

@@ -16,6 +16,7 @@ from modelexport.checkpoints.staging import check_target, resolve_target
 from modelexport.distributed import launch
 from modelexport.errors import PlanError, UsageError
 from modelexport.exporting.plan import ExportPlan, build_plan, full_name, why_untied
+from modelexport.exporting.plan.mixtures import with_mixtures
 from modelexport.inspection.record.reading import read_record
 from modelexport.models import checkpoint_formats
 from modelexport.models.adapted import adapted, without_adapters
@@ -25,6 +26,7 @@ from modelexport.models.draft_layers import without_drafts
 from modelexport.models.engines import Linear
 from modelexport.models.engines import warnings as engine_warnings
 from modelexport.models.in_memory import is_gathered
+from modelexport.models.multipliers import multiplied
 from modelexport.models.opening import open_model
 from modelexport.models.stacked import experts_apart, held
 from modelexport.models.structure import by_structure, check_whole
@@ -108,7 +110,11 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> PreparedExpor
         checkpoint, dropped = without_drafts(opened, _why_no_drafts(recipe))
         if recipe.quant != KEEP or recipe.of_kind("assign"):
             checkpoint = _with_experts_apart(recipe, decoded(checkpoint))
+        elif checkpoint_formats.wants_experts_apart(recipe.format):
+            checkpoint = experts_apart(checkpoint)
         checkpoint, merged = adapted(checkpoint, adapters)
+        if checkpoint_formats.wants_multiplied(recipe.format):
+            checkpoint = multiplied(checkpoint)
         chosen = None
         if recipe.of_kind("assign"):
             recipe, chosen = _autoquant(recipe, source, checkpoint)
@@ -120,7 +126,9 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> PreparedExpor
             from modelexport.exporting.calibrated.rotation import rotation_changes
 
             rotation_changes(checkpoint)  # whether it can be
-        untied = _ROTATED if rotated else why_untied(checkpoint, assignment)
+        untied = _ROTATED if rotated else why_untied(checkpoint, assignment, method.METHOD)
+        if assignment is not None and assignment.mixtures:
+            assignment = with_mixtures(recipe, untie(checkpoint) if untied else checkpoint, assignment)
         plan = build_plan(
             checkpoint,
             assignment,
@@ -193,15 +201,15 @@ def _device_memory(recipe: ExportRecipe, checkpoint: Checkpoint, plan: ExportPla
 
 
 def _with_experts_apart(recipe: ExportRecipe, checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with linears of each expert in place of stacks, if the recipe rounds any of them."""
+    """The checkpoint with linears of each expert in place of stacks, if the recipe rounds any of them, or its format
+    has no stacks of transformers'."""
     apart = experts_apart(checkpoint)
-    if apart is checkpoint or recipe.of_kind("assign"):
+    if apart is checkpoint or recipe.of_kind("assign") or checkpoint_formats.wants_experts_apart(recipe.format):
         return apart
     assignment = parse_assignment(recipe)
     assert assignment is not None
     linears = (name.removesuffix(".weight") for name in apart.infos.keys() - checkpoint.infos.keys())
-    formats = (assignment.of(name) for name in linears)
-    return apart if any(found is not None and found.quantised for found in formats) else checkpoint
+    return apart if any(map(assignment.rounds, linears)) else checkpoint
 
 
 def _adapters(recipe: ExportRecipe) -> tuple[Adapter, ...]:
@@ -328,7 +336,9 @@ def quantization_files(plan: ExportPlan) -> QuantizationFiles | None:
     if not formats and plan.kv_cache is None:
         return None
     embeddings = [module.path for module in plan.family.before if module.kind == "embedding" and module.path in formats]
-    announced = ModelQuantization(formats, plan.ignored(), plan.kv_cache, __version__, plan.kept_subtrees(), embeddings)
+    announced = ModelQuantization(
+        formats, plan.ignored(), plan.kv_cache, __version__, plan.kept_subtrees(), embeddings, plan.file_type
+    )
     return of_method(plan.method).quantization_files(announced)
 
 
@@ -421,7 +431,11 @@ def _few_for_scales(recipe: ExportRecipe) -> Iterator[str]:
 
 
 def parse_assignment(recipe: ExportRecipe) -> Assignment | None:
-    """The assignment that ``--quant`` describes; None where every linear keeps its number format."""
+    """The assignment that ``--quant`` describes; None where every linear keeps its number format.
+
+    Raises:
+        UsageError: ``--quant`` cannot be read, or is a mixture that ``--format`` has no blocks for.
+    """
     method = checkpoint_formats.method_of(recipe.format)
     if recipe.quant == KEEP:
         return None
@@ -429,9 +443,15 @@ def parse_assignment(recipe: ExportRecipe) -> Assignment | None:
         from modelexport.checkpoints.safetensors.file import torch_dtype
 
         scales = None if method.SCALES is None else torch_dtype(method.SCALES)
-        return Assignment.parse(
+        found = Assignment.parse(
             recipe.quant, group_size=recipe.group_size, observer=recipe.observer, scale_dtype=scales
         )
+    if found.mixtures and not getattr(method, "HOLDS_MIXTURES", False):
+        raise UsageError(
+            f"--quant {found.mixtures[0].name}: it is a mixture of llama.cpp's block types, and --format "
+            f"{recipe.format} holds none: add --format gguf"
+        )
+    return found
 
 
 def check_early(recipe: ExportRecipe, source: Source | None = None) -> None:

@@ -159,6 +159,25 @@ def why_no_drafts(name: str) -> str:
     return "" if held else f"--format {name} has no place for them"
 
 
+def wants_experts_apart(name: str) -> bool:
+    """Returns whether a ``--format`` is given each expert's linears, and not stacks: its module's ``EXPERTS_APART``.
+
+    Raises:
+        UsageError: there is no such format; the message has the nearest.
+    """
+    return bool(getattr(get(name), "EXPERTS_APART", False))
+
+
+def wants_multiplied(name: str) -> bool:
+    """Returns whether a ``--format`` is given weights with config.json's multipliers in them: its module's
+    ``FOLDS_MULTIPLIERS``.
+
+    Raises:
+        UsageError: there is no such format; the message has the nearest.
+    """
+    return bool(getattr(get(name), "FOLDS_MULTIPLIERS", False))
+
+
 def method_of(name: str) -> Method:
     """The quantisation method by which a ``--format`` encodes quantised linears.
 

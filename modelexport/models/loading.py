@@ -45,9 +45,11 @@ decoded = CompressedTensorsConfig(dequantize=True)
 model = AutoModelForCausalLM.from_pretrained("CKPT", quantization_config=decoded)
 """
 _LLAMA_CPP = """\
+from pathlib import Path
+
 from llama_cpp import Llama
 
-model = Llama("CKPT/model.gguf")
+model = Llama(str(min(Path("CKPT").glob("*.gguf"))))  # of several parts, the first
 """
 _DCP = """\
 import torch.distributed.checkpoint as dcp

@@ -14,7 +14,7 @@ from typing import Any
 
 from modelexport.checkpoints.safetensors.file import Checkpoint
 from modelexport.errors import CheckpointError
-from modelexport.models.architecture import Dimensions, Module
+from modelexport.models.architecture import Dimensions, Module, read_dimensions
 from modelexport.models.families.base import AxisSize
 from modelexport.models.matching import ModelDescription, Place, blocks, match, refuse
 from modelexport.quantization.methods.base import Axes
@@ -53,7 +53,11 @@ def left_out(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def expected_rules(
-    config: Mapping[str, Any], dtypes: Callable[[str], str] | str, *, has: Callable[[str], bool] | None = None
+    config: Mapping[str, Any],
+    dtypes: Callable[[str], str] | str,
+    *,
+    has: Callable[[str], bool] | None = None,
+    apart: bool = False,
 ) -> list[TensorRule]:
     """The same for a model of which only config.json is known: its tensors must be these, with these shapes.
 
@@ -62,12 +66,16 @@ def expected_rules(
         dtypes: the dtype of a tensor by its name, or that of all; where config.json leaves it open.
         has: whether a tensor is there that config.json does not announce: asked for the bias of each module that may
             have one. None: there is none.
+        apart: whether every expert has linears of its own, in place of stacks of them.
 
     Raises:
         CheckpointError: config.json lacks a number, or contradicts itself.
         PlanError: an unknown architecture, or another method of quantisation.
     """
     model = ModelDescription.read(config, "config.json")
+    if apart and model.family.has_stacks:
+        family = model.family.apart()
+        model = replace(model, family=family, dimensions=read_dimensions(config, family), _expected={})
     if model.dimensions.most_blocks > MOST_BLOCKS:  # nothing else to hold a stranger's number against
         raise CheckpointError(f"config.json: {blocks(model.dimensions)}; at most {MOST_BLOCKS:,} are believed")
     rules = []

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from modelexport.checkpoints.safetensors.file import INDEX_NAME, Checkpoint, Layout, TensorInfo, plan_layout
+from modelexport.checkpoints.safetensors.layout import DEFAULT_MAX_SHARD_BYTES
 from modelexport.checkpoints.safetensors.placement import Placement, whole_place
 from modelexport.models import checkpoint_formats as formats
 from modelexport.sharding.plan import Parallelism
@@ -38,12 +39,13 @@ def plan_target(
     config: dict[str, Any],
     parallelism: Parallelism,
     *,
-    max_shard_bytes: int,
+    max_shard_bytes: int | None,
     source: Path | None = None,
 ) -> TargetPlan:
     """Plan a checkpoint.
 
     Args:
+        max_shard_bytes: of the largest file; None: as the format has it, ``MAX_SHARD_BYTES``, or else 5 GB.
         source: the directory of the model's tokenizer, for formats that have it in their weights' file.
 
     Raises:
@@ -53,6 +55,8 @@ def plan_target(
     module = formats.get(format_name)
     layers = 1 + max((rule.layer for rule in rules if rule.layer is not None), default=-1)
     plan = build_shard_plan(rules, parallelism, layers=layers)
+    if max_shard_bytes is None:
+        max_shard_bytes = getattr(module, "MAX_SHARD_BYTES", DEFAULT_MAX_SHARD_BYTES)
     if module.NAME == "hf" and parallelism.size == 1:
         specs = [(rule.name, rule.dtype, rule.shape) for rule in rules]
         layout = plan_layout(specs, max_shard_bytes=max_shard_bytes)

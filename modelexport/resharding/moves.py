@@ -155,7 +155,7 @@ class Resharding:
         """A unit's elements; valid until this thread reads the next."""
         out = self.buffers.take("source", extent(unit.box), itemsize(unit.info))
         self.reader.read_box(unit.info, unit.box, out)
-        return out
+        return self.layout.settled(unit.info.name, out)
 
     def move(self, unit: Unit) -> None:
         """Read a unit and write it wherever it belongs."""

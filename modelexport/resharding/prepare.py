@@ -14,8 +14,10 @@ from modelexport.errors import UsageError
 from modelexport.inspection.record.reading import ExportRecord, read_record
 from modelexport.models import checkpoint_formats as formats
 from modelexport.models.draft_layers import without_drafts
+from modelexport.models.multipliers import multiplied
 from modelexport.models.opening import open_model
 from modelexport.models.rules import tensor_rules
+from modelexport.models.stacked import experts_apart
 from modelexport.models.structure import check_whole
 from modelexport.models.target_plan import TargetPlan, check_source, plan_target
 from modelexport.models.ties import check_ties
@@ -65,6 +67,10 @@ def _prepare(recipe: ReshardRecipe) -> PreparedReshard:
     checkpoint, dropped = without_drafts(opened, formats.why_no_drafts(recipe.format))
     drafts = {name: why for name, why in checkpoint.left_out.items() if name not in opened.left_out}
     _check_encoding(recipe, checkpoint)
+    if formats.wants_experts_apart(recipe.format):
+        checkpoint = experts_apart(checkpoint)
+    if formats.wants_multiplied(recipe.format):
+        checkpoint = multiplied(checkpoint)
     rules = tensor_rules(checkpoint)
     check_ties(checkpoint)
     target = plan_target(

@@ -4,8 +4,9 @@ usage: python llama_cpp_answers.py WHAT FILE [FILE ...] < JSON
 
 WHAT is "logprobs" (stdin: the token ids of a prompt; prints for each file the log-probability of each token after the
 first), "tokens" (stdin: texts; prints each text's token ids), "tensors" (prints for each file its values and, for each
-tensor, its type and a digest of its float32 numbers, all by the gguf package), or "requantise" (stdin: block types ->
-files to write; prints nothing).
+tensor, its type and a digest of its float32 numbers, all by the gguf package), "requantise" (stdin: block types ->
+files to write; prints nothing), or "quantise" (stdin: a list of file types, each with whether blocks are fitted with an
+importance of inputs; prints for each file, and each of these, the type that llama.cpp's quantiser gives each tensor).
 """
 
 from __future__ import annotations
@@ -82,6 +83,35 @@ def requantise(path: str, target: str, kind: str) -> None:
     writer.close()
 
 
+def quantise(path: str, file_type: int, important: bool) -> dict[str, str]:
+    """The types of all tensors, by a dry run; of an importance that is the same for all inputs."""
+    import ctypes
+    import re
+
+    import llama_cpp
+    from gguf import GGUFReader
+
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.nthread, params.ftype, params.dry_run = 1, file_type, True
+    kept = []
+    if important:
+        tensors = [tensor for tensor in GGUFReader(path).tensors if len(tensor.shape) > 1]
+        data = (llama_cpp.llama_model_imatrix_data * (len(tensors) + 1))()
+        for entry, tensor in zip(data, tensors, strict=False):
+            columns = int(tensor.shape[0]) * (int(tensor.shape[2]) if len(tensor.shape) > 2 else 1)
+            kept.append((ctypes.c_float * columns)(*([1.0] * columns)))
+            entry.name, entry.data, entry.size = tensor.name.encode(), kept[-1], columns
+        params.imatrix = data
+    said: list[str] = []
+    log = llama_cpp.llama_log_callback(lambda _, text, __: said.append(text.decode()))
+    llama_cpp.llama_log_set(log, None)
+    failed = llama_cpp.llama_model_quantize(path.encode(), b"", ctypes.byref(params))
+    if failed:
+        raise SystemExit(f"llama.cpp does not quantise {path} to file type {file_type}: {''.join(said)[-1000:]}")
+    lines = re.findall(r"\] (\S+) +- \[[^]]*\], type = +(\w+), size = ([^\n]*)", "".join(said))
+    return {name: (re.findall(r"\((\w+)\)", rest) or [kind])[0].upper() for name, kind, rest in lines}
+
+
 def main() -> None:
     what, *paths = sys.argv[1:]
     given = json.loads(sys.stdin.read() or "null")
@@ -91,6 +121,8 @@ def main() -> None:
         answer = [token_ids(path, given) for path in paths]
     elif what == "requantise":
         answer = [requantise(paths[0], target, kind) for kind, target in given.items()]
+    elif what == "quantise":
+        answer = [[quantise(path, number, important) for number, important in given] for path in paths]
     else:
         answer = [tensors(path) for path in paths]
     print("ANSWER " + json.dumps(answer), flush=True)

@@ -21,23 +21,26 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from modelexport.assets import demo_documents, demo_model_path
+from modelexport.checkpoints.formats import gguf as container
+from modelexport.checkpoints.gguf.file import type_of
+from modelexport.checkpoints.gguf.metadata import model_types
 from modelexport.checkpoints.safetensors.file import Reader
+from modelexport.checkpoints.safetensors.sharded import stored_form
 from modelexport.exporting import export
+from modelexport.exporting.prepare import prepare
 from modelexport.inspection.evaluate.models import load_dequantised
 from modelexport.models.opening import open_model
+from modelexport.quantization import mixtures
 from modelexport.quantization.formats import of_scheme
 from modelexport.quantization.methods import WeightSlice, gguf, read_quantization_config
 from modelexport.quantization.methods._ggml import LAYOUTS
+from modelexport.recipe import ExportRecipe
+from tests.helpers.gguf_models import NOT_IN_TRANSFORMERS, gguf_tiny_model
 from tests.helpers.models import copy_checkpoint, make_llama
 
 LLAMA = os.environ.get("MODELEXPORT_LLAMA_PYTHON")
-QUANTS = {
-    "none": "BF16",
-    "int8-wo": "Q8_0",
-    "int4": "Q4_0",
-    "mxfp4-wo": "MXFP4",
-    **{layout.number_format: layout.name for layout in LAYOUTS.values()},
-}
+BLOCKS = {layout.number_format: layout.name for layout in LAYOUTS.values()}
+QUANTS = {"none": "BF16", "int8-wo": "Q8_0", "int4": "Q4_0", "mxfp4-wo": "MXFP4", **BLOCKS}
 LINEARS = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -82,7 +85,7 @@ def exported(out: Path, quant: str, model: str | None = None, tp: int = 2) -> Pa
     export(
         model=model,
         out=str(out),
-        quant=quant,
+        quant=f"*_proj={quant}" if quant in BLOCKS else quant,  # alone most of these are mixtures
         group_size=size_of(quant),
         format="gguf",
         tp=tp,
@@ -115,9 +118,7 @@ def scores_of(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
     return scores[:-1].gather(-1, tokens[0, 1:, None])[:, 0]
 
 
-def compare(
-    name: str, got: list[float], expected: torch.Tensor, *, routed: bool = False, bound: float = BOUND
-) -> None:
+def compare(name: str, got: list[float], expected: torch.Tensor, *, routed: bool = False, bound: float = BOUND) -> None:
     """``routed``: a token may go to other experts, since random routers decide by next to nothing."""
     difference = (torch.tensor(got, dtype=torch.float64) - expected).abs()
     spread = expected.std()
@@ -253,3 +254,62 @@ def test_other_families(tmp_path: Path, quant: str) -> None:
         expected.append(scores_of(reference(tmp_path / name), ids))
     for name, got, scores in zip(FAMILIES, ask("logprobs", *files, given=ids), expected, strict=True):
         compare(f"{name} {quant}", got, scores, routed=name == "mixtral")
+
+
+MIXED: dict[str, dict[str, Any]] = {
+    "dense": {"hidden": 256, "intermediate": 512, "layers": 17},
+    "tied, grouped queries": {"hidden": 256, "intermediate": 256, "layers": 9, "kv_heads": 1, "tied": True},
+    "eight experts": {"model_type": "mixtral", "hidden": 256, "intermediate": 256, "layers": 8, "experts": 8},
+    "four experts": {"model_type": "mixtral", "hidden": 256, "intermediate": 256, "layers": 8},
+    "fused": {"model_type": "phi3", "hidden": 256, "intermediate": 256, "layers": 8},
+    "blocks of 32": {"hidden": 288, "head_dim": 64, "intermediate": 320, "layers": 8},
+    "no blocks": {"hidden": 256, "intermediate": 300, "layers": 2, "tied": True},
+}
+
+
+def planned_types(model: Path, mixture: str, calib: Path | None) -> dict[str, str | None]:
+    """The types of the tensors of an export's file, by its plan; with a calibration text, fitted with importance."""
+    how: dict[str, Any] = {} if calib is None else {"algorithm": "imatrix", "calib": (str(calib),)}
+    recipe = ExportRecipe(model=str(model), quant=mixture, format="gguf", dry_run=True, quiet=True, **how)
+    target = prepare(recipe).target
+    config = open_model(model).config or {}
+    return {array.name: type_of(*stored_form(array)) for array in container.arrays(target.plan, config)}
+
+
+@pytest.mark.parametrize("shape", MIXED)
+def test_mixtures_are_llama_cpp_s(tmp_path: Path, shape: str) -> None:
+    """Each tensor has the type that llama-quantize gives it; but what fits no block, F16 there, stays as it is."""
+    model = make_llama(**MIXED[shape])
+    plain = exported(tmp_path / "plain", "none", str(model), tp=1) / "model.gguf"
+    (calib := tmp_path / "calib.jsonl").write_text(json.dumps({"input_ids": list(range(3, 100))}))
+    asked = [(name, important) for name in mixtures.names() for important in (False, True)]
+    numbers = [(mixtures.MIXTURES[name].file_type, important) for name, important in asked]
+    (answers,) = ask("quantise", plain, given=numbers)
+    for (name, important), theirs in zip(asked, answers, strict=True):
+        ours = planned_types(model, name, calib if important else None)
+        assert ours.keys() == theirs.keys()
+        different = {
+            tensor: (kind, theirs[tensor])
+            for tensor, kind in ours.items()
+            if kind != theirs[tensor] and (kind, theirs[tensor]) != ("BF16", "F16")
+        }
+        assert not different, (name, important)
+
+
+EXACT = 0.01
+"""Of a log-probability, on average: in float32 llama.cpp rounds only what it caches, to float16."""
+
+
+@pytest.mark.parametrize("kind", [kind for kind in model_types() if kind not in NOT_IN_TRANSFORMERS])
+def test_every_architecture(tmp_path: Path, kind: str) -> None:
+    """A tiny model of every type of the table, in float32."""
+    model = gguf_tiny_model(kind)
+    source, out = tmp_path / "source", tmp_path / "out"
+    model.save_pretrained(source)
+    exported(out, "none", str(source), tp=1)
+    ids = torch.randint(3, 200, (24,), generator=torch.Generator().manual_seed(2)).tolist()
+    (got,) = ask("logprobs", out / "model.gguf", given=ids)
+    expected = scores_of(model, ids)
+    difference = (torch.tensor(got, dtype=torch.float64) - expected).abs()
+    print(f"{kind}: {difference.mean():.5f} on average, {difference.max():.5f} at most; spread {expected.std():.2f}")
+    assert difference.mean() <= EXACT

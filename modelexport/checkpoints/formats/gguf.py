@@ -1,4 +1,5 @@
-"""GGUF: one file ``model.gguf`` that llama.cpp loads, with config.json and the tokenizer's files beside it.
+"""GGUF: one file ``model.gguf`` that llama.cpp loads, or parts of it (``model-00001-of-00003.gguf``), with config.json
+and the tokenizer's files beside it.
 
 Names and forms are those of llama.cpp's own conversion:
 
@@ -6,8 +7,8 @@ Names and forms are those of llama.cpp's own conversion:
 - norms, biases and routers are float32: bfloat16 ones are widened on their way, float16 ones are refused;
 - Llama, Mistral and Mixtral rotate neighbouring elements of a head where Hugging Face's rotate halves: the rows of q
   and k (and of their biases) are put in that order, which changes no number since blocks lie within rows;
-- linears are F16, BF16 or F32 as the model is, or blocks (see :mod:`modelexport.quantization.methods.gguf`); the
-  embedding and the head as the model is; tied embeddings are stored once;
+- linears, the embedding and the head are F16, BF16 or F32 as the model is, or blocks (see
+  :mod:`modelexport.quantization.methods.gguf`); tied embeddings are stored once;
 - the factors of Llama 3.1's and Phi-3's rotary embeddings are tensors, computed from config.json.
 
 llama.cpp looks at nothing but the file. Its tokenizer is translated where that can be done
@@ -16,26 +17,43 @@ llama.cpp looks at nothing but the file. Its tokenizer is translated where that 
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from modelexport.checkpoints.engine_reading import Rules, open_arrays
-from modelexport.checkpoints.gguf.file import TYPES, Entry, GgufFile, Value, encode_header, read_gguf, type_of
-from modelexport.checkpoints.gguf.metadata import architecture, file_values, model_values, read_rope
+from modelexport.checkpoints.gguf.architectures import FLOAT32, ROLES, TENSORS, GgufArchitecture, Stored
+from modelexport.checkpoints.gguf.file import (
+    MOST_PARTS,
+    TYPES,
+    Entry,
+    GgufFile,
+    Value,
+    encode_header,
+    part_name,
+    part_values,
+    parts_of,
+    read_gguf,
+    type_of,
+)
+from modelexport.checkpoints.gguf.metadata import architecture, file_values, model_values, read_config, read_rope
 from modelexport.checkpoints.gguf.tokenizer import describe, read_tokenizer
+from modelexport.checkpoints.gguf.values import HEADS, KV_HEADS, fused_heads
 from modelexport.checkpoints.safetensors.arrays import Array, Share, placements
+from modelexport.checkpoints.safetensors.conversions import Conversion
 from modelexport.checkpoints.safetensors.header import TensorInfo
-from modelexport.checkpoints.safetensors.layout import DEFAULT_MAX_SHARD_BYTES, Layout, LayoutFile
+from modelexport.checkpoints.safetensors.layout import Layout, LayoutFile
 from modelexport.checkpoints.safetensors.reader import Checkpoint
 from modelexport.checkpoints.safetensors.sharded import (
     Constant,
-    Widened,
-    only_widened,
+    divide,
+    holds,
     raise_problems,
     stored_form,
     tensor_info,
@@ -45,6 +63,7 @@ from modelexport.sharding.boxes import whole
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.rules import TensorRule
 from modelexport.sharding.shard_plan import ShardPlan, build_shard_plan
+from modelexport.system.dtypes import find_dtype
 from modelexport.system.json_values import JsonValues
 from modelexport.system.small_files import LARGEST_CONFIG, has_file, open_regular, read_json
 
@@ -53,49 +72,80 @@ DESCRIPTION = "one file for llama.cpp"
 HUB_LIBRARY = "gguf"
 LOADS_TENSOR_PARALLEL = False
 SIDE_FILES = ()
+EXPERTS_APART = True
+FOLDS_MULTIPLIERS = True
 READS_SOURCE = True  # its tokenizer is part of the file: lay_out wants the source's directory
+MAX_SHARD_BYTES = 1 << 63  # one file, unless parts are asked for: not every program on llama.cpp takes parts
 FILE = "model.gguf"
 _SUFFIX = ".gguf"
 _LAYER = "blk.{layer}."
-_NAMES = {
-    "embedding": "token_embd",
-    "attention.norm": _LAYER + "attn_norm",
-    "attention.q": _LAYER + "attn_q",
-    "attention.k": _LAYER + "attn_k",
-    "attention.v": _LAYER + "attn_v",
-    "attention.qkv": _LAYER + "attn_qkv",
-    "attention.o": _LAYER + "attn_output",
-    "mlp.norm": _LAYER + "ffn_norm",
-    "mlp.gate": _LAYER + "ffn_gate",
-    "mlp.up": _LAYER + "ffn_up",
-    "mlp.gate_up": _LAYER + "ffn_up",
-    "mlp.down": _LAYER + "ffn_down",
-    "router": _LAYER + "ffn_gate_inp",
-    "expert.gate": _LAYER + "ffn_gate_exps",
-    "expert.up": _LAYER + "ffn_up_exps",
-    "expert.down": _LAYER + "ffn_down_exps",
-    "final_norm": "output_norm",
-    "head": "output",
-}
-_FLOAT32 = {"attention.norm", "mlp.norm", "final_norm", "router"}
 _ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_WIDE = "modelexport.float32"
+"""The key of the names of those tensors of a model of 16 bits that are float32 in the model, too, one a line."""
 _CLOSE = 1e-5  # relative: others compute the factors in float32
 
 
 @dataclass(frozen=True)
-class _Target:
-    """The facts of llama.cpp's architecture that decide the form of the tensors."""
+class _Part:
+    """The part of a tensor that goes to one array.
 
-    interleaved: bool
-    heads: Mapping[str, int]
+    Attributes:
+        name: of the array.
+        shape: of the array, or of one of those that are stacked in it.
+        share: with the origin within that shape.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    share: Share
+
+
+@dataclass(frozen=True)
+class _Target:
+    """A model's architecture, and the numbers that its tensors' forms depend on."""
+
+    architecture: GgufArchitecture
+    config: JsonValues
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> _Target:
-        interleaved = architecture(config) == "llama"
-        read = JsonValues(config)
-        heads = read.whole("num_attention_heads")
-        kv_heads = read.whole("num_key_value_heads", heads)
-        return cls(interleaved, {"attention.q": heads, "attention.k": kv_heads})
+        return cls(architecture(config), read_config(config))
+
+    def stored(self, rule: TensorRule) -> Stored | None:
+        """The arrays that a tensor goes to; None: llama.cpp has no name for it."""
+        full = f"{rule.path}.{rule.parameter}"
+        for names in (self.architecture.tensors, TENSORS, ROLES):
+            for key in (full, rule.path, rule.role):
+                if key in names:
+                    found = names[key]
+                    stored = found if isinstance(found, Stored) else Stored((found,))
+                    if self.architecture.pairs and rule.role in ("attention.q", "attention.k"):
+                        stored = replace(stored, rows="pairs")
+                    if stored.is_norm and stored.names[0].endswith("norm") and rule.parameter == "weight":
+                        stored = replace(stored, function=self.architecture.norms)
+                    return replace(stored, names=tuple(_full_name(name, rule) for name in stored.names))
+        return None
+
+    def is_scale(self, rule: TensorRule) -> bool:
+        """Returns whether a tensor belongs to a weight of another number format."""
+        full = f"{rule.path}.{rule.parameter}"
+        return rule.parameter not in ("weight", "bias") and full not in {**TENSORS, **self.architecture.tensors}
+
+    def heads(self, rule: TensorRule) -> int:
+        """Heads along the rows of a tensor."""
+        return KV_HEADS.read(self.config) if rule.role == "attention.k" else HEADS.read(self.config)
+
+    def kv_groups(self) -> tuple[int, int]:
+        """Heads of keys, and queries for each of them, of a fused tensor of all three."""
+        if self.architecture.name != "falcon":
+            return HEADS.read(self.config), 1
+        return fused_heads(self.config)
+
+
+def _full_name(name: str, rule: TensorRule) -> str:
+    """An array's name with its block, and the tensor's parameter where it has none of its own."""
+    block = "" if rule.layer is None else _LAYER.format(layer=rule.layer)
+    return f"{block}{name.removesuffix('.')}" if "." in name else f"{block}{name}.{rule.parameter}"
 
 
 def arrays(plan: ShardPlan, config: dict[str, Any]) -> list[Array]:
@@ -110,12 +160,17 @@ def arrays(plan: ShardPlan, config: dict[str, Any]) -> list[Array]:
             "--target-tp, --target-pp and --target-ep out"
         )
     target = _Target.of(config)
-    stacks: dict[str, list[TensorRule]] = {}
-    for rule in plan.rules.values():
-        if rule.role in _NAMES:
-            stacks.setdefault(f"{_NAMES[rule.role].format(layer=rule.layer)}.{rule.parameter}", []).append(rule)
-    _check(list(plan.rules.values()), stacks)
-    found = [_array(name, rules, target) for name, rules in stacks.items()]
+    stacks: dict[str, list[tuple[TensorRule, Stored]]] = {}
+    rules = list(plan.rules.values())
+    for rule in rules:
+        stored = target.stored(rule)
+        for name in () if stored is None else stored.names:
+            assert stored is not None
+            stacks.setdefault(name, []).append((rule, stored))
+    _check(rules, stacks, target)
+    found = [_array(name, group, target) for name, group in stacks.items()]
+    if target.architecture.output and "output.weight" not in stacks:
+        found += [replace(array, name="output.weight") for array in found if array.name == "token_embd.weight"]
     for name, content in read_rope(config).arrays().items():
         number = len(content) // 4
         found.append(
@@ -124,68 +179,155 @@ def arrays(plan: ShardPlan, config: dict[str, Any]) -> list[Array]:
     return found
 
 
-def _check(rules: Sequence[TensorRule], stacks: Mapping[str, Sequence[TensorRule]]) -> None:
+def _check(
+    rules: Sequence[TensorRule], stacks: Mapping[str, Sequence[tuple[TensorRule, Stored]]], target: _Target
+) -> None:
     problems = []
-    unknown = [rule for rule in rules if rule.role not in _NAMES]
+    named = {rule.name for group in stacks.values() for rule, _ in group}
+    unknown = [rule for rule in rules if rule.name not in named]
     if unknown:
         roles = ", ".join(dict.fromkeys(rule.role for rule in unknown))
         problems.append(f"{len(unknown)} tensors have no name in GGUF ({roles}), the first {unknown[0].name}")
-    alien = [r for r in rules if r.parameter not in ("weight", "bias") or type_of(r.dtype, r.shape) is None]
+    alien = [r for r in rules if r.name in named and (type_of(r.dtype, r.shape) is None or target.is_scale(r))]
     if alien:
         problems.append(
             f"{len(alien)} tensors are of no type that GGUF has, the first {alien[0].name}, {alien[0].dtype} "
             f"{list(alien[0].shape)}; a quantised model must have been quantised with --format {NAME}"
         )
-    narrow = [rule for rule in rules if _is_float32(rule) and rule.dtype == "F16"]
-    if narrow:
-        problems.append(
-            f"{len(narrow)} norms, biases and routers are float16, the first {narrow[0].name}: llama.cpp wants them in "
-            "float32, which can be written from bfloat16 or float32 only; convert the model to bfloat16 first, or "
-            "choose --format hf"
-        )
     for name, group in stacks.items():
-        different = {(rule.dtype, rule.shape) for rule in group}
+        different = {(rule.dtype, rule.shape) for rule, _ in group}
         if len(different) > 1:
             problems.append(f"{name}: its experts differ in number format or shape, and llama.cpp stacks them")
+        first, stored = group[0]
+        turned = stored.transposed or stored.rows == "heads of kv_b"
+        if turned and first.dtype == "U8":
+            problems.append(f"{first.name} is quantised by rows, and llama.cpp wants its columns: keep it as it is")
+        twice = first.expert is None and len(group) > 1
+        if twice:
+            problems.append(f"{name}: {first.name} and {group[1][0].name} both go there")
     if problems:
         raise PlanError(f"--format {NAME}: " + "; ".join(problems[:8]))
 
 
-def _is_float32(rule: TensorRule) -> bool:
-    return rule.role in _FLOAT32 or rule.parameter == "bias"
+def _is_float32(name: str, shape: Sequence[int]) -> bool:
+    """Returns whether llama.cpp wants an array in float32.
+
+    Args:
+        shape: of the array, or of one of those that are stacked in it.
+    """
+    module, _, parameter = name.rpartition(".")
+    stem = module.rpartition("blk.")[2].partition(".")[2] if module.startswith("blk.") else module
+    return parameter != "weight" or len(shape) == 1 or stem.endswith("_norm") or stem in FLOAT32
 
 
-def _array(name: str, rules: Sequence[TensorRule], target: _Target) -> Array:
-    first = rules[0]
-    stacked = first.expert is not None
-    widened = _is_float32(first) and first.dtype == "BF16"
-    shares = []
-    for number, rule in enumerate(rules):
-        for share in _shares(rule, target):
-            if widened:  # bfloat16 is the upper half of float32: every second element of an array twice as wide
-                steps = share.steps or (1,) * len(share.box)
-                origin = (*share.origin[:-1], 2 * share.origin[-1] + 1)
-                share = replace(share, origin=origin, steps=(*steps[:-1], 2 * steps[-1]))
-            shares.append(replace(share, origin=(number, *share.origin)) if stacked else share)
-    shape = (*((len(rules),) if stacked else ()), *first.shape)
-    if widened:
-        return Widened(FILE, name, "BF16", (*shape[:-1], 2 * shape[-1]), tuple(shares))
-    return Array(FILE, name, first.dtype, shape, tuple(shares))
+def _array(name: str, group: Sequence[tuple[TensorRule, Stored]], target: _Target) -> Array:
+    stacked = group[0][0].expert is not None
+    shares: list[Share] = []
+    shape: tuple[int, ...] = ()
+    for number, (rule, stored) in enumerate(group):
+        for part in _parts(rule, stored, target):
+            if part.name == name:
+                shape, share = part.shape, part.share
+                if stacked:
+                    dims = None if share.dims is None else tuple(dim + 1 for dim in share.dims)
+                    share = replace(share, origin=(number, *share.origin), dims=dims)
+                shares.append(share)
+    first, stored = group[0]
+    form = _form(stored, first, shape, target)
+    whole_shape = ((len(group),) if stacked else ()) + shape
+    stored_shape = None if form == shape else form
+    if _is_float32(name, form) and (first.dtype != "F32" or stored.function != "value"):
+        conversion = Conversion(first.dtype, stored.function)
+        return Array(FILE, name, "F32", whole_shape, tuple(shares), conversion=conversion, stored_shape=stored_shape)
+    assert stored.function == "value", name
+    return Array(FILE, name, first.dtype, whole_shape, tuple(shares), stored_shape=stored_shape)
 
 
-def _shares(rule: TensorRule, target: _Target) -> list[Share]:
-    """The places of a tensor's rows: in their order, or the two halves of each head by turns."""
-    box, rest = whole(rule.shape), (0,) * (len(rule.shape) - 1)
-    if not (target.interleaved and rule.role in target.heads):
-        return [Share(rule.name, box, (0, *rest))]
-    heads = target.heads[rule.role]
-    half = rule.shape[0] // heads // 2
-    found = []
-    for start in range(0, heads * 2 * half, 2 * half):
-        for which in (0, 1):
-            rows = (start + which * half, start + (which + 1) * half)
-            found.append(Share(rule.name, (rows, *box[1:]), (start + which, *rest), (2, *(1 for _ in rest))))
-    return found
+def _form(stored: Stored, rule: TensorRule, shape: tuple[int, ...], target: _Target) -> tuple[int, ...]:
+    """An array's shape by the file's header."""
+    if not stored.shape:
+        return shape
+    sizes = {"rows": shape[0]}
+    found = [size if isinstance(size, int) else sizes.get(size) or target.config.whole(size) for size in stored.shape]
+    rest, left = divmod(math.prod(shape), math.prod(size for size in found if size))
+    if left:
+        raise PlanError(f"--format {NAME}: {rule.name} is {list(shape)}, which is no multiple of {found}")
+    return tuple(size or rest for size in found)
+
+
+def _parts(rule: TensorRule, stored: Stored, target: _Target) -> Iterator[_Part]:
+    """The places of a tensor's rows."""
+    if stored.rows == "heads of kv_b":
+        yield from _latent_parts(rule, stored, target)
+        return
+    shape, box = rule.shape, whole(rule.shape)
+    transposed = stored.transposed and len(shape) > 1  # and not a bias
+    dim = len(shape) - 1 if transposed else 0
+    rows = shape[dim]
+    spans = list(_spans(rule, stored, target, rows))
+    heights = {name: sum(stop - start for each, start, stop, _, _ in spans if each == name) for name in stored.names}
+    for name, start, stop, at, step in spans:
+        part = (*box[:dim], (start, stop), *box[dim + 1 :])
+        if transposed:
+            yield _Part(name, (heights[name], shape[0]), Share(rule.name, part, (at, 0), (1, step), (1, 0)))
+            continue
+        rest = (0,) * (len(shape) - 1)
+        steps = None if step == 1 else (step, *(1 for _ in rest))
+        yield _Part(name, (heights[name], *shape[1:]), Share(rule.name, part, (at, *rest), steps))
+
+
+def _spans(rule: TensorRule, stored: Stored, target: _Target, rows: int) -> Iterator[tuple[str, int, int, int, int]]:
+    """(array, rows [start, stop) of the tensor, the array's row of the first, by how many rows they are apart)."""
+    if stored.rows == "pairs":
+        half = rows // target.heads(rule) // 2
+        for start in range(0, rows, 2 * half):
+            for which in (0, 1):
+                yield stored.names[0], start + which * half, start + (which + 1) * half, start + which, 2
+    elif stored.rows == "grouped":
+        groups, queries = target.kv_groups()
+        each = rows // (groups * (queries + 2))
+        for group in range(groups):
+            start = group * (queries + 2) * each
+            sizes = ((queries, 0), (1, groups * queries), (1, groups * (queries + 1)))
+            for count, first in sizes:
+                yield stored.names[0], start, start + count * each, (first + group * count) * each, 1
+                start += count * each
+    elif stored.rows == "groups of qkvz":
+        yield from _linear_attention_spans(stored, target)
+    else:
+        each, rest = divmod(rows, len(stored.names))
+        if rest:
+            raise PlanError(f"--format {NAME}: {rule.name} has {rows} rows, for {len(stored.names)} arrays")
+        for number, name in enumerate(stored.names):
+            yield name, number * each, (number + 1) * each, 0, 1
+
+
+def _linear_attention_spans(stored: Stored, target: _Target) -> Iterator[tuple[str, int, int, int, int]]:
+    """Of a head of keys its query, its key, and the values and the gates of all heads of values that it is for."""
+    groups, values = (target.config.whole(f"linear_num_{which}_heads") for which in ("key", "value"))
+    key, value = (target.config.whole(f"linear_{which}_head_dim") for which in ("key", "value"))
+    values = values // groups * value
+    fused, gates = stored.names
+    places = ((fused, key, 0), (fused, key, groups * key), (fused, values, 2 * groups * key), (gates, values, 0))
+    start = 0
+    for group in range(groups):
+        for name, count, first in places:
+            yield name, start, start + count, first + group * count, 1
+            start += count
+
+
+def _latent_parts(rule: TensorRule, stored: Stored, target: _Target) -> Iterator[_Part]:
+    """Latent attention's keys, ``[heads, rank, features]``, and its values, ``[heads, features, rank]``."""
+    heads, rank = HEADS.read(target.config), rule.shape[1]
+    keys, values = (target.config.whole(key) for key in ("qk_nope_head_dim", "v_head_dim"))
+    box = whole(rule.shape)
+    for head in range(heads):
+        start = head * (keys + values)
+        rows = ((start, start + keys), *box[1:])
+        share = Share(rule.name, rows, (head, 0, 0), None, (2, 1))
+        yield _Part(stored.names[0], (heads, rank, keys), share)
+        rows = ((start + keys, start + keys + values), *box[1:])
+        yield _Part(stored.names[1], (heads, values, *rule.shape[1:]), Share(rule.name, rows, (head, *(0,) * len(box))))
 
 
 # ------------------------------------------------------------------ writing
@@ -195,50 +337,106 @@ def lay_out(
     plan: ShardPlan,
     config: dict[str, Any],
     *,
-    max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
     source: Path | None = None,
 ) -> Layout:
-    """Returns the layout of the one file, however large.
+    """Returns the layout of the file, or of its parts.
 
     Args:
+        max_shard_bytes: a part is closed before the tensor that would make its data exceed this.
         source: the directory of the model's tokenizer; None: the file gets none.
 
     Raises:
-        PlanError: as :func:`arrays`; or llama.cpp's values have no place for what config.json says.
+        PlanError: as :func:`arrays`; or llama.cpp's values have no place for what config.json says; or there would be
+            more parts than it counts.
         CheckpointError: a file of the tokenizer is damaged.
     """
-    found = arrays(plan, config)
-    rules = list(plan.rules.values())
-    entries = [Entry(array.name, *stored_form(array)) for array in found]
-    header, offsets, size = encode_header(_values(plan, config, source), entries)
-    inserts = tuple(
-        (at, array.content) for array, at in zip(found, offsets, strict=True) if isinstance(array, Constant)
-    )
-    path = Path(FILE)
-    places = {id(array): (path, at) for array, at in zip(found, offsets, strict=True)}
-    infos = {rule.name: tensor_info(rule.name, rule.dtype, rule.shape, Path()) for rule in rules}
-    return Layout(
-        (LayoutFile(FILE, header, (), size, inserts),), infos, placements(found, lambda array: places[id(array)])
-    )
+    found = divide(arrays(plan, config), max_bytes=max_shard_bytes, name=part_name)
+    parts: dict[str, list[Array]] = {}
+    for array in found:
+        parts.setdefault(array.file, []).append(array)
+    if len(parts) > MOST_PARTS:
+        raise PlanError(
+            f"--format {NAME}: --max-shard-bytes {max_shard_bytes} makes {len(parts):,} parts, and llama.cpp counts to "
+            f"{MOST_PARTS:,}: give a larger number"
+        )
+    values = _values(plan, config, source)
+    files = []
+    places: dict[int, tuple[Path, int]] = {}
+    for number, (name, held) in enumerate(parts.items()):
+        entries = [Entry(array.name, *stored_form(array)) for array in held]
+        header, offsets, size = encode_header(part_values(values, number, len(parts), len(found)), entries)
+        placed = list(zip(held, offsets, strict=True))
+        inserts = tuple((at, array.content) for array, at in placed if isinstance(array, Constant))
+        files.append(LayoutFile(name, header, (), size, inserts))
+        places |= {id(array): (Path(name), at) for array, at in placed}
+    infos = {rule.name: tensor_info(rule.name, rule.dtype, rule.shape, Path()) for rule in plan.rules.values()}
+    return Layout(tuple(files), infos, placements(found, lambda array: places[id(array)]))
+
+
+def matrices(plan: ShardPlan, config: dict[str, Any]) -> dict[str, list[TensorRule]]:
+    """The weights of two dims whose rows each tensor of the file holds, by its name: of a stack, those of all experts.
+
+    Weights of which anything is turned into columns, or into float32, are not among them; nor is a second copy of the
+    embedding, which is of its type.
+
+    Raises:
+        PlanError: as :func:`arrays`.
+    """
+    found: dict[str, list[TensorRule]] = {}
+    others: set[str] = set()
+    everything = arrays(plan, config)
+    embedding = next((array.shares for array in everything if array.name == "token_embd.weight"), None)
+    for array in everything:
+        if isinstance(array, Constant) or (array.name == "output.weight" and array.shares == embedding):
+            continue
+        held = [plan.rules[name] for name in dict.fromkeys(share.tensor for share in array.shares)]
+        turned = any(share.dims is not None for share in array.shares)
+        by_rows = all(r.parameter == "weight" and len(r.shape) == 2 and r.shape[1] == array.shape[-1] for r in held)
+        if by_rows and not turned and not _is_float32(array.name, held[0].shape):
+            found[array.name] = held
+        else:
+            others.update(rule.name for rule in held)
+    return {name: held for name, held in found.items() if others.isdisjoint(rule.name for rule in held)}
+
+
+def header_values(plan: ShardPlan, config: dict[str, Any]) -> dict[str, Value]:
+    """The values of the file's header that describe the model: its architecture, its sizes.
+
+    Raises:
+        PlanError: llama.cpp's values have no place for what config.json says.
+        CheckpointError: a value is missing or of the wrong kind.
+    """
+    return model_values(config, vocab=_vocabulary(plan), rope=read_rope(config))
 
 
 def _values(plan: ShardPlan, config: dict[str, Any], source: Path | None) -> dict[str, Value]:
-    vocab = _vocabulary(plan)
+    target = _Target.of(config)
     kinds: Counter[str] = Counter()
     for rule in plan.rules.values():
-        if rule.parameter == "weight" and not _is_float32(rule) and rule.role not in ("embedding", "head"):
+        stored = target.stored(rule)
+        plain = stored is not None and not _is_float32(stored.names[0], rule.shape)
+        if plain and rule.role not in ("embedding", "head"):
             kind = type_of(rule.dtype, rule.shape)
             assert kind is not None
             kinds[kind] += tensor_info(rule.name, rule.dtype, rule.shape, Path()).nbytes
+    wide = [rule.name for rule in plan.rules.values() if rule.dtype == "F32" and _is_narrow(plan)]
+    said = (config.get("quantization_config") or {}).get("file_type")
     return {
-        **model_values(config, vocab=vocab, rope=read_rope(config)),
-        **file_values(kinds),
-        **read_tokenizer(source, config, vocab).values,
+        **header_values(plan, config),
+        **file_values(kinds, mixture=said if isinstance(said, int) else None),
+        **({_WIDE: "\n".join(wide)} if wide else {}),
+        **read_tokenizer(source, config, _vocabulary(plan)).values,
     }
 
 
 def _vocabulary(plan: ShardPlan) -> int:
     return next(rule.shape[0] for rule in plan.rules.values() if rule.role == "embedding")
+
+
+def _is_narrow(plan: ShardPlan) -> bool:
+    """Returns whether the model has tensors of 16 bits."""
+    return any(rule.dtype in ("BF16", "F16") for rule in plan.rules.values())
 
 
 def side_files(plan: ShardPlan, config: dict[str, Any], layout: Layout) -> Mapping[str, bytes]:
@@ -272,7 +470,8 @@ def open(directory: Path, config: dict[str, Any] | None, rules: Rules) -> Checkp
         CheckpointError: there are several files, or no config.json; the file is damaged, holds types that are not read
             (each by name), or not the model that config.json describes; everything that is wrong.
     """
-    found = read_gguf(_the_file(directory))
+    rules = partial(rules, apart=True)
+    found = read_gguf(*_the_file(directory))
     if config is None:
         if not has_file(directory, "config.json"):
             raise CheckpointError(
@@ -283,25 +482,26 @@ def open(directory: Path, config: dict[str, Any] | None, rules: Rules) -> Checkp
     try:
         # A PlanError is about a config.json that is not this file's, or of a model that is not read from GGUF.
         model = str(found.values.get("general.architecture"))
-        if model != architecture(config):
+        target = _Target.of(config)
+        if model != target.architecture.name:
             raise CheckpointError(f"{found.path}: holds a '{model}', config.json is of a '{config.get('model_type')}'")
         factors = read_rope(config).arrays()
     except PlanError as error:
         raise CheckpointError(f"{directory}: config.json: {error}") from error
-    problems = _check_factors(found, factors)
-    embedding = found.infos.get("token_embd.weight")
-    if embedding is not None and embedding.dtype == "U8":
-        problems.append(
-            f"token_embd.weight is {type_of(embedding.dtype, embedding.shape)}, and quantised embeddings are not read; "
-            "convert the model with an unquantised one (llama-quantize --token-embedding-type f16)"
-        )
-    raise_problems(directory, problems)
+    raise_problems(directory, _check_factors(found, factors))
     config = _with_types(config, found, rules)
-    narrow = embedding is not None and embedding.dtype == "BF16"
+    embedding = found.infos.get("token_embd.weight")
+    narrow = "F32" if embedding is None else _model_dtype(config, embedding)
+    wide = frozenset(str(found.values.get(_WIDE, "")).split("\n"))
 
     def dtype_of(rule: TensorRule, info: TensorInfo) -> str:
-        """Norms and biases are small: they are read, to see whether they are a bfloat16 model's."""
-        return "BF16" if narrow and _is_float32(rule) and info.dtype == "F32" and only_widened(info) else info.dtype
+        """Norms and biases are small: they are read, to see whether they are a model's of 16 bits."""
+        stored = target.stored(rule)
+        if stored is None or info.dtype != "F32" or narrow == "F32" or not _is_float32(stored.names[0], info.shape):
+            return info.dtype
+        if rule.name in wide:
+            return "F32"
+        return narrow if holds(info, Conversion(narrow, stored.function)) else "F32"
 
     checkpoint = open_arrays(
         directory,
@@ -317,12 +517,27 @@ def open(directory: Path, config: dict[str, Any] | None, rules: Rules) -> Checkp
     return replace(checkpoint, left_out=dict.fromkeys(factors, "factors of the rotary embedding"))
 
 
-def _the_file(directory: Path) -> Path:
+def _model_dtype(config: dict[str, Any], embedding: TensorInfo) -> str:
+    """The dtype of the model's unquantised numbers: the embedding's, or, where that is quantised, config.json's."""
+    if embedding.dtype != "U8":
+        return embedding.dtype
+    said = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
+    return find_dtype(said) or "F32"
+
+
+def _the_file(directory: Path) -> list[Path]:
+    """The one GGUF file of a directory, or all of its parts, in order."""
     names = sorted(name for name in os.listdir(directory) if name.endswith(_SUFFIX))
+    parts = parts_of(names)
+    if parts is not None:
+        missing = [name for name in parts if name not in names]
+        if missing:
+            raise CheckpointError(f"{directory}: {len(missing)} of {len(parts)} parts are missing: {missing[0]}")
+        return [directory / name for name in parts]
     if len(names) != 1:
         listed = ", ".join(names[:4])
         raise CheckpointError(f"{directory}: has {len(names)} GGUF files ({listed}); keep the one that is meant there")
-    return directory / names[0]
+    return [directory / names[0]]
 
 
 def _check_factors(found: GgufFile, factors: Mapping[str, bytes]) -> list[str]:
@@ -364,4 +579,6 @@ def _with_types(config: dict[str, Any], found: GgufFile, rules: Rules) -> dict[s
         if array.name in blocks:
             held = dict.fromkeys(modules[share.tensor] for share in array.shares)
             types.setdefault(blocks[array.name], []).extend(held)
-    return {**plain, "quantization_config": {"quant_method": NAME, "types": types, "ignore": []}}
+    number = found.values.get("general.file_type")
+    mixture = {"file_type": number} if isinstance(number, int) else {}
+    return {**plain, "quantization_config": {"quant_method": NAME, "types": types, "ignore": [], **mixture}}

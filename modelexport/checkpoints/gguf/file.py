@@ -3,12 +3,16 @@
 Follows ggml's specification (docs/gguf.md), version 3, little-endian: ``GGUF``, version, number of tensors, number of
 values; the values (name, type, content); the tensors (name, dims from the fastest to the slowest, type, offset from
 the start of the data). A file that is read is data from a stranger: sizes are checked before memory is taken.
+
+A large model may be in several parts, ``NAME-00001-of-00003.gguf``: each is a file of its own with some of the tensors
+and ``split.*`` values that number it, the first has all other values (llama.cpp's ``gguf-split``).
 """
 
 from __future__ import annotations
 
 import math
 import os
+import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,8 +29,17 @@ _VERSION = 3
 _MOST_DIMS = 4
 _MOST_NAME = 1 << 16
 
+
+class Uint16(int):
+    """A number that is written as uint16."""
+
+
+class Int32(int):
+    """A number that is written as int32."""
+
+
 Value = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float]
-"""A number is written as uint32 or float32, an array's as int32 or float32."""
+"""A number is written as uint32 or float32 unless its class says otherwise, an array's as int32 or float32."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +106,7 @@ _OTHER_TYPES = {
 }
 
 # The types of values: their numbers, and how struct spells them.
-_UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9
+_UINT16, _UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY = 2, 4, 5, 6, 7, 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
 
@@ -195,6 +208,7 @@ def _content(value: Value, whole: int) -> tuple[int, bytes]:
     if isinstance(value, bool):
         return _BOOL, struct.pack("<?", value)
     if isinstance(value, int):
+        whole = _UINT16 if isinstance(value, Uint16) else _INT32 if isinstance(value, Int32) else whole
         return whole, struct.pack("<" + _SCALARS[whole], value)
     if isinstance(value, float):
         return _FLOAT32, struct.pack("<f", value)
@@ -202,6 +216,40 @@ def _content(value: Value, whole: int) -> tuple[int, bytes]:
     assert parts, "an array without a type"
     assert len({kind for kind, _ in parts}) == 1, "an array of several types"
     return _ARRAY, struct.pack("<IQ", parts[0][0], len(parts)) + b"".join(content for _, content in parts)
+
+
+# ------------------------------------------------------------------ parts
+
+_PART = re.compile(r"(?P<name>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf", re.DOTALL)
+_NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
+MOST_PARTS = (1 << 16) - 1
+
+
+def part_name(file: str, number: int, count: int) -> str:
+    """The name of a part (the first has number 0) of ``file``; its own name where there is one part."""
+    return file if count == 1 else f"{file.removesuffix('.gguf')}-{number + 1:05d}-of-{count:05d}.gguf"
+
+
+def part_values(values: Mapping[str, Value], number: int, count: int, tensors: int) -> dict[str, Value]:
+    """The values of a part's header.
+
+    Args:
+        values: those of the whole.
+        tensors: of all parts together.
+    """
+    if count == 1:
+        return dict(values)
+    own = {_NUMBER: Uint16(number), _COUNT: Uint16(count), _TENSORS: Int32(tensors)}
+    return {**(values if number == 0 else {}), **own}
+
+
+def parts_of(names: Sequence[str]) -> list[str] | None:
+    """The names of all parts of a file, in order, if that is what ``names`` are some of; None where they are not."""
+    found = [_PART.fullmatch(name) for name in names]
+    if not names or len({(each["name"], each["count"]) if each else None for each in found}) != 1 or found[0] is None:
+        return None
+    count = int(found[0]["count"])
+    return [part_name(f"{found[0]['name']}.gguf", number, count) for number in range(count)] if count > 1 else None
 
 
 # ------------------------------------------------------------------ reading
@@ -221,13 +269,37 @@ class GgufFile:
     infos: Mapping[str, TensorInfo]
 
 
-def read_gguf(path: Path) -> GgufFile:
-    """Read and check everything but the tensors' data.
+def read_gguf(path: Path, *others: Path) -> GgufFile:
+    """Read and check everything but the tensors' data, of one file or of all parts of one.
+
+    Args:
+        others: the parts behind the first.
 
     Raises:
-        CheckpointError: it cannot be read, is damaged or cut short, is not version 2 or 3 or not little-endian, is one
-            of several parts, or holds tensors of types that are not known here; all of these are named.
+        CheckpointError: a file cannot be read, is damaged or cut short, is not version 2 or 3 or not little-endian, or
+            holds tensors of types that are not known here, all of which are named; or they are not all parts of one.
     """
+    parts = [_read_one(each) for each in (path, *others)]
+    first = parts[0]
+    infos: dict[str, TensorInfo] = {}
+    for number, part in enumerate(parts):
+        own, count = part.values.get(_NUMBER, 0), part.values.get(_COUNT, 1) or 1
+        if (own, count) != (number, len(parts)):
+            raise CheckpointError(
+                f"{part.path}: is part {shown(own)} (from 0 on) of {shown(count)} by its header, read as part {number} "
+                f"of {len(parts)}: all parts are needed, by the names that they were written with"
+            )
+        twice = infos.keys() & part.infos.keys()
+        if twice:
+            raise CheckpointError(f"{part.path}: damaged: {quoted(min(twice))} is in a part before it, too")
+        infos |= part.infos
+    said = first.values.get(_TENSORS, len(infos))
+    if len(parts) > 1 and said != len(infos):
+        raise CheckpointError(f"{path}: says {shown(said)} tensors in all parts, {len(infos)} are there")
+    return GgufFile(path, first.values, infos)
+
+
+def _read_one(path: Path) -> GgufFile:
     try:
         with open_regular(path) as stream:
             return _read(path, _Stream(path, stream, os.fstat(stream.fileno()).st_size))
@@ -305,10 +377,6 @@ def _read(path: Path, stream: _Stream) -> GgufFile:
     for _ in range(count):
         name = stream.text("a value's name", _MOST_NAME)
         values[name] = stream.value(name)
-    if values.get("split.count", 1) not in (0, 1):
-        raise CheckpointError(
-            f"{path}: is one of {values['split.count']} parts; join them first (llama-gguf-split --merge)"
-        )
     entries = [_entry(stream) for _ in range(tensors)]
     alignment = values.get("general.alignment", ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):

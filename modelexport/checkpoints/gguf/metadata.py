@@ -1,8 +1,8 @@
 """The metadata of a GGUF file: the values that llama.cpp's loader reads, from config.json.
 
-Follows llama.cpp's own conversion (``convert_hf_to_gguf.py``) and what its loader asks for: ``llama`` is its name for
-Llama, Mistral and Mixtral. As there, a sliding window of Mistral's or Qwen2's is not told: the model attends to
-everything, which differs only behind the window. What llama.cpp cannot be told is an error.
+Read by the table of :mod:`modelexport.checkpoints.gguf.architectures`. As in llama.cpp's own conversion, a sliding
+window of Mistral's or Qwen2's is not told: the model attends to everything, which differs only behind the window. What
+llama.cpp cannot be told is an error.
 """
 
 from __future__ import annotations
@@ -12,18 +12,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from modelexport.checkpoints.gguf.architectures import ARCHITECTURES, VALUES, GgufArchitecture
+from modelexport.checkpoints.gguf.defaults import DEFAULTS
 from modelexport.checkpoints.gguf.file import Value, float32_bytes
-from modelexport.checkpoints.rope import read_rope_config
+from modelexport.checkpoints.gguf.values import MOST_HEAD_DIM, ModelConfig
+from modelexport.checkpoints.rope import RopeConfig, read_rope_config
 from modelexport.errors import CheckpointError, PlanError, shown
 from modelexport.system.json_values import JsonValues
 
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "phi3": "phi3"}
-# What transformers assumes where config.json is silent.
-_CONTEXT = {"llama": 2048, "mistral": 131072, "mixtral": 131072, "qwen2": 32768, "phi3": 4096}
-_EPSILON = {"mixtral": 1e-5, "phi3": 1e-5}
-_THETA = {"mixtral": 1e6}
 _ORIGINAL = "original_max_position_embeddings"
-_MOST_HEAD_DIM = 1 << 16  # each feature has a frequency
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activation", "mlp_hidden_act")
+_ROPE_KEYS = {
+    "rotary_emb_base": "rope_theta",
+    "rotary_pct": "partial_rotary_factor",
+    "rope_pct": "partial_rotary_factor",
+}
+"""Names that older models have for settings of the rotary embedding."""
 _FILE_TYPES = {
     "F32": 0,
     "F16": 1,
@@ -48,7 +52,7 @@ _FILE_TYPES = {
 class Rope:
     """The rotary embedding: values for the header, and tensors of factors (float32) by name."""
 
-    values: Mapping[str, Value]
+    values: Mapping[str, Value] = field(default_factory=dict)
     factors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def arrays(self) -> dict[str, bytes]:
@@ -56,23 +60,45 @@ class Rope:
         return {name: float32_bytes(each, name) for name, each in self.factors.items()}
 
 
-def architecture(config: Mapping[str, Any]) -> str:
-    """llama.cpp's name for the model's architecture.
+def model_types() -> tuple[str, ...]:
+    """Every model type that the table has, in its order."""
+    return tuple(dict.fromkeys(kind for each in ARCHITECTURES for kind in each.model_types))
+
+
+def read_config(config: Mapping[str, Any]) -> ModelConfig:
+    """config.json with what transformers assumes of such a model where it is silent."""
+    said = dict(config)  # null, too, which is not the same as silence
+    said |= {usual: said[key] for key, usual in _ROPE_KEYS.items() if key in said and usual not in said}
+    assumed = DEFAULTS.get(str(config.get("model_type")), {})
+    content = {**assumed, **said}
+    for key, part in assumed.items():
+        if isinstance(part, Mapping) and isinstance(said.get(key), Mapping):
+            content[key] = {**part, **said[key]}
+    return ModelConfig(content, said=frozenset(key for key, value in said.items() if value is not None))
+
+
+def architecture(config: Mapping[str, Any]) -> GgufArchitecture:
+    """The model's architecture.
 
     Raises:
-        PlanError: it has none that is known here, or the model's activation is not the one that its graph has.
+        PlanError: none is known here for its type, or llama.cpp would compute the model otherwise; all that differs.
+        CheckpointError: a value is of the wrong kind.
     """
-    model_type = str(config.get("model_type"))
-    if model_type not in ARCHITECTURES:
+    model_type, read = str(config.get("model_type")), read_config(config)
+    of_type = [each for each in ARCHITECTURES if model_type in each.model_types]
+    if not of_type:
         raise PlanError(
-            f"--format gguf: no names are known for '{shown(model_type)}'; they are for {', '.join(ARCHITECTURES)}"
+            f"--format gguf: no names are known for '{shown(model_type)}'; they are for {', '.join(model_types())}"
         )
-    activation = config.get("hidden_act") or "silu"
-    if activation != "silu":
-        raise PlanError(
-            f"--format gguf: hidden_act is '{shown(activation)}', and llama.cpp computes silu in such a model"
-        )
-    return ARCHITECTURES[model_type]
+    found = next((each for each in of_type if not any(rule.check(read) for rule in each.applies)), of_type[-1])
+    wrong = [why for rule in (*found.applies, *found.rules) if (why := rule.check(read)) is not None]
+    key = next(filter(read.has, _ACTIVATIONS), _ACTIVATIONS[0])
+    activation = read.content.get(key, found.activations[0])
+    if activation not in found.activations:
+        wrong.append(f"{key} is '{shown(activation)}', and llama.cpp computes {found.activations[0]} in such a model")
+    if wrong:
+        raise PlanError(f"--format gguf: {'; '.join(wrong)}")
+    return found
 
 
 def model_values(config: Mapping[str, Any], *, vocab: int, rope: Rope) -> dict[str, Value]:
@@ -82,45 +108,27 @@ def model_values(config: Mapping[str, Any], *, vocab: int, rope: Rope) -> dict[s
         PlanError: see :func:`architecture`.
         CheckpointError: a value is missing or of the wrong kind.
     """
-    name, model_type = architecture(config), str(config["model_type"])
-    read = JsonValues(config)
-    heads = read.whole("num_attention_heads")
-    head_dim = _head_dim(read)
-    found: dict[str, Value] = {
-        "block_count": read.whole("num_hidden_layers"),
-        "context_length": read.whole("max_position_embeddings", _CONTEXT[model_type]),
-        "embedding_length": read.whole("hidden_size"),
-        "feed_forward_length": read.whole("intermediate_size"),
-        "attention.head_count": heads,
-        "attention.head_count_kv": read.whole("num_key_value_heads", heads),
-        "attention.layer_norm_rms_epsilon": read.number("rms_norm_eps", _EPSILON.get(model_type, 1e-6)),
-        "attention.key_length": head_dim,
-        "attention.value_length": head_dim,
-        "vocab_size": vocab,
-    }
-    if model_type == "mixtral":
-        found["expert_count"] = read.whole("num_local_experts")
-        found["expert_used_count"] = read.whole("num_experts_per_tok", 2)
-    if model_type == "phi3":
-        found["attention.sliding_window"] = read.whole("sliding_window", 0, least=0)
+    target, read = architecture(config), read_config(config)
+    found: dict[str, Value] = {}
+    for key, source in {**VALUES, **target.values}.items():
+        value = vocab if key == "vocab_size" else None if source is None else source.read(read)
+        if value is not None:
+            found[key] = value
     found |= rope.values
-    return {"general.architecture": name, **{f"{name}.{key}": value for key, value in found.items()}}
+    return {"general.architecture": target.name, **{f"{target.name}.{key}": value for key, value in found.items()}}
 
 
-def file_values(kinds: Mapping[str, int]) -> dict[str, Value]:
-    """The value for the type of most weights.
+def file_values(kinds: Mapping[str, int], mixture: int | None = None) -> dict[str, Value]:
+    """The value for the type of most weights, or for the mixture of types.
 
     Args:
         kinds: ggml types -> bytes of linears in each.
+        mixture: llama.cpp's number of the mixture that assigned them; None: there was none.
     """
     main = max(kinds, key=lambda name: kinds[name])
-    quantised = any(name not in ("F32", "F16", "BF16") for name in kinds)
-    return {"general.file_type": _FILE_TYPES[main], **({"general.quantization_version": 2} if quantised else {})}
-
-
-def _head_dim(read: JsonValues) -> int:
-    heads = read.whole("num_attention_heads")
-    return read.whole("head_dim", max(1, read.whole("hidden_size") // heads), most=_MOST_HEAD_DIM)
+    quantised = mixture is not None or any(name not in ("F32", "F16", "BF16") for name in kinds)
+    number = _FILE_TYPES[main] if mixture is None else mixture
+    return {"general.file_type": number, **({"general.quantization_version": 2} if quantised else {})}
 
 
 def read_rope(config: Mapping[str, Any]) -> Rope:
@@ -130,40 +138,68 @@ def read_rope(config: Mapping[str, Any]) -> Rope:
         PlanError: llama.cpp has nothing like it.
         CheckpointError: a value is missing or of the wrong kind.
     """
-    read, said = JsonValues(config), read_rope_config(config)
-    model_type = str(config.get("model_type"))
-    head_dim, base = _head_dim(read), said.theta or _THETA.get(model_type, 1e4)
-    kind, found = said.kind, said.scaling
-    values: dict[str, Value] = {"rope.dimension_count": int(head_dim * said.part), "rope.freq_base": base}
+    target, read = architecture(config), read_config(config)
+    if target.rotated is None:
+        return Rope()
+    said = read_rope_config(read.content)
+    features = int(str(target.rotated.read(read)))
+    if features > MOST_HEAD_DIM:
+        raise CheckpointError(
+            f"config.json: {features:,} features of a head are rotated; {MOST_HEAD_DIM:,} are believed"
+        )
+    base = said.theta or 1e4
+    part = read.whole("rotary_dim") if "rotary_dim" in read.said else int(features * said.part)
+    values: dict[str, Value] = {"rope.dimension_count": part, "rope.freq_base": base}
+    sliding = _base_of_sliding_layers(read)
+    if sliding is not None:
+        values["rope.freq_base_swa"] = sliding
+    if target.plain_rope:
+        values["rope.scaling.type"] = "none"
+    return _scaled(target, said, read, values, features)
+
+
+def _base_of_sliding_layers(read: JsonValues) -> float | None:
+    """The base of layers with a sliding window, of models that have two."""
+    if read.object("rope_parameters").has("sliding_attention"):
+        return read_rope_config(read.content, "sliding_attention").theta
+    return read.number("rope_local_base_freq") if read.has("rope_local_base_freq") else None
+
+
+def _scaled(
+    target: GgufArchitecture, said: RopeConfig, read: JsonValues, values: dict[str, Value], features: int
+) -> Rope:
+    kind, found, base = said.kind, said.scaling, said.theta or 1e4
     if kind == "default":
         return Rope(values)
-    if kind == "linear":
-        scaled: dict[str, Value] = {"rope.scaling.type": "linear", "rope.scaling.factor": found.number("factor")}
-        return Rope(values | scaled)
-    if kind == "yarn":
-        return Rope(values | _yarn(found, read))
-    if kind == "llama3":
-        return Rope(values, {"rope_freqs.weight": _llama3(found, base, head_dim)})
-    if kind in ("longrope", "su") and model_type == "phi3":
-        return _longrope(found, read, values)
+    if not target.plain_rope:
+        if kind == "linear":
+            scaled: dict[str, Value] = {"rope.scaling.type": "linear", "rope.scaling.factor": found.number("factor")}
+            return Rope(values | scaled)
+        if kind == "yarn":
+            return Rope(values | _yarn(target, found, read))
+        if kind == "llama3":
+            return Rope(values, {"rope_freqs.weight": _llama3(found, base, features)})
+        if kind in ("longrope", "su") and target.name == "phi3":
+            return _longrope(found, read, values)
+    model_type = read.content.get("model_type")
     raise PlanError(f"--format gguf: llama.cpp has no rotary embedding of type '{shown(kind)}' for '{model_type}'")
 
 
-def _yarn(found: JsonValues, read: JsonValues) -> dict[str, Value]:
+def _yarn(target: GgufArchitecture, found: JsonValues, read: JsonValues) -> dict[str, Value]:
     """YaRN (Peng et al., 2023); llama.cpp derives the attention's factor from the scale, as YaRN does."""
     own = [key for key in ("attention_factor", "mscale", "mscale_all_dim") if found.has(key)]
-    if own or found.content.get("truncate") is False:
+    values: dict[str, Value] = {"rope.scaling.type": "yarn", "rope.scaling.factor": found.number("factor")}
+    if target.name == "deepseek2" and own:
+        if own != ["mscale", "mscale_all_dim"] or found.number("mscale") != found.number("mscale_all_dim"):
+            raise PlanError("--format gguf: rope_scaling has mscale and mscale_all_dim that differ, or one of them")
+        own, values["rope.scaling.yarn_log_multiplier"] = [], 0.1 * found.number("mscale_all_dim")
+    if own or (found.content.get("truncate") is False and target.name != "gpt-oss"):
         what = ", ".join(own) or "truncate false"
         raise PlanError(f"--format gguf: rope_scaling of type yarn has {what}, which llama.cpp cannot be told")
-    context = _CONTEXT[str(read.content["model_type"])]
     original = found if found.has(_ORIGINAL) else None
-    values: dict[str, Value] = {
-        "rope.scaling.type": "yarn",
-        "rope.scaling.factor": found.number("factor"),
-        "rope.scaling.original_context_length": (
-            read.whole("max_position_embeddings", context) if original is None else original.whole(_ORIGINAL)
-        ),
-    }
+    values["rope.scaling.original_context_length"] = (
+        read.whole("max_position_embeddings") if original is None else original.whole(_ORIGINAL)
+    )
     for key in ("beta_fast", "beta_slow"):
         if found.has(key):
             values[f"rope.scaling.yarn_{key}"] = found.number(key)
@@ -195,7 +231,7 @@ def _longrope(found: JsonValues, read: JsonValues, values: dict[str, Value]) -> 
     holder = read if read.has(_ORIGINAL) else found
     if not holder.has(_ORIGINAL):
         raise PlanError("--format gguf: rope_scaling of type longrope lacks original_max_position_embeddings")
-    original, most = holder.whole(_ORIGINAL, least=2), read.whole("max_position_embeddings", _CONTEXT["phi3"])
+    original, most = holder.whole(_ORIGINAL, least=2), read.whole("max_position_embeddings")
     scale = most / original
     usual = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
     values = {

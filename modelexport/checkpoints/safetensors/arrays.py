@@ -9,9 +9,10 @@ there, and the same function tells the reader where everything lies.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from modelexport.checkpoints.safetensors.conversions import Conversion
 from modelexport.checkpoints.safetensors.placement import Placement, row_major
 from modelexport.errors import CheckpointError
 from modelexport.sharding.boxes import Box, extent
@@ -28,12 +29,14 @@ class Share:
         origin: index of its first element in the array, one number for each of the array's dims. The tensor's dims
             correspond to the array's last ones.
         steps: for each dim of the tensor, by how many of the array's elements its neighbours are apart; None: 1.
+        dims: the array's dim that each of the tensor's dims runs along, where these are not its last ones.
     """
 
     tensor: str
     box: Box
     origin: tuple[int, ...]
     steps: tuple[int, ...] | None = None
+    dims: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,8 @@ class Array:
         shape: of the array. What no share covers is zero (the padding of a vocabulary).
         shares: what it holds.
         chunk: for DCP, where the array lies in its key's global tensor: (offset of it, shape of the global tensor).
+        conversion: what its elements are computed by from the tensors', where they are not theirs.
+        stored_shape: its shape by the file's header, where that is another one of as many elements.
     """
 
     file: str
@@ -55,6 +60,8 @@ class Array:
     shape: tuple[int, ...]
     shares: tuple[Share, ...]
     chunk: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    conversion: Conversion | None = field(default=None, kw_only=True)
+    stored_shape: tuple[int, ...] | None = field(default=None, kw_only=True)
 
 
 def placements(
@@ -77,10 +84,12 @@ def placements(
         strides = row_major(array.shape, bits // 8)
         for share in array.shares:
             rank = len(share.box)
-            assert len(share.origin) == len(array.shape) >= rank
+            assert len(share.origin) == len(array.shape)
             first = start + sum(i * stride for i, stride in zip(share.origin, strides, strict=True))
             steps = share.steps or (1,) * rank
-            own = tuple(stride * step for stride, step in zip(strides[len(strides) - rank :], steps, strict=True))
+            dims = range(len(strides) - rank, len(strides)) if share.dims is None else share.dims
+            own = tuple(strides[dim] * step for dim, step in zip(dims, steps, strict=True))
             if all(n > 0 for n in extent(share.box)):
-                found.setdefault(share.tensor, []).append(Placement(share.box, path, first, own))
+                place = Placement(share.box, path, first, own, array.conversion)
+                found.setdefault(share.tensor, []).append(place)
     return {name: tuple(places) for name, places in found.items()}

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 from modelexport.checkpoints import raw_io
 from modelexport.checkpoints.safetensors.header import TensorInfo
@@ -18,6 +19,7 @@ from modelexport.errors import CheckpointError, quoted
 from modelexport.system.dtypes import dtype_bits, tensor_nbytes
 from modelexport.system.safetensors_header import encode_header
 
+_Numbers = TypeVar("_Numbers")
 DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
 
 
@@ -61,6 +63,20 @@ class Layout:
         weight_map = {name: str(info.path) for name, info in sorted(self.infos.items())}
         index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
         return json.dumps(index, indent=2) + "\n"
+
+    def settled(self, name: str, values: _Numbers) -> _Numbers:
+        """The numbers of a part of a tensor that reading it back gives.
+
+        They are the same, but for what is computed on its way into a file and cannot be told from its neighbours there.
+
+        Args:
+            values: a CPU tensor or a numpy array, of elements of the tensor's size.
+        """
+        for place in self.placements.get(name, ()):
+            if place.conversion is not None and place.conversion.function != "value":
+                settled: _Numbers = place.conversion.settled(values)
+                return settled
+        return values
 
     def create(self, directory: str | os.PathLike[str]) -> tuple[str, ...]:
         """Make every file: header, then its full size with the disk blocks reserved.

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from modelexport.checkpoints import raw_io
+from modelexport.checkpoints.safetensors.conversions import Conversion
 from modelexport.checkpoints.safetensors.header import TensorInfo
 from modelexport.errors import CheckpointError
 from modelexport.sharding.boxes import Box, whole
@@ -35,12 +36,14 @@ class Placement:
         path: the file; relative to the checkpoint's directory where it is yet to be written.
         offset: of the rectangle's first element, from the start of the file.
         strides: bytes from one element to the next along each dimension of the tensor.
+        conversion: what the file's elements are computed by, where they are not the tensor's own.
     """
 
     box: Box
     path: Path
     offset: int
     strides: tuple[int, ...]
+    conversion: Conversion | None = None
 
     def begin(self, box: Box) -> int:
         """File offset of the first element of ``box``, which lies within :attr:`box`."""
@@ -50,7 +53,7 @@ class Placement:
     def at(self, index: int) -> Placement:
         """The part with one index along dim 0, without that dim."""
         offset = self.offset + (index - self.box[0][0]) * self.strides[0]
-        return Placement(self.box[1:], self.path, offset, self.strides[1:])
+        return replace(self, box=self.box[1:], offset=offset, strides=self.strides[1:])
 
     def every(self, step: int, start: int, count: int) -> Placement | None:
         """The part with rows ``start``, ``start + step``, ... of dim 0, as rows 0 to ``count``; None: it has none."""
@@ -60,7 +63,8 @@ class Placement:
         if first >= last:
             return None
         offset = self.offset + (start + step * first - begin) * self.strides[0]
-        return Placement(((first, last), *others), self.path, offset, (self.strides[0] * step, *self.strides[1:]))
+        strides = (self.strides[0] * step, *self.strides[1:])
+        return replace(self, box=((first, last), *others), offset=offset, strides=strides)
 
 
 def itemsize(info: TensorInfo) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from modelexport.checkpoints.safetensors.arrays import Array, Share, placements
+from modelexport.checkpoints.safetensors.conversions import Conversion
 from modelexport.checkpoints.safetensors.header import Header, TensorInfo
 from modelexport.checkpoints.safetensors.layout import Layout, plan_file
 from modelexport.checkpoints.safetensors.reader import Checkpoint
@@ -54,7 +55,7 @@ def stored_form(array: Array) -> tuple[str, tuple[int, ...]]:
     """The dtype and shape by which a file's header knows an array."""
     if isinstance(array, Widened):
         return "F32", (*array.shape[:-1], array.shape[-1] // 2)
-    return array.dtype, array.shape
+    return array.dtype, array.shape if array.stored_shape is None else array.stored_shape
 
 
 def divide(
@@ -204,8 +205,19 @@ def _place(info: TensorInfo) -> tuple[Path, int]:
 
 
 def only_widened(info: TensorInfo) -> bool:
-    """Returns whether all float32 numbers in a file are bfloat16 ones: whether their lower halves are zero."""
-    return not any(any(text[i::4].strip(b"\0") for i in (0, 1)) for text in _pieces(info))
+    """Returns whether all float32 numbers in a file are bfloat16 ones."""
+    return holds(info, Conversion("BF16"))
+
+
+def holds(info: TensorInfo, conversion: Conversion) -> bool:
+    """Returns whether all float32 numbers of an array in a file are such as a conversion makes of its dtype's.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
+    import numpy as np
+
+    return all(conversion.holds(np.frombuffer(text, np.float32)) for text in _pieces(info))
 
 
 def _pieces(info: TensorInfo, size: int = 1 << 20) -> Iterator[bytes]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from modelexport.checkpoints import raw_io
 from modelexport.checkpoints.safetensors.header import TensorInfo
 from modelexport.checkpoints.safetensors.layout import Layout
-from modelexport.checkpoints.safetensors.placement import itemsize, row_major, runs, whole_place
+from modelexport.checkpoints.safetensors.placement import row_major, runs, whole_place
 from modelexport.errors import CheckpointError
 from modelexport.sharding.boxes import intersect, placed, relative, slices
 from modelexport.system.dtypes import dtype_name
@@ -98,9 +98,11 @@ class Writer:
             if shared is None:
                 continue
             part = array if shared == box else array[slices(relative(shared, box))]
+            if place.conversion is not None:
+                part = place.conversion.encode(part)
             self._move(info, place.path, part, place.begin(shared), place.strides)
             written += part.nbytes
-            whole_rows = row_major(tuple(part.shape), itemsize(info)) == place.strides
+            whole_rows = row_major(tuple(part.shape), part.itemsize) == place.strides
             if self._writeback is not None and whole_rows:
                 self._writeback.note(self._open(place.path)[0], place.begin(shared), part.nbytes)
         return written

@@ -31,6 +31,7 @@ from modelexport.models.ties import check_tied, untie
 from modelexport.quantization import kv_caches
 from modelexport.quantization.methods import Method, ReadOnlyNumbers, of_method, refusal
 from modelexport.quantization.methods.mxfp4 import BLOCK as MXFP4_GROUP
+from modelexport.quantization.mixtures import of_file_type
 from modelexport.sharding.plan import Cut, Parallelism, even_cut
 from modelexport.system.dtypes import FLOATS
 
@@ -99,16 +100,16 @@ def build_plan(
     return planner.plan(kv_cache)
 
 
-def why_untied(checkpoint: Checkpoint, assignment: Assignment | None) -> str:
+def why_untied(checkpoint: Checkpoint, assignment: Assignment | None, method: str = "compressed-tensors") -> str:
     """The reason why a head that is tied to the embedding has to become a tensor of its own; "" where it has not.
 
     Of a head and an embedding that are one, engines take one for a linear and look up rows of the other: no number
-    format is read as both.
+    format is read as both, unless the engine of a ``method`` reads them so.
 
     Raises:
         CheckpointError, PlanError: as :func:`build_plan`.
     """
-    if assignment is None or not assignment.is_list:
+    if assignment is None or not assignment.is_list or getattr(of_method(method), "READS_TIED", False):
         return ""
     model = ModelDescription.of(checkpoint)
     if not model.dimensions.tied_embeddings:
@@ -173,7 +174,7 @@ class _Planner:
             places = [module.place for module in self.matched.modules]
             linears = [name for place in places for name in self._named_by_patterns(place)]
             kept = (p for p in places if p.module.kind in _VOCABULARY and not p.module.why and p.draft is None)
-            self.assignment.check_used(linears, [place.name for place in kept])
+            self.assignment.check_used(linears, [*(place.name for place in kept), *self._tied_heads()])
         for head, embedding in ties:  # last: the one check that reads weights
             check_tied(self.checkpoint, head, embedding)
         notes = self.family.notes
@@ -189,6 +190,8 @@ class _Planner:
         ]
         if apart and self.cuts.rows is not None:
             notes = (*notes, f"{' and '.join(apart)}: rounded to nearest: calibration is of the layers between")
+        if self.assignment is not None:
+            notes = (*notes, *self.assignment.notes)
         kept_cache = None
         if self.assignment is None and self.quantization is not None:
             kept_cache = kv_caches.of_scheme(self.quantization.kv_cache_scheme)
@@ -203,7 +206,16 @@ class _Planner:
             made_cache if kept_cache is None else kept_cache.name,
             self.cuts.rows is not None,
             notes,
+            self._file_type(),
         )
+
+    def _file_type(self) -> int | None:
+        """llama.cpp's number of the mixture; of a source whose number formats are kept, that which its files have."""
+        if self.assignment is not None:
+            return None if self.assignment.mixture is None else self.assignment.mixture.file_type
+        said = (self.checkpoint.config or {}).get("quantization_config")
+        number = said.get("file_type") if isinstance(said, dict) else None
+        return None if (mixture := of_file_type(number)) is None else mixture.file_type
 
     def _named_by_patterns(self, place: Place) -> Iterator[str]:
         """The linears of a module that ``--quant`` may name: of a stack of experts those that it would be apart."""
@@ -214,6 +226,12 @@ class _Planner:
             prefix = place.name.removesuffix(place.path)
             experts = module.experts.by_expert(self.dims.weight_shape(module))[0]
             yield from (f"{prefix}{path.format(e=e)}" for _, path in module.experts.linears for e in range(experts))
+
+    def _tied_heads(self) -> list[str]:
+        """The heads that a pattern may name though they are the embedding."""
+        if not (self.dims.tied_embeddings and getattr(self.method, "READS_TIED", False)):
+            return []
+        return [module.path for module in self.family.after if module.kind == "head"]
 
     def _layer(self, number: int, modules: Iterable[MatchedModule], made_cache: str | None) -> ExportStep:
         layer = self.family.layer_prefix.format(i=number)
@@ -277,8 +295,7 @@ class _Planner:
     def _single(self, path: str, tasks: Sequence[TensorTask]) -> list[ExportStep]:
         """Steps of a module outside the decoder layers, in slabs of rows if it is large."""
         weight = tasks[0].info
-        kept = tasks[0].number_format is None  # scales may span all rows
-        if len(tasks) > 1 or not kept or weight.nbytes <= SLAB_BYTES:
+        if len(tasks) > 1 or not _is_by_rows(tasks[0]) or weight.nbytes <= SLAB_BYTES:
             return [ExportStep(path, path, None, tuple(tasks))]
         row_bytes = max(1, weight.nbytes // max(1, weight.shape[0]))
         rows_per_slab = max(1, SLAB_BYTES // row_bytes)
@@ -348,6 +365,14 @@ class _Planner:
         elif self.assignment is None and stored is not None:
             assert not isinstance(stored.number_format, ReadOnlyNumbers)
             found = stored.number_format
+            serves_as_head = module.kind == "embedding" and self.dims.tied_embeddings and place.draft is None
+            if serves_as_head and not getattr(self.method, "READS_TIED", False):
+                self.format_problems.setdefault(
+                    f"serves as the head, too, and is {found.name} in the source, which no engine of "
+                    f"{self.method.METHOD} checkpoints reads as both: --format gguf keeps it, modelexport --model CKPT "
+                    "--quant FORMAT rounds the model anew",
+                    {},
+                )[place.name] = None
             if not stored.exact:
                 self.format_problems.setdefault(
                     f"rounds its inputs or orders its groups in the source in a way that no number format of ours has "
@@ -356,8 +381,9 @@ class _Planner:
                 )[f"*.{module.general_path}"] = None
         elif self.assignment is not None and module.kind == "linear" and not module.why:
             found = self._assigned(place)
-            if found is not None and (narrow := self._too_narrow(module, found)):
-                self.unquantised[place.name] = narrow
+            why = "" if found is None else self._kept_by_method(module) or self._too_narrow(module, found)
+            if why:
+                self.unquantised[place.name] = why
                 return None
         elif self.assignment is not None and module.kind in _VOCABULARY and place.draft is None:
             found = self._of_vocabulary(place)
@@ -369,6 +395,8 @@ class _Planner:
         """The number format that ``--quant`` gives the head or the embedding by its name; notes why it cannot be."""
         assert self.assignment is not None
         found = self.assignment.of_vocabulary(place.name)
+        if found is None and place.module.kind == "embedding":
+            found = next(filter(None, map(self.assignment.of_vocabulary, self._tied_heads())), None)
         if found is None or not found.quantised:
             return None
         why = self._no_embedding(found) if place.module.kind == "embedding" else self._no_head(found)
@@ -412,6 +440,11 @@ class _Planner:
             )[f"*.{place.module.general_path}"] = None
         return found
 
+    def _kept_by_method(self, module: Module) -> str:
+        """The reason why the method has no quantised linear of that name; "" where it may have one."""
+        kept: Mapping[str, str] = getattr(self.method, "KEPT_LINEARS", {})
+        return kept.get(module.path.rpartition(".")[2], "")
+
     def _too_narrow(self, module: Module, number_format: NumberFormat) -> str:
         """The reason why a linear is left as it is that reads fewer features than a group has columns; "" for others.
 
@@ -431,6 +464,9 @@ class _Planner:
         module = place.module
         if module.why:
             return module.why
+        may_be = module.kind in ("linear", *_VOCABULARY) and place.draft is None
+        if self.assignment is not None and may_be and (why := self.assignment.why_kept(place.name)):
+            return why
         if module.kind == "linear":
             if self.assignment is None:
                 return "not quantised in the source"
@@ -468,6 +504,8 @@ class _Planner:
 
     def _check_fused(self, layer: str, tasks: Sequence[TensorTask]) -> None:
         """Modules that engines fuse must be of one format: they are one matrix there."""
+        if not getattr(self.method, "FUSES_LINEARS", True):
+            return
         groups: dict[str, list[TensorTask]] = {}
         for task in tasks:
             if task.parameter == "weight" and task.module.kind == "linear":
@@ -516,6 +554,14 @@ class _Planner:
             nbytes = tensor_nbytes(info.dtype, info.shape)
             return (OutputTensor(name, info.dtype, info.shape, axes, nbytes),)
         return linear_outputs(self.method, number_format, (info.shape[0], info.shape[1]), info.dtype)
+
+
+def _is_by_rows(task: TensorTask) -> bool:
+    """Returns whether rows of a task's outputs follow from the same rows of its weight: no scale spans several."""
+    if task.number_format is None:
+        return True
+    by_rows = all(out.axes[:1] == ((0, 1),) for out in task.outputs)
+    return task.stored is None and task.number_format.scale_granularity == "block" and by_rows
 
 
 def _numbers(number_format: NumberFormat | None) -> NumberFormat | None:

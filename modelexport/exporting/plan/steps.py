@@ -164,6 +164,7 @@ class ExportPlan:
         kv_cache: the KV cache whose scales are written, by its name in ``kv_caches.CACHES``; None: there are none.
         calibrated: whether decoder layers are quantised one by one while samples run through them.
         notes: what to know of how the model is exported.
+        file_type: of a mixture of block types, llama.cpp's number of it; None: it is none.
     """
 
     family: Family
@@ -176,6 +177,7 @@ class ExportPlan:
     kv_cache: str | None = None
     calibrated: bool = False
     notes: tuple[str, ...] = ()
+    file_type: int | None = None
 
     @property
     def needs_ranges(self) -> bool:

@@ -14,7 +14,7 @@ from modelexport.errors import UsageError, nearest
 from modelexport.models import checkpoint_formats
 from modelexport.models.engines import REFUSALS
 from modelexport.models.loading import LOADINGS, STAND_IN
-from modelexport.quantization import algorithms
+from modelexport.quantization import algorithms, mixtures
 from modelexport.quantization import formats as number_formats
 from modelexport.quantization.kv_caches import CACHES
 from modelexport.quantization.methods import refusal
@@ -32,6 +32,7 @@ def known() -> dict[str, Any]:
     numbers = {name: _number_format(name) for name in number_formats.names()}
     return {
         "number_formats": list(numbers.values()),
+        "mixtures": [_mixture(name) for name in mixtures.names()],
         "checkpoint_formats": [_checkpoint_format(name) for name in checkpoint_formats.names()],
         "algorithms": [_algorithm(name) for name in algorithms.names()],
         "loaded": [asdict(row) for row in LOADINGS],
@@ -49,12 +50,14 @@ def describe(name: str) -> dict[str, Any]:
     found: dict[str, Any] = {"name": name}
     if name in number_formats.names():
         found["number_format"] = _number_format(name)
+    if name in mixtures.names():
+        found["mixture"] = _mixture(name)
     if name in checkpoint_formats.names():
         found["checkpoint_format"] = _checkpoint_format(name)
     if name in algorithms.names():
         found["algorithm"] = _algorithm(name)
     if len(found) == 1:
-        names = {*number_formats.names(), *checkpoint_formats.names(), *algorithms.names()}
+        names = {*number_formats.names(), *mixtures.names(), *checkpoint_formats.names(), *algorithms.names()}
         raise UsageError(f"unknown format '{name}'{nearest(name, names)}")
     found["loaded"] = [
         asdict(row)
@@ -91,6 +94,22 @@ def _number_format(name: str) -> dict[str, Any]:
     }
 
 
+def _mixture(name: str) -> dict[str, Any]:
+    """A mixture: the block type of most tensors, those that it may give others, and who holds it."""
+    found = mixtures.MIXTURES[name]
+    return {
+        "name": name,
+        "block_type": found.block_type,
+        "others": [each for each in found.given_types() if each != found.block_type],
+        "file_type": found.file_type,
+        "checkpoint_formats": [each for each in checkpoint_formats.names() if _holds_mixtures(each)],
+    }
+
+
+def _holds_mixtures(name: str) -> bool:
+    return getattr(checkpoint_formats.method_of(name), "HOLDS_MIXTURES", False)
+
+
 def _checkpoint_format(name: str) -> dict[str, Any]:
     return {
         "name": name,
@@ -123,6 +142,10 @@ def _listed(found: dict[str, Any]) -> Iterator[str]:
     numbers = [(each["name"], _bits(each), _groups(each), each["description"]) for each in found["number_formats"]]
     yield from text_table(("name", "bits a weight", "groups", "what it is"), numbers, indent="  ")
     yield ""
+    yield "mixtures of block types, by what a tensor is (--format gguf --quant NAME):"
+    rows = [(each["name"], each["block_type"], ", ".join(each["others"]) or "-") for each in found["mixtures"]]
+    yield from text_table(("name", "most tensors", "others, in most models"), rows, indent="  ")
+    yield ""
     yield "checkpoint formats (--format NAME):"
     names = number_formats.names()
     containers = found["checkpoint_formats"]
@@ -142,6 +165,7 @@ def _listed(found: dict[str, Any]) -> Iterator[str]:
 
 def _described(found: dict[str, Any]) -> Iterator[str]:
     number, checkpoint, algorithm = (found.get(key) for key in ("number_format", "checkpoint_format", "algorithm"))
+    mixture = found.get("mixture")
     if number is not None:
         yield f"--quant {number['name']}: {number['description']}"
         yield f"  bits a weight: {_bits(number)} (4096 x 4096, scales included)"
@@ -149,6 +173,10 @@ def _described(found: dict[str, Any]) -> Iterator[str]:
         yield f"  held by --format {', '.join(number['checkpoint_formats'])}"
         if len(number["algorithms"]) < len(algorithms.names()):
             yield f"  made by --algorithm {_some(number['algorithms'], list(algorithms.names()))}"
+    if mixture is not None:
+        yield f"--quant {mixture['name']}: a mixture of llama.cpp's, file type {mixture['file_type']}"
+        yield f"  most tensors: {mixture['block_type']}; others, in most models: {', '.join(mixture['others']) or '-'}"
+        yield f"  held by --format {', '.join(mixture['checkpoint_formats'])}"
     if checkpoint is not None:
         yield f"--format {checkpoint['name']}: {checkpoint['description']}"
         yield f"  holds --quant {_some(checkpoint['number_formats'], number_formats.names())}"

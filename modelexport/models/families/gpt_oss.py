@@ -58,6 +58,7 @@ FAMILY = Family(
             role="attention.sinks",
             partition="column",
             axis="sinks",
+            bias=False,
         ),
         norm("post_attention_layernorm", "mlp.norm"),
         router("mlp.router", axis="stacked", bias=True),

@@ -8,15 +8,14 @@ formats nor torch.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from modelexport import plugins
-from modelexport.errors import CheckpointError, UsageError, quoted
+from modelexport.errors import CheckpointError, UsageError, nearest, quoted
 from modelexport.quantization.methods._ggml import LAYOUTS
 
 if TYPE_CHECKING:
@@ -25,7 +24,18 @@ if TYPE_CHECKING:
     from modelexport.quantization.formats.base import NumberFormat
     from modelexport.quantization.methods.base import Scheme
 
-__all__ = ["canonical", "get", "has_groups", "load_kernels", "meaning", "name_of", "names", "of_scheme"]
+__all__ = [
+    "canonical",
+    "check_name",
+    "get",
+    "has_groups",
+    "has_name",
+    "load_kernels",
+    "meaning",
+    "name_of",
+    "names",
+    "of_scheme",
+]
 
 _OWN_KINDS = (
     *("int8", "int8-static", "int8-wo", "int8-wo-asym", "int4", "int4-asym", "w4a8", "fp8", "fp8-static", "fp8-block"),
@@ -76,11 +86,8 @@ def get(
         UsageError: the name or the observer is unknown, the format has no groups, or not of that size; or a plugin's
             format cannot be told from one of the package's.
     """
-    known, name = names(), canonical(name)
-    if name not in known:
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise UsageError(f"unknown number format {quoted(name)}{hint} (known: {', '.join(known)})")
+    name = canonical(name)
+    check_name(name)
     found = _class_of(name).create(group_size, observer=observer, scale_dtype=scale_dtype)
     if name not in _OWN_KINDS and found.quantised:
         taken = _own_kind(found.scheme())
@@ -90,6 +97,23 @@ def get(
                 "would be taken for that one's: give it arguments of its own"
             )
     return found
+
+
+def has_name(name: str) -> bool:
+    """Returns whether :func:`get` knows a name."""
+    return canonical(name) in names()
+
+
+def check_name(name: str, others: Iterable[str] = ()) -> None:
+    """Refuse a name that no number format has; ``others``: names that are known besides.
+
+    Raises:
+        UsageError: with the nearest.
+    """
+    if has_name(name):
+        return
+    known = dict.fromkeys([*names(), *(other for other in others if not has_name(other))])
+    raise UsageError(f"unknown number format {quoted(name)}{nearest(name, known, listing='modelexport formats')}")
 
 
 def load_kernels(name: str, observer: str) -> None:

@@ -324,6 +324,7 @@ class ModelQuantization:
         formats: every quantised linear -> its number format, in the model's order.
         unquantised: every linear and head that is kept, in the model's order, heads of tied embeddings too.
         embeddings: those of ``formats`` that are no linears: their rows are looked up.
+        file_type: of a mixture, llama.cpp's number of it.
         kv_cache: what the KV cache has scales for, by the name in ``kv_caches.CACHES``; None: it has none.
         version: ours, where a method names the producer.
         subtrees: parts of the model that are kept whole; their linears are among ``unquantised``, too.
@@ -335,6 +336,7 @@ class ModelQuantization:
     version: str = ""
     subtrees: Sequence[KeptSubtree] = ()
     embeddings: Sequence[str] = ()
+    file_type: int | None = None
 
     def ignored(self) -> list[str]:
         """Names of kept linears and heads, and patterns of kept subtrees as compressed-tensors encodes them."""
@@ -402,6 +404,21 @@ class Method(Protocol):
 
     KV_SHAPE: tuple[int, ...]
     """The shape of each that holds one number: ``()`` or ``(1,)``. Those of heads are ``[kv_heads, 1, 1]``."""
+
+    KEPT_LINEARS: Mapping[str, str]
+    """The last parts of the names of linears that are never quantised -> why; methods that do not offer it: none."""
+
+    HOLDS_HEADS: bool
+    """Whether heads may be quantised; methods that do not offer it have unquantised ones."""
+
+    HOLDS_MIXTURES: bool
+    """Whether ``--quant`` may name a mixture of block types; methods that do not offer it have none."""
+
+    READS_TIED: bool
+    """Whether engines read one quantised tensor as the embedding and the head; methods that do not offer it: no."""
+
+    FUSES_LINEARS: bool
+    """Whether engines join linears to one matrix, of one number format; methods that do not offer it: yes."""
 
     def read(self, value: Mapping[str, Any]) -> QuantizationConfig:
         """Reads a ``quantization_config``.

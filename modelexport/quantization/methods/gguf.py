@@ -43,6 +43,13 @@ SCALES = "F16"
 KV_SCALES: Mapping[str, str] = {}
 SIDE_FILES: tuple[str, ...] = ()
 KV_SHAPE: tuple[int, ...] = ()
+KEPT_LINEARS = {
+    "kv_b_proj": "llama.cpp has the keys of latent attention transposed, head by head, and not in these rows"
+}
+HOLDS_HEADS = True
+HOLDS_MIXTURES = True
+READS_TIED = True  # llama.cpp looks rows up in the blocks that it multiplies by
+FUSES_LINEARS = False
 
 BLOCK = 32
 """Weights of a block of the types that other number formats are held in."""
@@ -158,6 +165,11 @@ def refusal(number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str 
     return None
 
 
+def embedding_refusal(number_format: NumberFormatProtocol) -> str | None:
+    """None: llama.cpp looks rows up in blocks of any type, and :func:`refusal` says which there are."""
+    return None
+
+
 def _is_own(number_format: NumberFormatProtocol) -> bool:
     """True where the native tensor is the block."""
     return number_format.checkpoint_format in LAYOUTS
@@ -169,16 +181,19 @@ def _is_marked(number_format: NumberFormatProtocol) -> bool:
 
 
 def quantization_files(announced: ModelQuantization) -> QuantizationFiles:
-    """The block types, each with its modules; ``"Linear"`` where there is only one."""
+    """The block types, each with its modules, but ``"Linear"`` for those of the type that most linears have; and, of a
+    mixture, llama.cpp's number of it."""
     groups = announced.groups()
     types: dict[str, list[str]] = {}
     for number_format, modules in groups:
         found = _block_type(number_format.scheme(METHOD))
         assert found is not None, f"{number_format.name}: refusal() has let it pass"
         types.setdefault(number_format.name if _is_own(number_format) else found, []).extend(modules)
-    if len(types) == 1:
-        types = {name: ["Linear"] for name in types}
-    return QuantizationFiles({"quant_method": METHOD, "types": types, "ignore": announced.ignored()})
+    if types:
+        main = max(types, key=lambda name: len(types[name]))
+        types[main] = ["Linear", *(module for module in types[main] if module in announced.embeddings)]
+    mixture = {} if announced.file_type is None else {"file_type": announced.file_type}
+    return QuantizationFiles({"quant_method": METHOD, "types": types, "ignore": announced.ignored(), **mixture})
 
 
 def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice) -> dict[str, Tensor]:

@@ -167,7 +167,7 @@ def test_config_json_says_the_types() -> None:
     one = announced({"a.q": "Q4_0", "a.k": "Q4_0"})
     assert one == {"quant_method": "gguf", "types": {"Q4_0": ["Linear"]}, "ignore": ["lm_head"]}
     mixed = announced({"a.q": "Q4_0", "a.k": "Q8_0", "a.v": "MXFP4", "a.o": "Q4_0"})
-    assert mixed["types"] == {"Q4_0": ["a.q", "a.o"], "Q8_0": ["a.k"], "MXFP4": ["a.v"]}
+    assert mixed["types"] == {"Q4_0": ["Linear"], "Q8_0": ["a.k"], "MXFP4": ["a.v"]}
     read = read_quantization_config({"quantization_config": mixed})
     assert read is not None
     found = {module: read.scheme_of(module) for module in ("a.q", "a.k", "a.v", "lm_head", "a.other")}

@@ -1,0 +1,944 @@
+"""The model types that GGUF files are written of: what llama.cpp calls the architecture, its tensors and its values.
+
+One table, :data:`ARCHITECTURES`: nothing but data, read by :mod:`modelexport.checkpoints.formats.gguf` (tensors) and
+:mod:`modelexport.checkpoints.gguf.metadata` (values). Facts are those of llama.cpp's loader and graphs, as
+llama-cpp-python 0.3.36 has them; what its graph of an architecture takes for granted is a :class:`Requirement`, so that
+a model which it would compute otherwise is refused and not written wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from modelexport.checkpoints.gguf.values import (
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    KV_HEADS,
+    LAYERS,
+    AdjustedWidth,
+    Count,
+    EveryFourth,
+    First,
+    Fixed,
+    Flag,
+    FusedKvHeads,
+    If,
+    Kinds,
+    Leading,
+    NoLayer,
+    Only,
+    Product,
+    Requirement,
+    Says,
+    Sum,
+    ValueSource,
+    Where,
+    number,
+    whole,
+)
+from modelexport.checkpoints.safetensors.conversions import Function
+
+Rows = Literal["in order", "pairs", "grouped", "groups of qkvz", "heads of kv_b"]
+"""Where the rows of a tensor go.
+
+``in order``: to the arrays one after the other, to each as many. ``pairs``: the two halves of a head by turns, which is
+how llama.cpp rotates such a model; ``grouped``: of a fused tensor that has the queries, the key and the value of one
+head after those of another, all queries, then all keys, then all values. ``groups of qkvz``: the same of linear
+attention, whose gates (z) go to an array of their own. ``heads of kv_b``: latent attention's keys, each head by itself
+and turned round, and its values.
+"""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The arrays that a tensor goes to.
+
+    Attributes:
+        names: of the arrays, without ``blk.N.``; the tensor's parameter follows where they have no dot.
+        rows: the way of its rows.
+        function: what is computed from its numbers.
+        transposed: whether its two dims change places.
+        is_norm: whether the architecture's ``norms`` holds for it, where its name ends so.
+        shape: its shape by the file's header, where it is another one: a number, or ``"rows"``, for each dim; 0 for
+            what is left over.
+    """
+
+    names: tuple[str, ...]
+    rows: Rows = "in order"
+    function: Function = "value"
+    transposed: bool = False
+    is_norm: bool = True
+    shape: tuple[int | str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgufArchitecture:
+    """One of llama.cpp's architectures, as models of some types have it.
+
+    Attributes:
+        name: llama.cpp's.
+        model_types: as config.json has them.
+        applies: rules that tell it from others of the same model types: the first that all of them suit is meant.
+        values: of the header beside those that every architecture has, or in their place; None: it has no such value.
+        tensors: names of modules, or of single parameters, beside those of :data:`TENSORS`.
+        pairs: whether llama.cpp rotates neighbouring elements of a head where transformers rotates halves.
+        norms: what is computed from the weights of norms.
+        activations: that its graph has.
+        rules: what its graph takes for granted.
+        rotated: the features of a head that are rotated, before ``partial_rotary_factor``; None: no rotary embedding.
+        plain_rope: whether it is told that the rotary embedding is not scaled.
+        output: whether the head is stored as well where it is the embedding.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    applies: tuple[Requirement | NoLayer, ...] = ()
+    values: Mapping[str, ValueSource | None] = field(default_factory=dict)
+    tensors: Mapping[str, str | Stored] = field(default_factory=dict)
+    pairs: bool = False
+    norms: Function = "value"
+    activations: tuple[str, ...] = ("silu",)
+    rules: tuple[Requirement, ...] = ()
+    rotated: ValueSource | None = HEAD_DIM
+    plain_rope: bool = False
+    output: bool = False
+
+
+RMS = {"attention.layer_norm_rms_epsilon": number("rms_norm_eps", "norm_eps", "layer_norm_epsilon")}
+LAYER_NORM = {
+    "attention.layer_norm_rms_epsilon": None,
+    "attention.layer_norm_epsilon": number("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
+}
+
+VALUES: Mapping[str, ValueSource] = {
+    "block_count": LAYERS,
+    "context_length": whole("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
+    "embedding_length": HIDDEN,
+    "feed_forward_length": whole("intermediate_size"),
+    "attention.head_count": HEADS,
+    "attention.head_count_kv": KV_HEADS,
+    **RMS,
+    "attention.key_length": HEAD_DIM,
+    "attention.value_length": HEAD_DIM,
+    "vocab_size": whole("vocab_size"),
+}
+"""Of every architecture that does not say otherwise, in their order in the file."""
+
+ROLES = {"embedding": "token_embd", "final_norm": "output_norm", "head": "output"}
+"""Of modules outside of the layers whose names differ most, by what they do."""
+
+
+def _under(prefix: str, names: Mapping[str, str | Stored]) -> dict[str, str | Stored]:
+    """The same for modules that stand below one."""
+    return {f"{prefix}.{path}": name for path, name in names.items()}
+
+
+_MLP: dict[str, str | Stored] = {"gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down"}
+_SHARED: dict[str, str | Stored] = {path: f"{name}_shexp" for path, name in _MLP.items()}
+_EXPERTS: dict[str, str | Stored] = {f"experts.{{e}}.{path}": f"{name}_exps" for path, name in _MLP.items()}
+_NUMBERED: dict[str, str | Stored] = {"w1": "ffn_gate", "w3": "ffn_up", "w2": "ffn_down"}
+_NUMBERED_EXPERTS: dict[str, str | Stored] = {
+    f"experts.{{e}}.{path}": f"{name}_exps" for path, name in _NUMBERED.items()
+}
+_ROUTER = "ffn_gate_inp"
+_CORRECTION = "exp_probs_b.bias"
+_SSM: dict[str, str | Stored] = {
+    "in_proj": "ssm_in",
+    "conv1d": "ssm_conv1d",
+    "conv1d.weight": Stored(("ssm_conv1d.weight",), shape=("rows", 0)),
+    "x_proj": "ssm_x",
+    "dt_proj": "ssm_dt",
+    "dt_bias": "ssm_dt.bias",
+    "A_log": Stored(("ssm_a.",), function="minus exp"),
+    "D": "ssm_d.",
+    "norm": "ssm_norm",
+    "out_proj": "ssm_out",
+}
+
+TENSORS: Mapping[str, str | Stored] = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "pre_ff_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+    **_under(
+        "self_attn",
+        {
+            "q_proj": "attn_q",
+            "k_proj": "attn_k",
+            "v_proj": "attn_v",
+            "o_proj": "attn_output",
+            "out_proj": "attn_output",
+            "dense": "attn_output",
+            "qkv_proj": "attn_qkv",
+            **dict.fromkeys(("q_norm", "q_layernorm", "query_layernorm"), "attn_q_norm"),
+            **dict.fromkeys(("k_norm", "k_layernorm", "key_layernorm"), "attn_k_norm"),
+            "sinks": "attn_sinks.weight",
+            "q_a_proj": "attn_q_a",
+            "q_a_layernorm": "attn_q_a_norm",
+            "q_b_proj": "attn_q_b",
+            "kv_a_proj_with_mqa": "attn_kv_a_mqa",
+            "kv_a_layernorm": "attn_kv_a_norm",
+            "kv_b_proj": Stored(("attn_k_b.weight", "attn_v_b.weight"), rows="heads of kv_b"),
+        },
+    ),
+    **_under(
+        "mlp",
+        {
+            **_MLP,
+            "gate_up_proj": "ffn_up",
+            **_EXPERTS,
+            **_under("shared_expert", _SHARED),
+            **_under("shared_experts", _SHARED),
+            **_under("shared_mlp", _SHARED),
+            **dict.fromkeys(("gate", "router", "gate.wg"), _ROUTER),
+            "shared_expert_gate": Stored(("ffn_gate_inp_shexp",), shape=(0,)),
+            "gate.e_score_correction_bias": _CORRECTION,
+            "moe_statics.e_score_correction_bias": Stored((_CORRECTION,), shape=(0,)),
+            "fc1": "ffn_up",
+            "fc2": "ffn_down",
+            "c_fc": "ffn_up",
+            "c_proj": "ffn_down",
+            "dense_h_to_4h": "ffn_up",
+            "dense_4h_to_h": "ffn_down",
+        },
+    ),
+    **_under(
+        "block_sparse_moe",
+        {
+            **_EXPERTS,
+            **_NUMBERED_EXPERTS,
+            **dict.fromkeys(("gate", "router.layer"), _ROUTER),
+            "e_score_correction_bias": _CORRECTION,
+        },
+    ),
+    **_under("feed_forward", {**_MLP, **_NUMBERED, **_NUMBERED_EXPERTS, "gate": _ROUTER, "expert_bias": _CORRECTION}),
+}
+"""Names of most architectures: of modules within a layer, and of parameters that are no ``weight`` or ``bias``."""
+
+FLOAT32 = frozenset({_ROUTER, "ffn_gate_inp_shexp", "position_embd", "ssm_conv1d", "shortconv.conv"})
+"""Arrays that llama.cpp wants in float32, beside norms, biases and whatever else has one dim or is no ``weight``."""
+
+_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu", "gelu_fast")
+_WINDOW = whole("sliding_window")
+_SLIDING = Where(("sliding_attention",))
+_RECURRENT = ("linear_attention", "mamba", "conv")
+_ATTENDING = Where(("full_attention", "attention"))
+_EXPERT_COUNT = whole("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_USED_COUNT = whole("num_experts_per_tok", "moe_k", "moe_topk")
+_MOE: dict[str, ValueSource | None] = {"expert_count": _EXPERT_COUNT, "expert_used_count": _USED_COUNT}
+_EXPERT_WIDTH = whole("moe_intermediate_size")
+_SHARED_COUNT: ValueSource = whole("n_shared_experts", least=0)
+_LEADING_DENSE = First((Leading("dense", Kinds("mlp_layer_types")), whole("first_k_dense_replace", least=0)))
+_SIGMOID = Fixed(2)
+_GROUPS: dict[str, ValueSource | None] = {
+    "expert_group_count": whole("n_group", optional=True),
+    "expert_group_used_count": whole("topk_group", optional=True),
+}
+_AS_MANY_KEYS = Requirement("num_key_value_heads", (None,), equal=HEADS, why="has as many heads of keys as of queries")
+_UNTIED_HEAD = Requirement("tie_word_embeddings", (True,), why="has no head of its own in such a model")
+_GRANITE: dict[str, ValueSource | None] = {
+    "attention.scale": number("attention_multiplier"),
+    "embedding_scale": number("embedding_multiplier"),
+    "residual_scale": number("residual_multiplier"),
+    "logit_scale": number("logits_scaling"),
+}
+_SHARED_MLP: dict[str, str | Stored] = {
+    "shared_mlp.input_linear": Stored(("ffn_gate_shexp", "ffn_up_shexp")),
+    "shared_mlp.output_linear": "ffn_down_shexp",
+}
+_DENSE_SHARED_MLP: dict[str, str | Stored] = {
+    "shared_mlp.input_linear": Stored(("ffn_gate", "ffn_up")),
+    "shared_mlp.output_linear": "ffn_down",
+}
+_POST_ATTENTION: dict[str, str | Stored] = {"post_attention_layernorm": "post_attention_norm"}
+_MAMBA2: dict[str, str | Stored] = {
+    **_SSM,
+    "A_log": Stored(("ssm_a.",), function="minus exp", shape=(0, 1)),
+    "D": Stored(("ssm_d.",), shape=(0, 1)),
+}
+_GPT: dict[str, str | Stored] = {
+    "ln_1": "attn_norm",
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
+    "ln_2": "ffn_norm",
+    "transformer.wpe": "position_embd",
+    "wpe": "position_embd",
+}
+_FOUR_TIMES = First(
+    (whole("intermediate_size", "n_inner", "ffn_hidden_size", optional=True), Product((Fixed(4), HIDDEN)))
+)
+_LATENT: dict[str, ValueSource | None] = {
+    "attention.head_count_kv": Fixed(1),
+    "attention.q_lora_rank": whole("q_lora_rank", optional=True),
+    "attention.kv_lora_rank": whole("kv_lora_rank"),
+    "attention.key_length": Sum(("kv_lora_rank", "qk_rope_head_dim")),
+    "attention.value_length": whole("kv_lora_rank"),
+    "attention.key_length_mla": Sum(("qk_nope_head_dim", "qk_rope_head_dim")),
+    "attention.value_length_mla": whole("v_head_dim"),
+}
+
+_GEMMA3 = GgufArchitecture(
+    name="gemma3",
+    model_types=("gemma3_text",),
+    values={
+        "attention.sliding_window": _WINDOW,
+        "attention.sliding_window_pattern": Where(("sliding_attention",), Kinds(period="sliding_window_pattern")),
+        "final_logit_softcapping": number("final_logit_softcapping", optional=True),
+    },
+    tensors=_POST_ATTENTION,
+    norms="one more",
+    activations=_GELUS,
+    rules=(
+        Requirement("query_pre_attn_scalar", equal=HEAD_DIM, unless=("num_hidden_layers", 62)),
+        Requirement("attn_logit_softcapping", (None,)),
+    ),
+)
+
+_GRANITE_MOE = GgufArchitecture(
+    name="granitemoe",
+    model_types=("granitemoe", "granitemoeshared"),
+    values={
+        **_MOE,
+        "expert_shared_feed_forward_length": If("shared_intermediate_size", whole("shared_intermediate_size")),
+        **_GRANITE,
+    },
+    tensors=_SHARED_MLP,
+    pairs=True,
+)
+_GRANITE_HYBRID = replace(
+    _GRANITE_MOE,
+    name="granitehybrid",
+    model_types=("granitemoehybrid",),
+    values={
+        **_GRANITE_MOE.values,
+        "attention.head_count_kv": Only(KV_HEADS, _ATTENDING),
+        "ssm.conv_kernel": whole("mamba_d_conv"),
+        "ssm.inner_size": Product(("mamba_expand", HIDDEN)),
+        "ssm.state_size": whole("mamba_d_state"),
+        "ssm.time_step_rank": whole("mamba_n_heads"),
+        "ssm.group_count": whole("mamba_n_groups"),
+        "rope.scaling.finetuned": Says("position_embedding_type", "rope"),
+    },
+    tensors={
+        **_SHARED_MLP,
+        **_under("mamba", {**_MAMBA2, "norm.weight": Stored(("ssm_norm.weight",), shape=("mamba_n_groups", 0))}),
+    },
+)
+
+_DEEPSEEK = GgufArchitecture(
+    name="deepseek2",
+    model_types=("deepseek_v3",),
+    values={
+        **_LATENT,
+        "leading_dense_block_count": _LEADING_DENSE,
+        **_MOE,
+        "expert_feed_forward_length": _EXPERT_WIDTH,
+        "expert_shared_count": _SHARED_COUNT,
+        **_GROUPS,
+        "expert_weights_scale": number("routed_scaling_factor"),
+        "expert_weights_norm": Flag("norm_topk_prob"),
+        "expert_gating_func": _SIGMOID,
+    },
+    rotated=whole("qk_rope_head_dim"),
+    rules=(Requirement("rope_interleave", (True, None)),),
+)
+
+_COHERE = GgufArchitecture(
+    name="command-r",
+    model_types=("cohere",),
+    values={**LAYER_NORM, "logit_scale": number("logit_scale")},
+    rules=(_UNTIED_HEAD,),
+    plain_rope=True,
+)
+_OLMO2 = GgufArchitecture(
+    name="olmo2",
+    model_types=("olmo2",),
+    tensors=_POST_ATTENTION,
+    output=True,
+)
+_ROUTED_BY_SIGMOID: dict[str, ValueSource | None] = {
+    **_MOE,
+    "expert_feed_forward_length": _EXPERT_WIDTH,
+    "expert_shared_count": _SHARED_COUNT,
+    "leading_dense_block_count": _LEADING_DENSE,
+    **_GROUPS,
+    "expert_weights_scale": number("routed_scaling_factor"),
+    "expert_weights_norm": Flag("norm_topk_prob"),
+    "expert_gating_func": _SIGMOID,
+}
+_QWEN_MOE: dict[str, ValueSource | None] = {
+    **_MOE,
+    "expert_feed_forward_length": _EXPERT_WIDTH,
+    "expert_shared_feed_forward_length": whole("shared_expert_intermediate_size", optional=True),
+}
+_EVERY_LAYER_ROUTES = (
+    Requirement("mlp_only_layers", (None, []), why="has experts in every layer of such a model"),
+    Requirement("decoder_sparse_step", (None, 1), why="has experts in every layer of such a model"),
+)
+_LFM2: dict[str, str | Stored] = {
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "conv.conv.weight": Stored(("shortconv.conv.weight",), shape=("rows", 0)),
+    "conv.in_proj": "shortconv.in_proj.weight",
+    "conv.out_proj": "shortconv.out_proj.weight",
+    "final_norm": "token_embd_norm",
+}
+_LFM2_VALUES: dict[str, ValueSource | None] = {
+    "attention.head_count_kv": Only(KV_HEADS, _ATTENDING),
+    "shortconv.l_cache": whole("conv_L_cache"),
+}
+_MAMBA_VALUES: dict[str, ValueSource | None] = {
+    "context_length": Fixed(1 << 20),
+    "feed_forward_length": Fixed(0),
+    "attention.head_count": Fixed(0),
+    "attention.head_count_kv": None,
+    "attention.key_length": None,
+    "attention.value_length": None,
+    "ssm.conv_kernel": whole("conv_kernel"),
+    "ssm.state_size": whole("state_size"),
+}
+_GPT_BIGCODE = GgufArchitecture(
+    name="starcoder",
+    model_types=("gpt_bigcode",),
+    values={**LAYER_NORM, "feed_forward_length": _FOUR_TIMES, "attention.head_count_kv": Fixed(1)},
+    tensors=_GPT,
+    activations=_GELUS,
+    rules=(Requirement("multi_query", (True, None)),),
+    rotated=None,
+)
+_FALCON = GgufArchitecture(
+    name="falcon",
+    model_types=("falcon",),
+    values={**LAYER_NORM, "feed_forward_length": _FOUR_TIMES, "attention.head_count_kv": FusedKvHeads()},
+    tensors={
+        "self_attention.query_key_value": Stored(("attn_qkv",), rows="grouped"),
+        "self_attention.dense": "attn_output",
+        "ln_mlp": "attn_norm",
+        "ln_attn": "attn_norm_2",
+    },
+    activations=_GELUS,
+    rules=(
+        Requirement("alibi", (False, None)),
+        Requirement("parallel_attn", (True, None)),
+        Requirement("bias", (False, None)),
+    ),
+)
+
+_FALCON_H1 = GgufArchitecture(
+    name="falcon-h1",
+    model_types=("falcon_h1",),
+    values={
+        "ssm.conv_kernel": whole("mamba_d_conv"),
+        "ssm.inner_size": First((whole("mamba_d_ssm", optional=True), Product(("mamba_expand", HIDDEN)))),
+        "ssm.state_size": whole("mamba_d_state"),
+        "ssm.time_step_rank": whole("mamba_n_heads"),
+        "ssm.group_count": whole("mamba_n_groups"),
+    },
+    tensors={
+        "pre_ff_layernorm": "ffn_norm.",
+        **_under("mamba", {**_MAMBA2, "norm.weight": Stored(("ssm_norm.weight",), shape=("mamba_n_groups", 0))}),
+    },
+    rules=(
+        *(
+            Requirement(key, (1, None), why="has no multipliers in such a model: they must be in its weights")
+            for key in (
+                "attention_in_multiplier",
+                "attention_out_multiplier",
+                "key_multiplier",
+                "ssm_in_multiplier",
+                "ssm_out_multiplier",
+                "embedding_multiplier",
+                "lm_head_multiplier",
+            )
+        ),
+        Requirement("mlp_multipliers", (None, [1.0, 1.0])),
+        Requirement("ssm_multipliers", (None, [1.0] * 5)),
+        Requirement("mamba_proj_bias", (False, None)),
+    ),
+)
+_JAMBA_LAYERS = Kinds(
+    "layers_block_type", period="attn_layer_period", usual="mamba", other="attention", offset="attn_layer_offset"
+)
+_JAMBA = GgufArchitecture(
+    name="jamba",
+    model_types=("jamba",),
+    values={
+        **_MOE,
+        "attention.head_count_kv": Only(KV_HEADS, Where(("attention", "full_attention"), _JAMBA_LAYERS)),
+        "ssm.conv_kernel": whole("mamba_d_conv"),
+        "ssm.inner_size": Product(("mamba_expand", HIDDEN)),
+        "ssm.state_size": whole("mamba_d_state"),
+        "ssm.time_step_rank": whole("mamba_dt_rank"),
+    },
+    tensors={
+        **_under("feed_forward", {**_EXPERTS, "router": _ROUTER}),
+        **_under(
+            "mamba", {**_SSM, "dt_layernorm": "ssm_dt_norm", "b_layernorm": "ssm_b_norm", "c_layernorm": "ssm_c_norm"}
+        ),
+    },
+    rules=(Requirement("mamba_proj_bias", (False, None)), Requirement("mamba_conv_bias", (True, None))),
+    rotated=None,
+)
+_NEMOTRON_LAYERS = Kinds(
+    "layers_block_type",
+    letters=("hybrid_override_pattern", {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}),
+)
+_NEMOTRON_H = GgufArchitecture(
+    name="nemotron_h",
+    model_types=("nemotron_h",),
+    applies=(NoLayer("moe", _NEMOTRON_LAYERS),),
+    values={
+        **LAYER_NORM,
+        **RMS,
+        "block_count": Count(_NEMOTRON_LAYERS),
+        "feed_forward_length": Only(whole("intermediate_size"), Where(("mlp",), _NEMOTRON_LAYERS)),
+        "attention.head_count_kv": Only(KV_HEADS, Where(("attention", "full_attention"), _NEMOTRON_LAYERS)),
+        "ssm.conv_kernel": whole("conv_kernel"),
+        "ssm.inner_size": Product(("mamba_num_heads", "mamba_head_dim")),
+        "ssm.state_size": whole("ssm_state_size"),
+        "ssm.time_step_rank": whole("mamba_num_heads"),
+        "ssm.group_count": whole("n_groups"),
+    },
+    tensors={
+        "norm": "attn_norm",
+        **_under(
+            "mixer",
+            {
+                **_MAMBA2,
+                "norm.weight": Stored(("ssm_norm.weight",), shape=("n_groups", 0)),
+                "q_proj": "attn_q",
+                "k_proj": "attn_k",
+                "v_proj": "attn_v",
+                "o_proj": "attn_output",
+                **_MLP,
+                **_EXPERTS,
+                **_under("shared_experts", _SHARED),
+                "gate": _ROUTER,
+                "gate.e_score_correction_bias": _CORRECTION,
+            },
+        ),
+    },
+    activations=("relu2",),
+    rotated=None,
+)
+_QWEN3_NEXT = GgufArchitecture(
+    name="qwen3next",
+    model_types=("qwen3_next",),
+    values={
+        **_QWEN_MOE,
+        "ssm.conv_kernel": whole("linear_conv_kernel_dim"),
+        "ssm.state_size": whole("linear_key_head_dim"),
+        "ssm.group_count": whole("linear_num_key_heads"),
+        "ssm.time_step_rank": whole("linear_num_value_heads"),
+        "ssm.inner_size": Product(("linear_num_value_heads", "linear_value_head_dim")),
+        "attention.recurrent_layers": Where(("linear_attention",)),
+        "full_attention_interval": First((whole("full_attention_interval", optional=True), Fixed(4))),
+    },
+    tensors={
+        **_POST_ATTENTION,
+        **_under(
+            "linear_attn",
+            {
+                **_SSM,
+                "norm": Stored(("ssm_norm",), is_norm=False),
+                "in_proj_qkvz": Stored(("attn_qkv.weight", "attn_gate.weight"), rows="groups of qkvz"),
+                "in_proj_ba": "ssm_ba",
+            },
+        ),
+    },
+    norms="one more",
+    rules=(Requirement("norm_topk_prob", (True,)), *_EVERY_LAYER_ROUTES),
+)
+
+ARCHITECTURES: tuple[GgufArchitecture, ...] = (
+    GgufArchitecture(name="llama", model_types=("llama", "mistral"), pairs=True),
+    GgufArchitecture(name="llama", model_types=("mixtral",), values=_MOE, pairs=True),
+    GgufArchitecture(name="qwen2", model_types=("qwen2",)),
+    GgufArchitecture(
+        name="phi3",
+        model_types=("phi3",),
+        values={"attention.sliding_window": First((whole("sliding_window", optional=True), Fixed(0)))},
+    ),
+    GgufArchitecture(
+        name="qwen2moe",
+        model_types=("qwen2_moe",),
+        values=_QWEN_MOE,
+        rules=(Requirement("norm_topk_prob", (False, None)), *_EVERY_LAYER_ROUTES),
+        output=True,
+    ),
+    GgufArchitecture(name="qwen3", model_types=("qwen3",)),
+    GgufArchitecture(
+        name="qwen3moe",
+        model_types=("qwen3_moe",),
+        values={**_MOE, "expert_feed_forward_length": _EXPERT_WIDTH},
+        rules=(Requirement("norm_topk_prob", (True,)), *_EVERY_LAYER_ROUTES),
+    ),
+    GgufArchitecture(name="gemma", model_types=("gemma",), norms="one more", activations=_GELUS, rules=(_UNTIED_HEAD,)),
+    replace(
+        _GEMMA3,
+        name="gemma2",
+        model_types=("gemma2",),
+        values={
+            "attention.sliding_window": _WINDOW,
+            "attention.sliding_window_pattern": _SLIDING,
+            "attn_logit_softcapping": number("attn_logit_softcapping"),
+            "final_logit_softcapping": number("final_logit_softcapping"),
+        },
+        rules=(
+            Requirement("query_pre_attn_scalar", equal=HEAD_DIM, unless=("num_hidden_layers", 46)),
+            _UNTIED_HEAD,
+        ),
+    ),
+    _GEMMA3,
+    _OLMO2,
+    replace(
+        _OLMO2,
+        model_types=("olmo3",),
+        values={"attention.sliding_window": _WINDOW, "attention.sliding_window_pattern": _SLIDING},
+    ),
+    GgufArchitecture(
+        name="smollm3",
+        model_types=("smollm3",),
+        pairs=True,
+        rules=(
+            Requirement("no_rope_layers", (None,), equal=EveryFourth(), why="rotates all layers but every fourth"),
+            Requirement("no_rope_layer_interval", (4, None), why="rotates all layers but every fourth"),
+            Requirement("use_sliding_window", (False, None)),
+        ),
+    ),
+    GgufArchitecture(name="granite", model_types=("granite",), values=_GRANITE, pairs=True),
+    _GRANITE_MOE,
+    replace(
+        _GRANITE_HYBRID,
+        applies=(Requirement("num_local_experts", (0, None)),),
+        values={
+            **{key: value for key, value in _GRANITE_HYBRID.values.items() if not key.startswith("expert")},
+            "feed_forward_length": whole("shared_intermediate_size"),
+        },
+        tensors={**_GRANITE_HYBRID.tensors, **_DENSE_SHARED_MLP},
+    ),
+    _GRANITE_HYBRID,
+    GgufArchitecture(
+        name="gpt-oss",
+        model_types=("gpt_oss",),
+        values={
+            **_MOE,
+            "expert_feed_forward_length": whole("intermediate_size"),
+            "attention.sliding_window": _WINDOW,
+            "attention.sliding_window_pattern": _SLIDING,
+        },
+        tensors=_POST_ATTENTION,
+        output=True,
+    ),
+    _DEEPSEEK,
+    replace(
+        _DEEPSEEK,
+        model_types=("deepseek_v2",),
+        values={**_DEEPSEEK.values, "expert_gating_func": Fixed(1)},
+        rules=(Requirement("topk_method", ("greedy", None), why="adds up the two best of each group of experts"),),
+    ),
+    replace(_DEEPSEEK, model_types=("kimi_k2", "glm4_moe_lite")),
+    GgufArchitecture(
+        name="glm4",
+        model_types=("glm4",),
+        tensors={
+            "post_self_attn_layernorm": "post_attention_norm",
+            "post_attention_layernorm": "ffn_norm",
+            "post_mlp_layernorm": "post_ffw_norm",
+        },
+    ),
+    GgufArchitecture(name="glm4moe", model_types=("glm4_moe",), values=_ROUTED_BY_SIGMOID, tensors=_POST_ATTENTION),
+    _COHERE,
+    replace(
+        _COHERE,
+        name="cohere2",
+        model_types=("cohere2",),
+        values={
+            **_COHERE.values,
+            "attention.sliding_window": _WINDOW,
+            "attention.sliding_window_pattern": Where(("sliding_attention",), Kinds(period="sliding_window_pattern")),
+        },
+    ),
+    GgufArchitecture(
+        name="starcoder2",
+        model_types=("starcoder2",),
+        values=LAYER_NORM,
+        activations=_GELUS,
+        rules=(Requirement("use_bias", (True,)),),
+    ),
+    GgufArchitecture(
+        name="gptneox",
+        model_types=("gpt_neox",),
+        values={**LAYER_NORM, "use_parallel_residual": Flag("use_parallel_residual")},
+        tensors={
+            "attention.query_key_value": Stored(("attn_qkv",), rows="grouped"),
+            "attention.dense": "attn_output",
+        },
+        activations=_GELUS,
+        rules=(Requirement("attention_bias", (True, None)),),
+        output=True,
+    ),
+    GgufArchitecture(
+        name="gpt2",
+        model_types=("gpt2",),
+        values={**LAYER_NORM, "feed_forward_length": _FOUR_TIMES},
+        tensors={
+            **_GPT,
+            "attn.c_attn": Stored(("attn_qkv",), transposed=True),
+            "attn.c_proj": Stored(("attn_output",), transposed=True),
+            "mlp.c_fc": Stored(("ffn_up",), transposed=True),
+            "mlp.c_proj": Stored(("ffn_down",), transposed=True),
+        },
+        activations=_GELUS,
+        rotated=None,
+    ),
+    _GPT_BIGCODE,
+    GgufArchitecture(
+        name="olmo",
+        model_types=("olmo",),
+        values={
+            "attention.layer_norm_rms_epsilon": None,
+            "attention.layer_norm_epsilon": Fixed(1e-5),
+            "attention.clamp_kqv": number("clip_qkv", optional=True),
+        },
+        pairs=True,
+    ),
+    GgufArchitecture(
+        name="olmoe",
+        model_types=("olmoe",),
+        values=_MOE,
+        rules=(
+            Requirement("norm_topk_prob", (False, None)),
+            Requirement("clip_qkv", (None,)),
+            _AS_MANY_KEYS,
+        ),
+        output=True,
+    ),
+    GgufArchitecture(
+        name="stablelm",
+        model_types=("stablelm",),
+        values={**LAYER_NORM, "use_parallel_residual": Flag("use_parallel_residual")},
+        output=True,
+    ),
+    GgufArchitecture(
+        name="nemotron",
+        model_types=("nemotron",),
+        values=LAYER_NORM,
+        norms="one more",
+        activations=("relu2",),
+        plain_rope=True,
+        output=True,
+    ),
+    GgufArchitecture(
+        name="bloom",
+        model_types=("bloom",),
+        values={
+            **LAYER_NORM,
+            "context_length": First((whole("seq_length", optional=True), HIDDEN)),
+            "feed_forward_length": Product((Fixed(4), HIDDEN)),
+        },
+        tensors={
+            "self_attention.query_key_value": Stored(("attn_qkv",), rows="grouped"),
+            "self_attention.dense": "attn_output",
+            "transformer.word_embeddings_layernorm": "token_embd_norm",
+            "word_embeddings_layernorm": "token_embd_norm",
+        },
+        activations=_GELUS,
+        rules=(Requirement("apply_residual_connection_post_layernorm", (False, None)),),
+        rotated=None,
+    ),
+    GgufArchitecture(
+        name="mpt",
+        model_types=("mpt",),
+        values={
+            "attention.layer_norm_rms_epsilon": None,
+            "attention.layer_norm_epsilon": number("layer_norm_epsilon"),
+            "feed_forward_length": Product(("expansion_ratio", HIDDEN)),
+            "attention.clamp_kqv": number("attn_config.clip_qkv", optional=True),
+            "attention.max_alibi_bias": number("attn_config.alibi_bias_max"),
+        },
+        tensors={
+            "norm_1": "attn_norm",
+            "attn.Wqkv": "attn_qkv",
+            "attn.out_proj": "attn_output",
+            "norm_2": "ffn_norm",
+            "ffn.up_proj": "ffn_up",
+            "ffn.down_proj": "ffn_down",
+        },
+        activations=_GELUS,
+        rules=(
+            Requirement("attn_config.alibi", (True, None)),
+            Requirement("attn_config.softmax_scale", (None,)),
+        ),
+        rotated=None,
+    ),
+    GgufArchitecture(
+        name="phi2",
+        model_types=("phi",),
+        values=LAYER_NORM,
+        activations=_GELUS,
+        rules=(Requirement("qk_layernorm", (False, None)),),
+        output=True,
+    ),
+    GgufArchitecture(
+        name="exaone4",
+        model_types=("exaone4",),
+        values={
+            "attention.sliding_window": whole("sliding_window", optional=True),
+            "attention.sliding_window_pattern": If("sliding_window", _SLIDING),
+        },
+        tensors=_POST_ATTENTION,
+        rules=(
+            Requirement(
+                "sliding_window",
+                (None,),
+                unless=("num_hidden_layers", 64),
+                why="has sliding windows in models of 64 layers only",
+            ),
+        ),
+    ),
+    GgufArchitecture(name="ernie4_5", model_types=("ernie4_5",), rules=(Requirement("use_bias", (False, None)),)),
+    GgufArchitecture(
+        name="ernie4_5-moe",
+        model_types=("ernie4_5_moe",),
+        values={
+            **_MOE,
+            "expert_feed_forward_length": _EXPERT_WIDTH,
+            "expert_shared_feed_forward_length": Product((_EXPERT_WIDTH, "moe_num_shared_experts")),
+            "interleave_moe_layer_step": whole("moe_layer_interval"),
+            "leading_dense_block_count": whole("moe_layer_start_index", least=0),
+        },
+        rules=(Requirement("use_bias", (False, None)),),
+    ),
+    GgufArchitecture(
+        name="mamba",
+        model_types=("mamba",),
+        values={
+            **_MAMBA_VALUES,
+            "ssm.inner_size": whole("intermediate_size", "d_inner"),
+            "ssm.time_step_rank": whole("time_step_rank"),
+            "ssm.dt_b_c_rms": Fixed(False),
+        },
+        tensors={"norm": "attn_norm", **_under("mixer", _SSM)},
+        rules=(Requirement("use_bias", (False, None)), Requirement("use_conv_bias", (True, None))),
+        rotated=None,
+    ),
+    GgufArchitecture(
+        name="mamba2",
+        model_types=("mamba2",),
+        values={
+            **_MAMBA_VALUES,
+            "ssm.inner_size": Product(("expand", HIDDEN)),
+            "ssm.time_step_rank": whole("num_heads"),
+            "ssm.group_count": whole("n_groups"),
+        },
+        tensors={
+            "norm": "attn_norm",
+            **_under("mixer", {**_MAMBA2, "norm.weight": Stored(("ssm_norm.weight",), shape=("n_groups", 0))}),
+        },
+        rules=(Requirement("use_bias", (False, None)),),
+        rotated=None,
+    ),
+    GgufArchitecture(
+        name="lfm2",
+        model_types=("lfm2",),
+        values={**_LFM2_VALUES, "feed_forward_length": AdjustedWidth()},
+        tensors=_LFM2,
+        rules=(Requirement("conv_bias", (False, None)),),
+    ),
+    GgufArchitecture(
+        name="lfm2moe",
+        model_types=("lfm2_moe",),
+        values={
+            **_LFM2_VALUES,
+            **_MOE,
+            "expert_feed_forward_length": _EXPERT_WIDTH,
+            "leading_dense_block_count": whole("num_dense_layers", least=0),
+            "expert_gating_func": _SIGMOID,
+        },
+        tensors=_LFM2,
+        rules=(
+            Requirement("conv_bias", (False, None)),
+            Requirement("use_expert_bias", (True,)),
+            Requirement("norm_topk_prob", (True,)),
+            Requirement("routed_scaling_factor", (1, None)),
+        ),
+    ),
+    GgufArchitecture(name="hunyuan-dense", model_types=("hunyuan_v1_dense",)),
+    GgufArchitecture(
+        name="hunyuan-moe",
+        model_types=("hunyuan_v1_moe",),
+        values={
+            **_MOE,
+            "expert_feed_forward_length": whole("intermediate_size"),
+            "expert_shared_feed_forward_length": whole("intermediate_size"),
+        },
+    ),
+    GgufArchitecture(
+        name="dots1",
+        model_types=("dots1",),
+        values=_ROUTED_BY_SIGMOID,
+        rules=(_AS_MANY_KEYS,),
+        output=True,
+    ),
+    GgufArchitecture(name="arcee", model_types=("arcee",), activations=("relu2",), pairs=True),
+    GgufArchitecture(name="seed_oss", model_types=("seed_oss",), tensors=_POST_ATTENTION),
+    GgufArchitecture(name="jais2", model_types=("jais2",), values=LAYER_NORM, activations=("relu2",)),
+    GgufArchitecture(
+        name="minimax-m2",
+        model_types=("minimax_m2",),
+        values={**_MOE, "expert_feed_forward_length": whole("intermediate_size"), "expert_gating_func": _SIGMOID},
+    ),
+    _FALCON,
+    _FALCON_H1,
+    GgufArchitecture(
+        name="mamba",
+        model_types=("falcon_mamba",),
+        values={
+            **_MAMBA_VALUES,
+            "ssm.inner_size": whole("intermediate_size"),
+            "ssm.time_step_rank": whole("time_step_rank"),
+            "ssm.dt_b_c_rms": Fixed(True),
+        },
+        tensors={"norm": "attn_norm", **_under("mixer", _SSM)},
+        rules=(Requirement("use_bias", (False, None)), Requirement("use_conv_bias", (True, None))),
+        rotated=None,
+    ),
+    _JAMBA,
+    _NEMOTRON_H,
+    replace(
+        _NEMOTRON_H,
+        name="nemotron_h_moe",
+        applies=(NoLayer("mlp", _NEMOTRON_LAYERS),),
+        values={
+            **_NEMOTRON_H.values,
+            **_MOE,
+            "feed_forward_length": Only(_EXPERT_WIDTH, Where(("moe",), _NEMOTRON_LAYERS)),
+            "expert_feed_forward_length": _EXPERT_WIDTH,
+            "expert_shared_feed_forward_length": whole("moe_shared_expert_intermediate_size"),
+            "expert_shared_count": _SHARED_COUNT,
+            **_GROUPS,
+            "expert_weights_scale": number("routed_scaling_factor"),
+            "expert_weights_norm": Flag("norm_topk_prob"),
+        },
+        rules=(Requirement("moe_latent_size", (None,)),),
+    ),
+    _QWEN3_NEXT,
+    GgufArchitecture(
+        name="exaone-moe",
+        model_types=("exaone_moe",),
+        values={
+            **_ROUTED_BY_SIGMOID,
+            "expert_shared_count": whole("num_shared_experts", least=0),
+            "expert_shared_feed_forward_length": Product((_EXPERT_WIDTH, "num_shared_experts")),
+            "attention.sliding_window": _WINDOW,
+            "attention.sliding_window_pattern": Where(("sliding_attention",), Kinds(period="sliding_window_pattern")),
+        },
+        tensors={"mlp.e_score_correction_bias": _CORRECTION},
+    ),
+)
+"""Every architecture; of those of one model type, the first whose ``applies`` suit."""

@@ -1,0 +1,417 @@
+"""The sources of the values of a GGUF file's header: keys of config.json, or what follows from several of them.
+
+Small pieces of data for the table of :mod:`modelexport.checkpoints.gguf.architectures`. Where config.json is silent,
+what transformers' class of the model has stands in the table (``defaults``): here a key either has a value or not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Protocol
+
+from modelexport.checkpoints.gguf.file import Value
+from modelexport.errors import CheckpointError, shown
+from modelexport.system.json_values import JsonValues
+
+MOST_HEAD_DIM = 1 << 16  # each feature has a frequency
+MOST_LAYERS = 1 << 16
+_NO_LETTERS: tuple[str, Mapping[str, str]] = ("", MappingProxyType({}))
+
+
+class ValueSource(Protocol):
+    """The origin of a value."""
+
+    def read(self, config: JsonValues) -> Value | None:
+        """The value; None: the file gets none.
+
+        Raises:
+            CheckpointError: config.json lacks a key, or has a value of the wrong kind there.
+            PlanError: llama.cpp cannot be told what is there.
+        """
+
+
+@dataclass(frozen=True)
+class ModelConfig(JsonValues):
+    """A config.json's values, and what its models' class assumes where it is silent.
+
+    Attributes:
+        said: the keys that config.json itself has a value for.
+    """
+
+    said: frozenset[str] = frozenset()
+
+
+def _present(config: JsonValues, keys: Sequence[str]) -> tuple[JsonValues, str]:
+    """The object and the key of the first of some keys that has a value; of none, the first. A dot leads into a part.
+
+    What config.json says comes before what is assumed, by whichever of its names.
+    """
+    said = config.said if isinstance(config, ModelConfig) else frozenset()
+    for key in sorted(keys, key=lambda key: key.partition(".")[0] not in said):
+        holder, name = _inside(config, key)
+        if holder.has(name):
+            return holder, name
+    return _inside(config, keys[0])
+
+
+def _inside(config: JsonValues, key: str) -> tuple[JsonValues, str]:
+    part, _, name = key.rpartition(".")
+    return (config.object(part), name) if part else (config, name)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A whole number: of the first of some keys that is there."""
+
+    keys: tuple[str, ...]
+    optional: bool = False
+    least: int = 1
+    plus: int = 0
+
+    def read(self, config: JsonValues) -> int | None:
+        holder, key = _present(config, self.keys)
+        if self.optional and not holder.has(key):
+            return None
+        return holder.whole(key, least=self.least) + self.plus
+
+
+def whole(*keys: str, optional: bool = False, least: int = 1) -> Whole:
+    """A whole number, by the names that its key may have."""
+    return Whole(keys, optional, least)
+
+
+@dataclass(frozen=True)
+class Number:
+    """A positive number: of the first of some keys that is there."""
+
+    keys: tuple[str, ...]
+    optional: bool = False
+
+    def read(self, config: JsonValues) -> float | None:
+        holder, key = _present(config, self.keys)
+        if self.optional and not holder.has(key):
+            return None
+        return holder.number(key)
+
+
+def number(*keys: str, optional: bool = False) -> Number:
+    """A positive number, by the names that its key may have."""
+    return Number(keys, optional)
+
+
+@dataclass(frozen=True)
+class Flag:
+    """True or False by a key; False where it is missing."""
+
+    key: str
+
+    def read(self, config: JsonValues) -> bool:
+        return flag(config, self.key)
+
+
+def flag(config: JsonValues, key: str) -> bool:
+    """A truth value; False where it is missing.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    found = config.content.get(key)
+    if found is not None and not isinstance(found, bool):
+        raise CheckpointError(f"{config.where}: {key} is {shown(found)}; true or false is needed")
+    return bool(found)
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """The same for every model of the architecture."""
+
+    value: Value
+
+    def read(self, config: JsonValues) -> Value:
+        return self.value
+
+
+@dataclass(frozen=True)
+class HeadDim:
+    """The features of a head: said, or the hidden ones shared out among the heads."""
+
+    def read(self, config: JsonValues) -> int:
+        if config.has("head_dim"):
+            return config.whole("head_dim", most=MOST_HEAD_DIM)
+        return max(1, HIDDEN.read(config) // HEADS.read(config))
+
+
+@dataclass(frozen=True)
+class Required:
+    """A whole number that no model does without."""
+
+    keys: tuple[str, ...]
+
+    def read(self, config: JsonValues) -> int:
+        holder, key = _present(config, self.keys)
+        return holder.whole(key, most=_MOST.get(self.keys[0], 1 << 53))
+
+
+_MOST = {"num_hidden_layers": MOST_LAYERS}
+HIDDEN = Required(("hidden_size", "n_embd", "d_model"))
+HEADS = Required(("num_attention_heads", "n_head", "n_heads"))
+LAYERS = Required(("num_hidden_layers", "n_layer", "n_layers"))
+HEAD_DIM = HeadDim()
+
+
+@dataclass(frozen=True)
+class KvHeads:
+    """Heads of keys and values: said, or as many as of queries."""
+
+    def read(self, config: JsonValues) -> int:
+        holder, key = _present(config, ("num_key_value_heads", "num_kv_heads", "attn_config.kv_n_heads"))
+        return holder.whole(key, HEADS.read(config))
+
+
+KV_HEADS = KvHeads()
+
+
+def fused_heads(config: JsonValues) -> tuple[int, int]:
+    """Falcon's heads of keys, and the queries for each of them.
+
+    Raises:
+        CheckpointError: one number is no multiple of the other.
+    """
+    heads = HEADS.read(config)
+    groups = heads
+    if config.content.get("new_decoder_architecture"):
+        groups = config.whole("num_kv_heads", heads)
+    elif config.content.get("multi_query", True):
+        groups = 1
+    if heads % groups:
+        raise CheckpointError(f"{config.where}: {heads} heads are no multiple of num_kv_heads {groups}")
+    return groups, heads // groups
+
+
+@dataclass(frozen=True)
+class FusedKvHeads:
+    """Falcon's heads of keys."""
+
+    def read(self, config: JsonValues) -> int:
+        return fused_heads(config)[0]
+
+
+@dataclass(frozen=True)
+class Product:
+    """The product of some numbers: of keys, or of sources."""
+
+    factors: tuple[str | ValueSource, ...]
+
+    def read(self, config: JsonValues) -> int | None:
+        found = [
+            Whole((each,), True, 0).read(config) if isinstance(each, str) else each.read(config)
+            for each in self.factors
+        ]
+        return None if None in found else math.prod(int(str(each)) for each in found)
+
+
+@dataclass(frozen=True)
+class Sum:
+    """The sum of whole numbers, by their keys."""
+
+    keys: tuple[str, ...]
+
+    def read(self, config: JsonValues) -> int:
+        return sum(config.whole(key) for key in self.keys)
+
+
+@dataclass(frozen=True)
+class First:
+    """The first of some sources that has a value."""
+
+    sources: tuple[ValueSource, ...]
+
+    def read(self, config: JsonValues) -> Value | None:
+        return next((found for each in self.sources if (found := each.read(config)) is not None), None)
+
+
+@dataclass(frozen=True)
+class If:
+    """A value of the models of which a key says something, and 0, empty or false counts as nothing."""
+
+    key: str
+    source: ValueSource
+
+    def read(self, config: JsonValues) -> Value | None:
+        return self.source.read(config) if config.content.get(self.key) else None
+
+
+@dataclass(frozen=True)
+class Says:
+    """True where a key has a certain value."""
+
+    key: str
+    value: object
+
+    def read(self, config: JsonValues) -> bool:
+        return bool(config.content.get(self.key) == self.value)
+
+
+@dataclass(frozen=True)
+class EveryFourth:
+    """A list that is 1 for each layer but every fourth."""
+
+    def read(self, config: JsonValues) -> tuple[int, ...]:
+        return tuple(int((i + 1) % 4 != 0) for i in range(LAYERS.read(config)))
+
+
+@dataclass(frozen=True)
+class AdjustedWidth:
+    """The features of LFM2's MLP: two thirds of what is said, times a factor, as a multiple of a number."""
+
+    def read(self, config: JsonValues) -> int:
+        width = config.whole("block_ff_dim" if config.has("block_ff_dim") else "intermediate_size")
+        if not config.content.get("block_auto_adjust_ff_dim"):
+            return width
+        width = int(2 * width / 3)
+        if config.has("block_ffn_dim_multiplier"):
+            width = int(config.number("block_ffn_dim_multiplier") * width)
+        each = config.whole("block_multiple_of")
+        return each * -(-width // each)
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """The kinds of the layers, by a list of config.json, or by what its models' class makes of a period.
+
+    Attributes:
+        key: the list: ``layer_types``.
+        period: the key of every how many layers one is another kind, where there is no list; "" where nothing says so.
+        usual, other: the kinds of the layers but each last of a period, and of this one.
+        offset: the key of which one of a period is of the other kind, where that need not be the last.
+        letters: a key whose text has a letter for each layer, and what the letters mean.
+    """
+
+    key: str = "layer_types"
+    period: str = ""
+    usual: str = "sliding_attention"
+    other: str = "full_attention"
+    offset: str = ""
+    letters: tuple[str, Mapping[str, str]] = _NO_LETTERS
+
+    def read(self, config: JsonValues) -> tuple[str, ...] | None:
+        found = config.texts(self.key)
+        if found is None and config.has(self.letters[0]):
+            found = tuple(self.letters[1].get(letter, letter) for letter in config.text(self.letters[0]))
+        if found is not None and not any(map(config.has, LAYERS.keys)):
+            return found  # the list says how many there are
+        layers = LAYERS.read(config)
+        if found is None and self.offset and config.has(self.offset):
+            each, first = config.whole(self.period), config.whole(self.offset, least=0)
+            found = tuple(self.other if i % each == first else self.usual for i in range(layers))
+        if found is None and self.period and config.has(self.period):
+            each = config.whole(self.period)
+            found = tuple(self.usual if (i + 1) % each else self.other for i in range(layers))
+        if found is not None and len(found) < layers:
+            raise CheckpointError(f"{config.where}: {self.key} has {len(found)} entries, there are {layers} layers")
+        return None if found is None else found[:layers]
+
+
+@dataclass(frozen=True)
+class Count:
+    """The number of layers, by the list of their kinds where nothing else says it."""
+
+    kinds: Kinds
+
+    def read(self, config: JsonValues) -> int:
+        found = self.kinds.read(config)
+        return LAYERS.read(config) if found is None else len(found)
+
+
+@dataclass(frozen=True)
+class Where:
+    """For each layer, whether it is of one of some kinds; None where nothing says of which each is."""
+
+    among: tuple[str, ...]
+    kinds: Kinds = Kinds()
+
+    def read(self, config: JsonValues) -> tuple[bool, ...] | None:
+        found = self.kinds.read(config)
+        return None if found is None else tuple(kind in self.among for kind in found)
+
+
+@dataclass(frozen=True)
+class Leading:
+    """The number of the first layers that are of a kind."""
+
+    kind: str
+    kinds: Kinds
+
+    def read(self, config: JsonValues) -> int | None:
+        found = self.kinds.read(config)
+        return None if found is None else next((i for i, kind in enumerate(found) if kind != self.kind), len(found))
+
+
+@dataclass(frozen=True)
+class Only:
+    """A number for the layers of some kinds, 0 for the others; the number alone where nothing says which they are."""
+
+    source: ValueSource
+    where: Where
+
+    def read(self, config: JsonValues) -> Value | None:
+        value, layers = self.source.read(config), self.where.read(config)
+        if layers is None or value is None:
+            return value
+        return tuple(int(str(value)) if has else 0 for has in layers)
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """A condition that llama.cpp's graph of an architecture takes for granted.
+
+    Attributes:
+        key: of config.json.
+        values: those that it may have; None among them: it may be missing.
+        equal: or the value that it must have; what follows from others.
+        unless: a key and its value, of models whose graph is another one.
+        why: what llama.cpp computes.
+    """
+
+    key: str
+    values: tuple[object, ...] = ()
+    equal: ValueSource | None = None
+    unless: tuple[str, object] | None = None
+    why: str = ""
+
+    def check(self, config: JsonValues) -> str | None:
+        """Returns what is wrong with a config.json; None where nothing is."""
+        if self.unless is not None and config.content.get(self.unless[0]) == self.unless[1]:
+            return None
+        holder, key = _inside(config, self.key)
+        found = holder.content.get(key)
+        allowed = self.values
+        if self.equal is not None:
+            wanted = self.equal.read(config)
+            allowed = (*self.values, list(wanted) if isinstance(wanted, tuple) else wanted)
+        if any(type(found) is type(each) and found == each for each in allowed) or (
+            isinstance(found, (int, float)) and not isinstance(found, bool) and found in allowed
+        ):
+            return None
+        listed = " or ".join("nothing" if each is None else str(each).lower() for each in allowed)
+        return f"{self.key} is {shown(found)}, and llama.cpp {self.why or f'computes such a model with {listed}'}"
+
+
+@dataclass(frozen=True)
+class NoLayer:
+    """A requirement that no layer is of a kind."""
+
+    kind: str
+    kinds: Kinds
+
+    def check(self, config: JsonValues) -> str | None:
+        """Returns what is wrong with a config.json; None where nothing is."""
+        found = self.kinds.read(config)
+        return (
+            f"a layer is '{self.kind}', which llama.cpp has none of beside its others"
+            if found is not None and self.kind in found
+            else None
+        )
