@@ -110,7 +110,7 @@ CALIBRATION: dict[str, object] = {"calib_samples": 2, "calib_length": 32}
 def write(source: str, out: Path, case: Case, **settings: object) -> dict[str, str]:
     """Export with little text to calibrate; returns the hashes of what was written."""
     made: dict[str, object] = {
-        "quant": case.quant,
+        "quant": f"*_proj={case.quant}" if case.quant in BLOCKS else case.quant,  # alone most of these are mixtures
         "format": case.format,
         "group_size": case.group,
         "algorithm": case.algorithm,
