@@ -74,12 +74,18 @@ class TargetDirectory:
         not_the_models = {*formats.source(files.source.format).SIDE_FILES, *files.stale}
         weights = set(files.source.files)
         self._side = copy_side_files(files.source.directory, payload, weights, not_the_models, files.renamed)
+        restored = getattr(formats.source(files.source.format), "restored_files", None)
+        if restored is not None:
+            made, missing = restored(files.source)
+            self._side.left_out.update(missing)
+            for name in made.keys() - set(self._side.copied):
+                self._write(name, made[name])
         self._write("config.json", files.config)
         for name, content in files.target.side_files.items():
             if name != INDEX_NAME:
                 self._write(name, content)
-        made = files.target.layout.create(payload)
-        return {} if made else dict(self._staging.done)
+        created = files.target.layout.create(payload)
+        return {} if created else dict(self._staging.done)
 
     def finish(self, outcome: dict[str, Any]) -> dict[str, Any]:
         """Writes index, record and card, and publishes; returns the record (empty where there is none).

@@ -3,10 +3,12 @@
 usage: python llama_cpp_answers.py WHAT FILE [FILE ...] < JSON
 
 WHAT is "logprobs" (stdin: the token ids of a prompt; prints for each file the log-probability of each token after the
-first), "tokens" (stdin: texts; prints each text's token ids), "tensors" (prints for each file its values and, for each
-tensor, its type and a digest of its float32 numbers, all by the gguf package), "requantise" (stdin: block types ->
-files to write; prints nothing), or "quantise" (stdin: a list of file types, each with whether blocks are fitted with an
-importance of inputs; prints for each file, and each of these, the type that llama.cpp's quantiser gives each tensor).
+first), "tokens" (stdin: texts; prints each text's token ids), "encodings" (stdin: texts; prints for each file the ids
+of all texts with special tokens taken for text, parsed, and parsed with what is put around every text), "tensors"
+(prints for each file its values and, for each tensor, its type and a digest of its float32 numbers, all by the gguf
+package), "requantise" (stdin: block types -> files to write; prints nothing), or "quantise" (stdin: a list of file
+types, each with whether blocks are fitted with an importance of inputs; prints for each file, and each of these, the
+type that llama.cpp's quantiser gives each tensor).
 """
 
 from __future__ import annotations
@@ -39,6 +41,17 @@ def token_ids(path: str, texts: list[str]) -> list[list[int]]:
 
     model = Llama(path, vocab_only=True, verbose=False)
     found = [model.tokenize(text.encode(), add_bos=False, special=False) for text in texts]
+    model.close()
+    return found
+
+
+def encodings(path: str, texts: list[str]) -> list[list[list[int]]]:
+    from llama_cpp import Llama
+
+    model = Llama(path, vocab_only=True, verbose=False)
+    found = []
+    for add, special in ((False, False), (False, True), (True, True)):
+        found.append([model.tokenize(text.encode(), add_bos=add, special=special) for text in texts])
     model.close()
     return found
 
@@ -121,6 +134,8 @@ def main() -> None:
         answer: Any = [log_probabilities(path, given) for path in paths]
     elif what == "tokens":
         answer = [token_ids(path, given) for path in paths]
+    elif what == "encodings":
+        answer = [encodings(path, given) for path in paths]
     elif what == "requantise":
         answer = [requantise(paths[0], target, kind) for kind, target in given.items()]
     elif what == "quantise":

@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,11 @@ from transformers import AutoModelForCausalLM
 
 from modelexport.assets import demo_documents, demo_model_path
 from modelexport.checkpoints.formats import gguf as container
-from modelexport.checkpoints.gguf.file import read_gguf, type_of
+from modelexport.checkpoints.gguf.file import encode_header, read_gguf, read_values, type_of
 from modelexport.checkpoints.gguf.metadata import model_types
+from modelexport.checkpoints.gguf.tokenizer import read_tokenizer
+from modelexport.checkpoints.gguf.tokenizer.carried import ARRAYS
+from modelexport.checkpoints.gguf.tokenizer.pretokenizers import BY_NAME, PRE_TOKENIZERS
 from modelexport.checkpoints.safetensors.file import Reader
 from modelexport.checkpoints.safetensors.sharded import stored_form
 from modelexport.exporting import export
@@ -39,6 +43,7 @@ from tests.checkpoints.test_gguf_architectures import TYPES, tiny
 from tests.helpers.format_models import write
 from tests.helpers.gguf_models import NOT_IN_TRANSFORMERS, gguf_tiny_model
 from tests.helpers.models import copy_checkpoint, make_llama
+from tests.helpers.small_tokenizers import SCRIPTS, byte_level, ids, sentencepiece, unigram
 
 LLAMA = os.environ.get("MODELEXPORT_LLAMA_PYTHON")
 QUANTS = {"none": "BF16", "int8-wo": "Q8_0", "int4": "Q4_0", "mxfp4-wo": "MXFP4"}
@@ -202,6 +207,77 @@ def test_llama_cpp_tokenises_as_the_model_does(demos: dict[str, Path]) -> None:
     tokenizer = Tokenizer.from_file(str(demo_model_path() / "tokenizer.json"))
     (got,) = ask("tokens", demos["int4"] / "model.gguf", given=texts)
     assert got == [tokenizer.encode(text).ids for text in texts]
+
+
+# ------------------------------------------------------------------ tokenizers
+
+TEXTS = (*SCRIPTS, "a <tool> b</s>c<|end|>  d<s>", "<s>x</s>\n<|end|>", "</s> <tool><tool>\t<unk>")
+
+
+def vocabulary_file(directory: Path, main: dict[str, Any], rows: int = 1200) -> Path:
+    """A GGUF file of a tokenizer.json, without tensors."""
+    directory.mkdir()
+    (directory / "tokenizer.json").write_text(json.dumps(main))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    found = read_tokenizer(directory, {}, rows)
+    assert found.missing is None
+    path = directory / "vocabulary.gguf"
+    path.write_bytes(encode_header({"general.architecture": "llama", **found.values}, [])[0])
+    return path
+
+
+def compare_ids(name: str, main: dict[str, Any], got: list[list[list[int]]], texts: Sequence[str] = TEXTS) -> list[str]:
+    """The texts whose ids are others in one of the three ways; all have the ids that the library gives."""
+    expected = [ids(main, texts, parsed=False), ids(main, texts), ids(main, texts, around=True)]
+    pairs = [list(zip(texts, ours, theirs, strict=True)) for ours, theirs in zip(expected, got, strict=True)]
+    wrong = dict.fromkeys(text for each in pairs for text, ours, theirs in each if ours != theirs)
+    print(f"{name}: {len(texts) - len(wrong)} of {len(texts)} texts have the same ids")
+    return list(wrong)
+
+
+def test_llama_cpp_has_every_pre_tokenizer_of_the_table(tmp_path: Path) -> None:
+    mains = {pre: byte_level(pre) for pre in PRE_TOKENIZERS}
+    answers = ask(
+        "encodings", *(vocabulary_file(tmp_path / pre.name, main) for pre, main in mains.items()), given=TEXTS
+    )
+    for (pre, main), got in zip(mains.items(), answers, strict=True):
+        wrong = compare_ids(pre.name, main, got)
+        assert not wrong or pre.differs, (pre.name, wrong)
+
+
+def test_llama_cpp_takes_every_other_name_for_the_same(tmp_path: Path) -> None:
+    """Every name of the table that a file may have stands for the pre-tokenizer that it is read as."""
+    files, expected = [], []
+    for name, pre in BY_NAME.items():
+        main = byte_level(pre)
+        path = vocabulary_file(tmp_path / name, main)
+        values = dict(read_values(path, ARRAYS)) | {"tokenizer.ggml.pre": name}
+        path.write_bytes(encode_header(values, [])[0])
+        files.append(path)
+        expected.append((name, pre, main))
+    for (name, pre, main), got in zip(expected, ask("encodings", *files, given=TEXTS), strict=True):
+        wrong = compare_ids(name, main, got)
+        assert not wrong or pre.differs, (name, wrong)
+
+
+def test_llama_cpp_has_sentencepiece_s_tokenizers(tmp_path: Path) -> None:
+    mains = {
+        "a space in front": sentencepiece(),
+        "no space in front": sentencepiece(prefix="never"),
+        "by merges": sentencepiece(prefix="never", every_pair=False),
+        "unigram": unigram(),
+    }
+    answers = ask("encodings", *(vocabulary_file(tmp_path / name, main) for name, main in mains.items()), given=TEXTS)
+    for (name, main), got in zip(mains.items(), answers, strict=True):
+        assert not compare_ids(name, main, got), name
+
+
+def test_llama_cpp_puts_a_space_before_more_texts_than_metaspace(tmp_path: Path) -> None:
+    """As the note on such a tokenizer says: those that begin with one, and those behind special tokens."""
+    main = sentencepiece(prefix="first")
+    (got,) = ask("encodings", vocabulary_file(tmp_path / "first", main), given=TEXTS)
+    wrong = compare_ids("a space where there is none", main, got)
+    assert wrong == [text for text in wrong if text.startswith(" ") or "<" in text]
 
 
 def test_a_file_of_the_gguf_package_is_read(demos: dict[str, Path], tmp_path: Path) -> None:

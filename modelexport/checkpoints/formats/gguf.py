@@ -44,6 +44,7 @@ from modelexport.checkpoints.gguf.file import (
 )
 from modelexport.checkpoints.gguf.metadata import architecture, file_values, model_values, read_config, read_rope
 from modelexport.checkpoints.gguf.tokenizer import describe, read_tokenizer
+from modelexport.checkpoints.gguf.tokenizer.restored import restore_tokenizer
 from modelexport.checkpoints.gguf.values import HEADS, KV_HEADS, fused_heads
 from modelexport.checkpoints.safetensors.arrays import Array, Share, placements
 from modelexport.checkpoints.safetensors.conversions import Conversion
@@ -446,8 +447,22 @@ def side_files(plan: ShardPlan, config: dict[str, Any], layout: Layout) -> Mappi
 
 def notes(plan: ShardPlan, config: dict[str, Any], source: Path | None) -> list[str]:
     """Warnings to give before the file is written."""
-    note = describe(read_tokenizer(source, config, _vocabulary(plan)))
-    return [] if note is None else [note]
+    return describe(read_tokenizer(source, config, _vocabulary(plan)))
+
+
+def restored_files(checkpoint: Checkpoint) -> tuple[Mapping[str, bytes], Mapping[str, str]]:
+    """The tokenizer's files, where the directory has none and the GGUF file says what is in them.
+
+    Returns:
+        (name -> content, name -> why it could not be made).
+
+    Raises:
+        CheckpointError: what the file says is damaged.
+    """
+    if any(has_file(checkpoint.directory, name) for name in ("tokenizer.json", "tokenizer.model")):
+        return {}, {}
+    found = restore_tokenizer(_the_file(checkpoint.directory)[0])
+    return found.files, {} if found.missing is None else {"tokenizer.json": f"not made: {found.missing}"}
 
 
 # ------------------------------------------------------------------ reading

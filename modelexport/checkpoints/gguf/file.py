@@ -14,7 +14,7 @@ import math
 import os
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,6 +28,7 @@ _MAGIC = b"GGUF"
 _VERSION = 3
 _MOST_DIMS = 4
 _MOST_NAME = 1 << 16
+_MOST_ELEMENTS = 1 << 22  # of an array that is read; vocabularies have a few hundred thousand
 
 
 class Uint16(int):
@@ -38,8 +39,9 @@ class Int32(int):
     """A number that is written as int32."""
 
 
-Value = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float]
-"""A number is written as uint32 or float32 unless its class says otherwise, an array's as int32 or float32."""
+Value = str | bool | int | float | bytes | Sequence[str] | Sequence[int] | Sequence[float]
+"""A number is written as uint32 or float32 unless its class says otherwise, an array's as int32 or float32;
+bytes are an array of uint8."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ _OTHER_TYPES = {
 }
 
 # The types of values: their numbers, and how struct spells them.
-_UINT16, _UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY = 2, 4, 5, 6, 7, 8, 9
+_UINT8, _UINT16, _UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY = 0, 2, 4, 5, 6, 7, 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
 
@@ -212,10 +214,14 @@ def _content(value: Value, whole: int) -> tuple[int, bytes]:
         return whole, struct.pack("<" + _SCALARS[whole], value)
     if isinstance(value, float):
         return _FLOAT32, struct.pack("<f", value)
-    parts = [_content(each, _INT32) for each in value]
-    assert parts, "an array without a type"
-    assert len({kind for kind, _ in parts}) == 1, "an array of several types"
-    return _ARRAY, struct.pack("<IQ", parts[0][0], len(parts)) + b"".join(content for _, content in parts)
+    if isinstance(value, bytes):
+        return _ARRAY, struct.pack("<IQ", _UINT8, len(value)) + value
+    (form,) = {type(each) for each in value}  # an array has a type, and one alone
+    if form is str:  # of which a vocabulary has hundreds of thousands
+        texts = [str(each).encode() for each in value]
+        return _ARRAY, struct.pack("<IQ", _STRING, len(texts)) + b"".join(struct.pack("<Q", len(t)) + t for t in texts)
+    kind = {bool: _BOOL, int: _INT32, float: _FLOAT32}[form]
+    return _ARRAY, struct.pack("<IQ", kind, len(value)) + struct.pack(f"<{len(value)}{_SCALARS[kind]}", *value)
 
 
 # ------------------------------------------------------------------ parts
@@ -307,6 +313,22 @@ def _read_one(path: Path) -> GgufFile:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
+def read_values(path: Path, arrays: Collection[str]) -> dict[str, Any]:
+    """Read the values alone, those of some arrays with them.
+
+    Args:
+        arrays: names of the arrays whose elements are wanted, as lists; of others their number is given.
+
+    Raises:
+        CheckpointError: the file cannot be read, is damaged or cut short, or an array has too many elements.
+    """
+    try:
+        with open_regular(path) as stream:
+            return _values(_Stream(path, stream, os.fstat(stream.fileno()).st_size, arrays))[1]
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
 @dataclass
 class _Stream:
     """Reads that never ask for more than the file has."""
@@ -314,6 +336,7 @@ class _Stream:
     path: Path
     stream: BinaryIO
     size: int
+    arrays: Collection[str] = ()
     at: int = 0
 
     def take(self, count: int, what: str) -> bytes:
@@ -343,10 +366,20 @@ class _Stream:
         if kind == _STRING:
             return self.text(what)
         if kind == _ARRAY:
-            return self._skip_array(what)
+            return self._array(what) if what in self.arrays else self._skip_array(what)
         if kind not in _SCALARS:
             raise CheckpointError(f"{self.path}: {what} is of the unknown type {kind}")
         return self.numbers(_SCALARS[kind], what)[0]
+
+    def _array(self, what: str) -> list[Any]:
+        kind, count = self.numbers("IQ", what)
+        if count > _MOST_ELEMENTS:
+            raise CheckpointError(f"{self.path}: {what} has {count:,} elements, at most {_MOST_ELEMENTS:,} are read")
+        if kind == _STRING:
+            return [self.text(what) for _ in range(count)]
+        if kind not in _SCALARS:
+            raise CheckpointError(f"{self.path}: {what} is an array of the type {kind}, which is not read")
+        return list(self.numbers(f"{count}{_SCALARS[kind]}", what))
 
     def _skip_array(self, what: str) -> int:
         kind, count = self.numbers("IQ", what)
@@ -363,7 +396,9 @@ class _Stream:
         return int(count)
 
 
-def _read(path: Path, stream: _Stream) -> GgufFile:
+def _values(stream: _Stream) -> tuple[int, dict[str, Any]]:
+    """The number of tensors, and the values."""
+    path = stream.path
     if stream.take(4, "the first word") != _MAGIC:
         raise CheckpointError(f"{path}: is no GGUF file: it does not begin with GGUF")
     (version,) = stream.numbers("I", "the version")
@@ -377,6 +412,11 @@ def _read(path: Path, stream: _Stream) -> GgufFile:
     for _ in range(count):
         name = stream.text("a value's name", _MOST_NAME)
         values[name] = stream.value(name)
+    return int(tensors), values
+
+
+def _read(path: Path, stream: _Stream) -> GgufFile:
+    tensors, values = _values(stream)
     entries = [_entry(stream) for _ in range(tensors)]
     alignment = values.get("general.alignment", ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):

@@ -64,12 +64,12 @@ def test_llama_3_s_and_qwen2_s_tokenizers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda parsed: parsed["model"].update(byte_fallback=True), "BPE with byte fallback"),
-        (lambda parsed: parsed["model"].update(type="Unigram"), "its model is Unigram"),
+        (lambda parsed: parsed["model"].update(byte_fallback=True), "a step ByteLevel, which llama.cpp has not"),
+        (lambda parsed: parsed["model"].update(type="Unigram"), "a step ByteLevel, which llama.cpp has not"),
         (lambda parsed: parsed.update(normalizer={"type": "Lowercase"}), "its normalizer is Lowercase"),
-        (lambda parsed: parsed.update(pre_tokenizer={"type": "Metaspace"}), "ends in Metaspace"),
-        (lambda parsed: as_llama3(parsed, "\\w+"), "regular expression is none"),
-        (lambda parsed: as_llama3(parsed, ignore_merges=False), "ignore_merges is False"),
+        (lambda parsed: parsed.update(pre_tokenizer={"type": "Metaspace"}), "Metaspace, without one ByteLevel"),
+        (lambda parsed: as_llama3(parsed, "\\w+"), "none that llama.cpp is known to have: it splits by"),
+        (lambda parsed: parsed["model"].update(type="WordPiece"), "its model is WordPiece"),
         (lambda parsed: parsed["model"]["vocab"].update(extra=2048), "1 tokens have no row in the embedding of 2048"),
     ],
 )
@@ -84,7 +84,7 @@ def test_other_tokenizers_are_left_out_and_that_is_said(tmp_path: Path, change: 
 
 
 def test_no_tokenizer_and_a_damaged_one(tmp_path: Path) -> None:
-    assert "has no tokenizer.json" in str(read_tokenizer(tmp_path, {}, 10).missing)
+    assert "has none of tokenizer.json, tekken.json, tokenizer.model" in str(read_tokenizer(tmp_path, {}, 10).missing)
     (tmp_path / "tokenizer.json").write_text('{"model": {"type": "BPE"}, "pre_tokenizer": 3}')
     with pytest.raises(CheckpointError, match="is not as tokenizers writes it"):
         read_tokenizer(tmp_path, {}, 10)
