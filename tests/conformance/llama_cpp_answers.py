@@ -24,7 +24,9 @@ import numpy as np
 def log_probabilities(path: str, prompt: list[int]) -> list[float]:
     from llama_cpp import Llama
 
-    model = Llama(path, n_ctx=max(64, len(prompt)), logits_all=True, verbose=False, n_threads=2, seed=0)
+    model = Llama(
+        path, n_ctx=max(64, len(prompt)), logits_all=True, verbose=False, n_threads=1, n_threads_batch=1, seed=0
+    )
     model.eval(prompt)
     scores = np.asarray(model.scores[: len(prompt)], dtype=np.float64)
     scores -= scores.max(axis=-1, keepdims=True)

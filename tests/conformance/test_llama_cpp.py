@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from modelexport.assets import demo_documents, demo_model_path
 from modelexport.checkpoints.formats import gguf as container
-from modelexport.checkpoints.gguf.file import encode_header, read_values, type_of
+from modelexport.checkpoints.gguf.file import encode_header, read_gguf, read_values, type_of
 from modelexport.checkpoints.gguf.metadata import model_types
 from modelexport.checkpoints.gguf.tokenizer import read_tokenizer
 from modelexport.checkpoints.gguf.tokenizer.carried import ARRAYS
@@ -39,6 +40,8 @@ from modelexport.quantization.formats import of_scheme
 from modelexport.quantization.methods import WeightSlice, gguf, read_quantization_config
 from modelexport.quantization.methods._ggml import LAYOUTS
 from modelexport.recipe import ExportRecipe
+from tests.checkpoints.test_gguf_architectures import TYPES, tiny
+from tests.helpers.format_models import write
 from tests.helpers.gguf_models import NOT_IN_TRANSFORMERS, gguf_tiny_model
 from tests.helpers.models import copy_checkpoint, make_llama
 from tests.helpers.small_tokenizers import SCRIPTS, byte_level, ids, sentencepiece, unigram
@@ -143,6 +146,26 @@ def test_llama_cpp_computes_what_our_dequantised_weights_do(demos: dict[str, Pat
         wide = kind in LAYOUTS and LAYOUTS[kind].block == 256  # and so are the blocks of activations
         bound = 2 * BOUND if wide else BOUND
         compare(f"{quant} ({kind})", got, scores_of(load_dequantised(demos[quant]), ids), bound=bound)
+
+
+def test_mixtures_and_parts_are_loaded(tmp_path: Path) -> None:
+    """The embedding, which is the head, in blocks; and a file in parts, found by the first."""
+    names = {"q4_k_m": "Q6_K", "q8_0": "Q8_0", "iq4_nl": "Q6_K"}
+    parts = {"q4_k_m": 700_000}
+    files = []
+    for name in names:
+        limit = parts.get(name)
+        out = str(tmp_path / name)
+        export(out=out, quant=name, format="gguf", max_shard_bytes=limit, evaluate=False, quiet=True)
+        files.append(min((tmp_path / name).glob("*.gguf")))
+    assert files[0].name == "model-00001-of-00004.gguf"
+    ids = prompt()
+    for (name, kind), got, path in zip(names.items(), ask("logprobs", *files, given=ids), files, strict=True):
+        compare(name, got, scores_of(load_dequantised(path.parent), ids), bound=2 * BOUND)
+        found = read_gguf(*sorted(path.parent.glob("*.gguf")))
+        embedding = found.infos["token_embd.weight"]
+        assert type_of(embedding.dtype, embedding.shape) == kind
+        assert found.values["general.file_type"] == mixtures.MIXTURES[name].file_type
 
 
 def digest(weight: torch.Tensor) -> str:
@@ -370,6 +393,34 @@ def test_mixtures_are_llama_cpp_s(tmp_path: Path, shape: str) -> None:
             if kind != theirs[tensor] and (kind, theirs[tensor]) != ("BF16", "F16")
         }
         assert not different, (name, important)
+
+
+OTHERWISE = {
+    "gpt2": r"blk\..*",  # its weights lie transposed in the source
+    "qwen3_next": r".*\.(ssm_ba|attn_gate)\.weight",  # never quantised here; one linear of two tensors
+    "deepseek_v2": r".*\.attn_v_b\.weight",  # one linear with the keys, which are transposed
+    "deepseek_v3": r".*\.attn_v_b\.weight",
+    "glm4_moe_lite": r".*\.attn_v_b\.weight",
+}
+"""Tensors that have more bits than llama.cpp gives them, by the type of model; the summary says so."""
+
+
+def test_mixtures_of_every_architecture(tmp_path: Path) -> None:
+    """By the names that llama.cpp has for the tensors of each."""
+    files = []
+    for kind in TYPES:
+        model = tiny(kind)
+        write(container, tmp_path / kind, model, model.plan())
+        files.append(tmp_path / kind / "model.gguf")
+    names = ("q4_k_m", "q3_k_m")
+    answers = ask("quantise", *files, given=[(mixtures.MIXTURES[name].file_type, False) for name in names])
+    for kind, path, answer in zip(TYPES, files, answers, strict=True):
+        for name, theirs in zip(names, answer, strict=True):
+            ours = planned_types(path.parent, name, None)
+            assert ours.keys() == theirs.keys(), kind
+            for tensor, found in ours.items():
+                same = found == theirs[tensor] or (found, theirs[tensor]) == ("BF16", "F16")
+                assert same or re.fullmatch(OTHERWISE.get(kind, ""), tensor), (kind, name, tensor, found)
 
 
 EXACT = 0.01
