@@ -38,7 +38,7 @@ from modelexport.quantization.formats import of_scheme
 from modelexport.quantization.methods import WeightSlice, gguf, read_quantization_config
 from modelexport.recipe import ExportRecipe
 from tests.helpers.models import copy_checkpoint, make_llama
-from tests.helpers.small_tokenizers import SCRIPTS, byte_level, ids, sentencepiece, unigram
+from tests.helpers.small_tokenizers import ROWS, SCRIPTS, byte_level, ids, sentencepiece, unigram
 
 LLAMA = os.environ.get("MODELEXPORT_LLAMA_PYTHON")
 QUANTS = {"none": "BF16", "int8-wo": "Q8_0", "int4": "Q4_0", "mxfp4-wo": "MXFP4"}
@@ -190,7 +190,7 @@ def test_llama_cpp_tokenises_as_the_model_does(demos: dict[str, Path]) -> None:
 TEXTS = (*SCRIPTS, "a <tool> b</s>c<|end|>  d<s>", "<s>x</s>\n<|end|>", "</s> <tool><tool>\t<unk>")
 
 
-def vocabulary_file(directory: Path, main: dict[str, Any], rows: int = 1200) -> Path:
+def vocabulary_file(directory: Path, main: dict[str, Any], rows: int = ROWS) -> Path:
     """A GGUF file of a tokenizer.json, without tensors."""
     directory.mkdir()
     (directory / "tokenizer.json").write_text(json.dumps(main))
