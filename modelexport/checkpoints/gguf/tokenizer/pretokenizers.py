@@ -106,7 +106,7 @@ class PreTokenizer:
 
     @property
     def numbers_are_bytes(self) -> bool:
-        """Whether the steps look for numbers in the alphabet of bytes, and not in the text."""
+        """True if the steps look for numbers in the alphabet of bytes, and not in the text."""
         return _BYTES in self.steps
 
 
