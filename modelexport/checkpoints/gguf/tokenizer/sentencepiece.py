@@ -90,6 +90,10 @@ def translate(main: Mapping[str, Any], rows: int) -> Vocabulary:
         )
     if spaces.merged and spaces.ends:
         found.notes.append("llama.cpp drops spaces at the end of a text, which the model's tokenizer keeps")
+    if not spaces.ends and not spaces.charsmap:  # which makes spaces of them
+        found.notes.append(
+            "llama.cpp keeps tabs and line breaks at the end of a text, which the model's tokenizer drops"
+        )
     return found
 
 
