@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from modelexport.quantization import formats
-from modelexport.quantization.methods._ggml import LAYOUTS
+from modelexport.quantization.ggml_layouts import LAYOUTS
 
 if TYPE_CHECKING:
     import torch

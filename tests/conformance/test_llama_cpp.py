@@ -37,8 +37,8 @@ from modelexport.inspection.evaluate.models import load_dequantised
 from modelexport.models.opening import open_model
 from modelexport.quantization import mixtures
 from modelexport.quantization.formats import of_scheme
+from modelexport.quantization.ggml_layouts import LAYOUTS
 from modelexport.quantization.methods import WeightSlice, gguf, read_quantization_config
-from modelexport.quantization.methods._ggml import LAYOUTS
 from modelexport.recipe import ExportRecipe
 from tests.checkpoints.test_gguf_architectures import TYPES, tiny
 from tests.helpers.format_models import write

@@ -17,7 +17,7 @@ from modelexport.exporting import export
 from modelexport.inspection.verify import verify_checkpoint
 from modelexport.models import checkpoint_formats
 from modelexport.quantization import formats
-from modelexport.quantization.methods._ggml import LAYOUTS
+from modelexport.quantization.ggml_layouts import LAYOUTS
 from modelexport.resharding import reshard
 from tests.exporting.test_export import digests
 from tests.helpers.marks import extended, few

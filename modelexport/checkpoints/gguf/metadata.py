@@ -65,9 +65,13 @@ def model_types() -> tuple[str, ...]:
     return tuple(dict.fromkeys(kind for each in ARCHITECTURES for kind in each.model_types))
 
 
+_NEVER_NULL = ("hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_parameters")
+
+
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
     """config.json with what transformers assumes of such a model where it is silent."""
-    said = dict(config)  # null, too, which is not the same as silence
+    # Null says something of its own (no window), but for what no model is without.
+    said = {key: value for key, value in config.items() if value is not None or key not in _NEVER_NULL}
     said |= {usual: said[key] for key, usual in _ROPE_KEYS.items() if key in said and usual not in said}
     assumed = DEFAULTS.get(str(config.get("model_type")), {})
     content = {**assumed, **said}

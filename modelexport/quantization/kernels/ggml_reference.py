@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from modelexport.quantization.methods._ggml import BitField, BlockLayout
+    from modelexport.quantization.ggml_layouts import BitField, BlockLayout
 
 __all__ = ["Metric", "Search", "dequantise", "numbers", "pack", "quantise", "unpack"]
 
