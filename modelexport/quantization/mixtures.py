@@ -268,7 +268,7 @@ class MixtureTensor:
 
     @property
     def kind(self) -> Kind:
-        """What it is to a mixture."""
+        """The kind that rules of a mixture are for."""
         return next((kind for pattern, kind in _KINDS if re.fullmatch(pattern, self.name)), "other")
 
 

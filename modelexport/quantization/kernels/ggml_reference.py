@@ -29,7 +29,7 @@ AT_ONCE = 1 << 18  # weights
 
 
 class Search(NamedTuple):
-    """How much is tried.
+    """The extent of the search.
 
     Attributes:
         steps: first scales of a sub-block, each times its range, or its extreme weight with its sign where there are
