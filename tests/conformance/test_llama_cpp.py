@@ -131,9 +131,7 @@ def scores_of(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
     return scores[:-1].gather(-1, tokens[0, 1:, None])[:, 0]
 
 
-def compare(
-    name: str, got: list[float], expected: torch.Tensor, *, routed: bool = False, bound: float = BOUND
-) -> None:
+def compare(name: str, got: list[float], expected: torch.Tensor, *, routed: bool = False, bound: float = BOUND) -> None:
     """``routed``: a token may go to other experts, since random routers decide by next to nothing."""
     difference = (torch.tensor(got, dtype=torch.float64) - expected).abs()
     spread = expected.std()
