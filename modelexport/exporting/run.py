@@ -195,7 +195,7 @@ def _preloaded(recipe: ExportRecipe) -> tuple[str, ...]:
     modules = (*PRELOAD, *(CALIBRATION_PRELOAD if recipe.is_calibrated else ()))
     if not recipe.is_calibrated and kernels.is_little(source_bytes(recipe.model)):
         return modules
-    words = {word.strip() for word in re.split("[=,:]", recipe.quant)}
+    words = {formats.canonical(word.strip()) for word in re.split("[=,:]", recipe.quant)}
     named = [name for name in formats.names() if name in words] or ["none"]
     return (*modules, *(f"{formats.__name__}:load_kernels:{name}:{recipe.observer}" for name in named))
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from modelexport.errors import shown
 from modelexport.quantization import formats
+from modelexport.quantization.methods._ggml import LAYOUTS
 
 if TYPE_CHECKING:
     import torch
@@ -49,15 +49,15 @@ _KINDS: tuple[tuple[str, Kind], ...] = (
 _SMALLER = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
 """The type of smaller blocks that takes a type's place where its own do not divide a row."""
 
+_MXFP4 = "mxfp4-wo"
+"""The number format of the block type MXFP4."""
+
 _LARGE = {"llama": 80, "qwen2": 80, "deci": 80, "olmo": 80, "jais2": 68}
 """The number of layers of the models of an architecture whose value projections get more bits."""
 
-_HELD = {"Q8_0": ("int8-wo", 32), "Q4_0": ("int4", 32), "MXFP4": ("mxfp4-wo", None)}
-"""The number formats of block types whose names are not theirs: name and group size."""
-
 
 @dataclass(frozen=True)
-class Rule:
+class TypeRule:
     """A block type for the tensors of a kind that meet every condition.
 
     Attributes:
@@ -116,26 +116,29 @@ class Mixture:
     file_type: int
     block_type: str
     experts: str = ""
-    v: tuple[Rule, ...] = ()
-    output: tuple[Rule, ...] = ()
-    down: tuple[Rule, ...] = ()
+    v: tuple[TypeRule, ...] = ()
+    output: tuple[TypeRule, ...] = ()
+    down: tuple[TypeRule, ...] = ()
     needs_importance: bool = False
+
+    def _rules(self) -> tuple[TypeRule, ...]:
+        return (*self.v, *self.output, *self.down)
 
     def given_types(self) -> list[str]:
         """The block types that it gives tensors whose rows are multiples of a block, in most models."""
-        rules = (rule.to for rule in (*self.v, *self.output, *self.down) if rule.eight is not True)
+        rules = (rule.to for rule in self._rules() if rule.eight is not True and rule.falcon is not True)
         head = "Q8_0" if self.block_type == "Q8_0" else "Q6_K"
         return list(dict.fromkeys((self.block_type, head, *filter(None, (self.experts,)), *rules)))
 
     def block_types(self) -> list[str]:
         """Every block type that it may give a tensor, those of smaller blocks included."""
-        found = [*self.given_types(), *(rule.to for rule in self.output), "Q8_0"]
+        found = [*self.given_types(), *(rule.to for rule in self._rules()), "Q8_0"]
         return list(dict.fromkeys([*found, *(_SMALLER[each] for each in found if each in _SMALLER)]))
 
 
-_EIGHT = Rule("Q5_K", eight=True, falcon=False)
-_IQ4_V = (Rule("Q5_K", queries=4),)
-_IQ4_DOWN = (Rule("Q5_K", part=8, importance=False),)
+_EIGHT = TypeRule("Q5_K", eight=True, falcon=False)
+_IQ4_V = (TypeRule("Q5_K", queries=4),)
+_IQ4_DOWN = (TypeRule("Q5_K", part=8, importance=False),)
 
 MIXTURES = {
     mixture.name: mixture
@@ -144,16 +147,16 @@ MIXTURES = {
             "q2_k",
             10,
             "Q2_K",
-            v=(Rule("Q4_K", queries=4), Rule("Q3_K")),
-            output=(_EIGHT, Rule("Q3_K", falcon=False)),
-            down=(Rule("Q3_K"),),
+            v=(TypeRule("Q4_K", queries=4), TypeRule("Q3_K")),
+            output=(_EIGHT, TypeRule("Q3_K", falcon=False)),
+            down=(TypeRule("Q3_K"),),
         ),
         Mixture(
             "q2_k_s",
             21,
             "Q2_K",
-            v=(Rule("Q4_K", queries=4),),
-            down=(Rule("Q4_K", part=8),),
+            v=(TypeRule("Q4_K", queries=4),),
+            down=(TypeRule("Q4_K", part=8),),
             needs_importance=True,
         ),
         Mixture("q3_k_s", 11, "Q3_K", output=(_EIGHT,)),
@@ -161,44 +164,44 @@ MIXTURES = {
             "q3_k_m",
             12,
             "Q3_K",
-            v=(Rule("Q5_K", first=2), Rule("Q4_K")),
-            output=(_EIGHT, Rule("Q4_K", falcon=False)),
-            down=(Rule("Q5_K", part=16), Rule("Q4_K", falcon=False), Rule("Q4_K", more=True)),
+            v=(TypeRule("Q5_K", first=2), TypeRule("Q4_K")),
+            output=(_EIGHT, TypeRule("Q4_K", falcon=False)),
+            down=(TypeRule("Q5_K", part=16), TypeRule("Q4_K", falcon=False), TypeRule("Q4_K", more=True)),
         ),
         Mixture(
             "q3_k_l",
             13,
             "Q3_K",
-            v=(Rule("Q5_K"),),
-            output=(Rule("Q5_K", eight=False, falcon=False), Rule("Q4_K", falcon=True)),
-            down=(Rule("Q4_K", falcon=True), Rule("Q5_K")),
+            v=(TypeRule("Q5_K"),),
+            output=(TypeRule("Q5_K", eight=False, falcon=False), TypeRule("Q4_K", falcon=True)),
+            down=(TypeRule("Q4_K", falcon=True), TypeRule("Q5_K")),
         ),
         Mixture(
             "q4_k_s",
             14,
             "Q4_K",
-            v=(Rule("Q5_K", first=4),),
+            v=(TypeRule("Q5_K", first=4),),
             output=(_EIGHT,),
-            down=(Rule("Q5_K", part=8, falcon=False),),
+            down=(TypeRule("Q5_K", part=8, falcon=False),),
         ),
         Mixture(
             "q4_k_m",
             15,
             "Q4_K",
-            v=(Rule("Q6_K", more=True),),
+            v=(TypeRule("Q6_K", more=True),),
             output=(_EIGHT,),
             down=(
-                Rule("Q6_K", part=16, falcon=True),
-                Rule("Q5_K", more=True, falcon=True),
-                Rule("Q6_K", more=True, falcon=False),
+                TypeRule("Q6_K", part=16, falcon=True),
+                TypeRule("Q5_K", more=True, falcon=True),
+                TypeRule("Q6_K", more=True, falcon=False),
             ),
         ),
         Mixture("q5_k_s", 16, "Q5_K"),
-        Mixture("q5_k_m", 17, "Q5_K", v=(Rule("Q6_K", more=True),), down=(Rule("Q6_K", more=True),)),
+        Mixture("q5_k_m", 17, "Q5_K", v=(TypeRule("Q6_K", more=True),), down=(TypeRule("Q6_K", more=True),)),
         Mixture("q6_k", 18, "Q6_K"),
-        Mixture("q4_0", 2, "Q4_0", down=(Rule("Q4_1", part=8, importance=True),)),
+        Mixture("q4_0", 2, "Q4_0", down=(TypeRule("Q4_1", part=8, importance=True),)),
         Mixture("q4_1", 3, "Q4_1"),
-        Mixture("q5_0", 8, "Q5_0", down=(Rule("Q5_1", part=8, importance=True),)),
+        Mixture("q5_0", 8, "Q5_0", down=(TypeRule("Q5_1", part=8, importance=True),)),
         Mixture("q5_1", 9, "Q5_1"),
         Mixture("q8_0", 7, "Q8_0"),
         Mixture("mxfp4_moe", 38, "Q8_0", experts="MXFP4"),
@@ -291,15 +294,13 @@ class MixtureFormats:
 
 
 def find(name: str) -> Mixture | None:
-    """Returns the mixture of that name, in capitals too; None where there is none, or a block type of it is missing."""
-    found = MIXTURES.get(name.lower())
-    return found if found is not None and found.name in names() else None
+    """Returns the mixture of that name, in capitals or with "-" for "_" too; None where there is none."""
+    return MIXTURES.get(name.lower().replace("-", "_"))
 
 
 def names() -> list[str]:
-    """Returns the names of the mixtures all of whose block types are number formats here."""
-    known = set(formats.names())
-    return [each.name for each in MIXTURES.values() if all(_held(own)[0] in known for own in each.block_types())]
+    """Returns the names of all mixtures."""
+    return list(MIXTURES)
 
 
 def of_file_type(number: object) -> Mixture | None:
@@ -314,16 +315,9 @@ def number_format_of(
 
     Args:
         observer, scale_dtype: see :class:`~modelexport.quantization.formats.base.NumberFormat`.
-
-    Raises:
-        UsageError: it is none here.
     """
-    name, group_size = _held(block_type)
-    return formats.get(name, group_size=group_size, observer=observer, scale_dtype=scale_dtype)
-
-
-def _held(block_type: str) -> tuple[str, int | None]:
-    return _HELD.get(block_type, (block_type.lower().replace("_", "-"), None))
+    name = LAYOUTS[block_type].number_format if block_type in LAYOUTS else _MXFP4
+    return formats.get(name, observer=observer, scale_dtype=scale_dtype)
 
 
 def resolve(
@@ -335,15 +329,60 @@ def resolve(
     """The number format of every module that a mixture means.
 
     Args:
-        tensors: all of the file that may be quantised, in any order.
+        tensors: all of the file that may be quantised, in any order. A module that has several of them gets the type of
+            most bits among theirs.
         number_format: that of a block type.
     """
+    given: dict[str, str] = {}
+    kept: dict[str, str] = {}
+    smaller: Counter[tuple[str, str, str, int]] = Counter()
+    joined: Counter[tuple[str, str]] = Counter()
+    for tensor, wanted in _wanted(mixture, tensors, model, number_format):
+        rows, columns = tensor.shape
+        taken = _fitting(wanted, columns, number_format)
+        if rows < 2:  # one dim to llama.cpp
+            kept.update(dict.fromkeys(tensor.modules, "one row: llama.cpp keeps vectors as they are"))
+            continue
+        if taken is None:
+            why = f"{columns:,} input features are no multiple of the block of any type"
+            kept.update(dict.fromkeys(tensor.modules, why))
+            continue
+        if taken != wanted:
+            smaller[_general(tensor.name), taken, wanted, columns] += len(tensor.modules)
+        for module in tensor.modules:
+            before = given.setdefault(module, taken)
+            if before != taken:
+                joined[before, taken] += 1
+                given[module] = max(before, taken, key=lambda name: _bits(number_format(name)))
+    notes = [
+        f"{count} {'linear' if count == 1 else 'linears'} ({name} of the file): {taken} in place of {wanted}: "
+        f"{columns:,} input features are no multiple of {_block(number_format(wanted))}"
+        for (name, taken, wanted, columns), count in smaller.items()
+    ]
+    notes += [
+        f"{count} {'linear is' if count == 1 else 'linears are'} several tensors of the file, {one} and {other} by "
+        f"{mixture.name}: the one with more bits is taken for both"
+        for (one, other), count in joined.items()
+    ]
+    if mixture.needs_importance and not model.importance:
+        notes.append(
+            f"{mixture.name} without the importance of inputs loses much, and llama.cpp refuses to make it: "
+            "--algorithm imatrix finds it"
+        )
+    found = {module: number_format(block_type) for module, block_type in given.items() if module not in kept}
+    return MixtureFormats(mixture, found, kept, tuple(notes))
+
+
+def _wanted(
+    mixture: Mixture,
+    tensors: Iterable[MixtureTensor],
+    model: MixtureModel,
+    number_format: Callable[[str], NumberFormat],
+) -> Iterator[tuple[MixtureTensor, str]]:
+    """Each tensor with its block type, whether that type's blocks divide a row or not."""
     ordered = sorted(tensors, key=lambda tensor: (-1 if tensor.layer is None else tensor.layer, tensor.name))
     counts = Counter(tensor.kind for tensor in ordered)
     seen: Counter[Kind] = Counter()
-    found: dict[str, NumberFormat] = {}
-    kept: dict[str, str] = {}
-    smaller: Counter[tuple[str, str, str, str]] = Counter()
     for tensor in ordered:
         kind = tensor.kind
         number, count = seen[kind], counts[kind]
@@ -352,33 +391,10 @@ def resolve(
             count = model.layers
             if model.experts > 1 and tensor.layer is not None:  # a layer has shared experts and others
                 number = tensor.layer
-        if tensor.shape[0] < 2:  # one dim to llama.cpp
-            kept.update(dict.fromkeys(tensor.modules, "one row: llama.cpp keeps vectors as they are"))
-            continue
-        wanted = _block_type(mixture, model, kind, number, count, tensor.shape[1], number_format)
         if mixture.experts and tensor.is_stack:
-            wanted = mixture.experts
-        taken = _fitting(wanted, tensor.shape[1], number_format)
-        if taken is None:
-            why = f"{tensor.shape[1]} input features are no multiple of the block of any type: not quantised"
-            kept.update(dict.fromkeys(tensor.modules, why))
-            continue
-        if taken != wanted:
-            block = _block(number_format(wanted))
-            why = f"{tensor.shape[1]:,} input features are no multiple of {block}"
-            smaller[_general(tensor.name), taken, wanted, why] += len(tensor.modules)
-        found.update(dict.fromkeys(tensor.modules, number_format(taken)))
-    notes = [
-        f"{count} {'linear' if count == 1 else 'linears'} ({shown(name)} of the file): {taken} in place of {wanted}: "
-        f"{why}"
-        for (name, taken, wanted, why), count in smaller.items()
-    ]
-    if mixture.needs_importance and not model.importance:
-        notes.append(
-            f"{mixture.name} without the importance of inputs loses much, and llama.cpp refuses to make it: "
-            "--algorithm imatrix finds it"
-        )
-    return MixtureFormats(mixture, found, kept, tuple(notes))
+            yield tensor, mixture.experts
+        else:
+            yield tensor, _block_type(mixture, model, kind, number, count, tensor.shape[1], number_format)
 
 
 def _block_type(
@@ -396,7 +412,7 @@ def _block_type(
         if own == "Q8_0" or model.architecture == "falcon" or columns % _block(number_format(own)):
             return "Q8_0"
         return "Q6_K"
-    rules: Mapping[Kind, Sequence[Rule]] = {"v": mixture.v, "output": mixture.output, "down": mixture.down}
+    rules: Mapping[Kind, Sequence[TypeRule]] = {"v": mixture.v, "output": mixture.output, "down": mixture.down}
     found = next((rule.to for rule in rules.get(kind, ()) if rule.holds(model, number, count)), own)
     if kind in ("v", "k") and model.experts == 8:
         return "Q8_0"
@@ -415,6 +431,12 @@ def _fitting(wanted: str, columns: int, number_format: Callable[[str], NumberFor
 
 def _block(number_format: NumberFormat) -> int:
     return number_format.alignment[1]
+
+
+def _bits(number_format: NumberFormat) -> float:
+    import torch
+
+    return number_format.bits_per_weight((1, 256), torch.bfloat16)
 
 
 def _general(name: str) -> str:

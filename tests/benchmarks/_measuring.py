@@ -3,8 +3,8 @@
 CPU: this process makes itself the reaper of orphans, so that ranks under a fork server, which are nobody's
 children in the end, are waited for by their parent or by us, and the kernel's own accounts (wait4) are complete.
 Memory: Pss_Anon + Pss_Shmem (private memory, and shared memory divided among those that map it) of each process
-below us, sampled. A peak shorter than the interval can be missed, and sampling slows what is sampled: take the
-times from another run.
+below us, sampled. A peak shorter than the interval can be missed, and sampling slows what is sampled (the kernel walks
+all of its pages): take the times from another run, or sample for a small share of the time.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from pathlib import Path
 
 PERFORMANCE = Path(__file__).resolve().parents[2] / "docs" / "performance.md"
 SAMPLE_SECONDS = 0.02
+SELDOM = 0.03
+"""The share of the time that sampling may take in a run whose time counts."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -53,8 +55,12 @@ def become_reaper() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
-def run(command: list[str], log: Path, *, sample: bool, timeout: float) -> Run:
-    """Run a command to its end and to the end of everything it started."""
+def run(command: list[str], log: Path, *, sample: bool, timeout: float, share: float = 1.0) -> Run:
+    """Run a command to its end and to the end of everything it started.
+
+    Args:
+        sample: whether its memory is sampled, ``share`` of the time at most.
+    """
     environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
     actions = [
         (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644),
@@ -63,7 +69,7 @@ def run(command: list[str], log: Path, *, sample: bool, timeout: float) -> Run:
     busy = busy_seconds()
     began = time.perf_counter()
     main = os.posix_spawnp(command[0], command, environment, file_actions=actions)
-    sampler = Sampler(os.getpid()) if sample else None
+    sampler = Sampler(os.getpid(), share) if sample else None
     killer = threading.Timer(timeout, kill_descendants)
     killer.daemon = True
     killer.start()
@@ -127,10 +133,10 @@ def descendants(root: int) -> list[int]:
 
 
 class Sampler:
-    """Reads the memory of every process below ``root`` until it is stopped."""
+    """Reads the memory of every process below ``root``, ``share`` of the time at most, until it is stopped."""
 
-    def __init__(self, root: int) -> None:
-        self._root, self._stop = root, threading.Event()
+    def __init__(self, root: int, share: float = 1.0) -> None:
+        self._root, self._share, self._stop = root, share, threading.Event()
         self._peaks: dict[int, int] = {}
         self._tree_peak = self._rounds = 0
         self._began = time.perf_counter()
@@ -146,7 +152,8 @@ class Sampler:
                 total += size
             self._tree_peak = max(self._tree_peak, total)
             self._rounds += 1
-            self._stop.wait(max(0.0, SAMPLE_SECONDS - (time.perf_counter() - began)))
+            took = time.perf_counter() - began
+            self._stop.wait(max(SAMPLE_SECONDS - took, took / self._share - took, 0.0))
 
     def stop(self, result: Run) -> None:
         """Stop, and enter the peaks into ``result``."""

@@ -19,8 +19,8 @@ the same function called in its environment; it writes no checkpoint, and what t
 Wall: until the command ends, with the interpreter's start. Work: without importing (peers: loading, quantising and
 saving, as their scripts take the time; ours: the wall less that of a process which imports the same and ends). CPU:
 user and system seconds of everything that it started, less disturbed by what else the machine does. Memory: private
-memory of the largest process and of all, sampled in one extra run, or along with the timed one, which then takes
-somewhat longer. Judging is in no figure. Medians of --repeat runs. At the end one table of all models' KL.
+memory of the largest process and of all, sampled in one extra run, or now and then in the timed one. Judging is in no
+figure. Medians of --repeat runs. At the end one table of all models' KL.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from modelexport.assets import demo_model_path
 from modelexport.system.tables import size_text, table
-from tests.benchmarks._measuring import Run, add_write_option, become_reaper, run, written
+from tests.benchmarks._measuring import SELDOM, Run, add_write_option, become_reaper, run, written
 from tests.benchmarks._quality import (
     WINDOW,
     Figures,
@@ -173,7 +173,9 @@ def measure(row: Row, model: Model, scratch: Path, options: argparse.Namespace, 
     """One run. A modelopt run that is judged in its process is no run whose time counts."""
     log = scratch / "log"
     shutil.rmtree(scratch / "out", ignore_errors=True)
-    result = run(command(row, model, scratch, options, judged=judged), log, sample=sample, timeout=options.timeout)
+    share = SELDOM if options.memory == "along" else 1.0
+    asked = command(row, model, scratch, options, judged=judged)
+    result = run(asked, log, sample=sample, timeout=options.timeout, share=share)
     if result.status != 0:
         last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         row.failed = f"ended with status {result.status}: {last[-1] if last else 'it said nothing'}"

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from modelexport.checkpoints.formats import gguf
+from modelexport.checkpoints.gguf.architectures import ARCHITECTURES
 from modelexport.checkpoints.gguf.defaults import DEFAULTS
 from modelexport.checkpoints.gguf.file import read_gguf
 from modelexport.checkpoints.gguf.metadata import architecture, model_types, model_values, read_rope
@@ -86,6 +87,15 @@ def test_what_is_assumed_is_what_transformers_assumes(kind: str) -> None:
             )
         else:
             assert fields[key] == value, key
+
+
+def test_the_guide_lists_every_type() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "checkpoint-formats.md").read_text()
+    rows: dict[str, list[str]] = {}
+    for each in ARCHITECTURES:
+        rows.setdefault(each.name, []).extend(kind for kind in each.model_types if kind not in rows.get(each.name, []))
+    for name, kinds in rows.items():
+        assert f"| `{name}` | {', '.join(f'`{kind}`' for kind in kinds)} |\n" in page
 
 
 def values_of(kind: str, **changes: Any) -> dict[str, Any]:

@@ -55,8 +55,8 @@ def test_files_that_are_not_read(tmp_path: Path) -> None:
     of_output = b"blk.1.attn_output.weight" + dims
     spoilt(
         of_output + struct.pack("<I", 30),
-        of_output + struct.pack("<I", 12),
-        r"\(Q4_K: 1 tensors, the first blk\.1\.attn_o",
+        of_output + struct.pack("<I", 22),
+        r"\(IQ2_S: 1 tensors, the first blk\.1\.attn_o",
     )
     spoilt(of_output + struct.pack("<I", 30), of_output + struct.pack("<I", 99), "number 99: 1 tensors")
     spoilt(b"blk.1.attn_output.weight", b"blk.9.attn_output.weight", "blk.1.attn_output.weight.*missing")

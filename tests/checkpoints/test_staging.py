@@ -323,12 +323,11 @@ def test_a_disk_that_refuses_keeps_the_target_away(out: Path, monkeypatch: pytes
 
 
 def test_the_locks_are_not_inherited(out: Path) -> None:
-    listing = (
-        "import os; print(*(os.path.realpath(f'/proc/self/fd/{fd}') for fd in os.listdir('/proc/self/fd')), sep='\\n')"
-    )
+    own = "/proc/self/fd"
+    listing = f"import os; print(*(os.path.realpath(f'{own}/{{fd}}') for fd in os.listdir('{own}')), sep='\\n')"
     with Staging.open(out, RECIPE):
         lock = str(staging_directory(out) / locks.LOCK)
-        assert lock in [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+        assert lock in [os.path.realpath(f"{own}/{fd}") for fd in os.listdir(own)]
         child = subprocess.run([sys.executable, "-c", listing], capture_output=True, text=True, timeout=60, check=True)
     assert lock not in child.stdout.splitlines()
 

@@ -17,6 +17,7 @@ from modelexport.exporting import export
 from modelexport.inspection.verify import verify_checkpoint
 from modelexport.models import checkpoint_formats
 from modelexport.quantization import formats
+from modelexport.quantization.methods._ggml import LAYOUTS
 from modelexport.resharding import reshard
 from tests.exporting.test_export import digests
 from tests.helpers.marks import extended, few
@@ -38,7 +39,8 @@ class Case:
         return "-".join(map(str, filter(None, (self.format, self.quant, self.group, self.algorithm))))
 
 
-NAMES = [name for name in formats.names() if name != "none"]
+BLOCKS = [layout.number_format for layout in LAYOUTS.values()]
+NAMES = [name for name in formats.names() if name not in ("none", *BLOCKS)]
 HF = [
     *(Case(name) for name in NAMES),
     *(Case(name, algorithm="mse") for name in NAMES),
@@ -62,6 +64,8 @@ OTHERS = [
     Case("int4", "gguf", 32),
     Case("int8-wo", "gguf", 32),
     Case("mxfp4-wo", "gguf"),
+    *(Case(name, "gguf") for name in BLOCKS),
+    *(Case(name, "gguf", algorithm="imatrix") for name in BLOCKS),
 ]
 MIXED = "*.layers.0.*=int8,*.self_attn.*=nvfp4,*.mlp.*=int4:64"
 
@@ -79,6 +83,12 @@ def model() -> str:
 def odd() -> str:
     """The same with dimensions that no block of 128 divides."""
     return str(make_llama(hidden=192, intermediate=448, **SHAPE))
+
+
+@pytest.fixture(scope="module")
+def even() -> str:
+    """The same with dimensions that blocks of 256 divide."""
+    return str(make_llama(hidden=256, intermediate=512, **SHAPE))
 
 
 @pytest.fixture(scope="module")
@@ -115,20 +125,22 @@ def write(source: str, out: Path, case: Case, **settings: object) -> dict[str, s
 
 FAST = {
     *(Case("int8"), Case("int4", "gptq", 128), Case("nvfp4", "modelopt")),
-    *(Case("int4-asym", "awq", 64), Case("fp8-block", "fp8-block"), Case("int4", "gguf", 32)),
+    *(Case("int4-asym", "awq", 64), Case("fp8-block", "fp8-block"), Case("int4", "gguf", 32), Case("q4-k", "gguf")),
 }
 """Each checkpoint format once."""
 
 
 @pytest.mark.parametrize("case", few([*HF, *OTHERS], *FAST), ids=str)
-def test_three_ranks_write_what_one_writes_and_it_reads_back(case: Case, model: str, odd: str, tmp_path: Path) -> None:
-    model = odd if case.quant in ("fp8-block", "int8", "fp8-static") else model
+def test_three_ranks_write_what_one_writes_and_it_reads_back(
+    case: Case, model: str, odd: str, even: str, tmp_path: Path
+) -> None:
+    model = odd if case.quant in ("fp8-block", "int8", "fp8-static") else even if case.quant in BLOCKS else model
     alone = write(model, tmp_path / "1", case)
     assert write(model, tmp_path / "3", case, tp=3, gather="shm") == alone
     found = verify_checkpoint(tmp_path / "1", model)
     assert found.ok, found.problems
     assert not found.notes
-    floor = {"8": 28.0, "4": 14.0}["8" if "8" in case.quant.removeprefix("w4a8") else "4"]
+    floor = {2: 8.0, 3: 13.0, 4: 14.0, 5: 22.0, 6: 28.0, 8: 28.0}[formats.get(case.quant).weight_bits]
     assert len(found.modules) == 14
     assert all(module.sqnr_db is not None and module.sqnr_db > floor for module in found.modules)
 

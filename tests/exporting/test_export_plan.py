@@ -21,7 +21,6 @@ from modelexport.exporting import plan as export_plan
 from modelexport.exporting.plan import ExportPlan, ExportStep, TensorTask, build_plan, full_name
 from modelexport.layers import Box, LayerConfig, ModuleConfig, TensorShard, merge
 from modelexport.models.rules import tensor_rules
-from modelexport.quantization import formats
 from modelexport.quantization.assignment import Assignment
 from modelexport.quantization.methods import WeightSlice, of_method
 from modelexport.sharding.plan import Parallelism
@@ -37,6 +36,7 @@ from tests.helpers.models import (
     without,
 )
 from tests.helpers.tiny_models import tiny_checkpoint
+from tests.quantization._weights import NAMES
 
 FORMATS = [("none", None), ("int8", None), ("fp8", None), ("int4", 32), ("int4", 64)]
 
@@ -257,7 +257,7 @@ def quantise_by_parts(plan: ExportPlan, step: ExportStep, weights: dict[str, tor
 
 EVERY = [
     *FORMATS,
-    *((name, None) for name in formats.names() if name not in ("none", "int8", "fp8", "int4")),
+    *((name, None) for name in NAMES if name not in ("none", "int8", "fp8", "int4")),
     ("int4", -1),
     ("int4-asym", -1),
     ("int8-wo", 32),

@@ -6,7 +6,13 @@ from typing import Any
 
 CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"norm_topk_prob": True},
-    "exaone4": {"sliding_window": None},
+    "exaone4": {
+        "sliding_window": None,
+        "sliding_window_pattern": None,
+        "layer_types": ["full_attention", "full_attention"],
+        "num_hidden_layers": 2,
+    },
+    "olmoe": {"num_key_value_heads": 4},
     "dots1": {"num_key_value_heads": 4},
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention"]},
 }
@@ -14,3 +20,50 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 NOT_IN_TRANSFORMERS = ("kimi_k2",)
 """Types of the table whose models have code of their own."""
+
+EXPERTS = 4
+"""Of every tiny model that has any."""
+
+CONFORMANCE: dict[str, dict[str, Any]] = {
+    "falcon_h1": {
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": False,
+        "attention_in_multiplier": 0.9,
+        "attention_out_multiplier": 0.8,
+        "key_multiplier": 0.4,
+        "embedding_multiplier": 5.5,
+        "lm_head_multiplier": 0.3,
+        "mlp_multipliers": [0.9, 0.6],
+        "ssm_in_multiplier": 1.25,
+        "ssm_multipliers": [0.35, 0.25, 0.18, 0.5, 0.35],
+        "ssm_out_multiplier": 0.24,
+    },
+    "mistral": {"sliding_window": None},
+    "mamba2": {"num_heads": 8, "n_groups": 1},
+    "smollm3": {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4, "no_rope_layers": [1, 1, 1, 0]},
+    "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
+    "granitemoeshared": {"shared_intermediate_size": 128},
+}
+"""The same, of models that are computed: kinds of layers that the shrunk defaults lack."""
+
+
+def gguf_tiny_model(kind: str) -> Any:
+    """A random model of that type in float32, as llama.cpp can compute it."""
+    import zlib
+
+    import torch
+
+    from tests.helpers import tiny_models
+    from tests.helpers.tiny_overrides import OVERRIDES
+
+    own = {**OVERRIDES.get(kind, {}), **CHANGES.get(kind, {}), **CONFORMANCE.get(kind, {})}
+    config = tiny_models.tiny_config(kind, own)
+    seed = zlib.crc32(kind.encode())
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = tiny_models.model_class(kind)(config)
+    tiny_models.random_weights(model, torch.Generator().manual_seed(seed))
+    for parameter in model.parameters():
+        if parameter.dim() == 2 and parameter.shape[0] == EXPERTS:  # a router: it is not to decide by next to nothing
+            parameter.data *= 16
+    return model.float().eval()

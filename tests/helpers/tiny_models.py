@@ -102,11 +102,11 @@ def tiny_model(model_type: str) -> Any:
     return model.eval()
 
 
-def tiny_config(model_type: str) -> Any:
-    """Its config: the class's defaults, shrunk."""
+def tiny_config(model_type: str, settings: dict[str, Any] | None = None) -> Any:
+    """Its config: the class's defaults, shrunk; ``settings``: in place of those of ``OVERRIDES``."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    return _shrunk(CONFIG_MAPPING[model_type], OVERRIDES.get(model_type, {}))
+    return _shrunk(CONFIG_MAPPING[model_type], OVERRIDES.get(model_type, {}) if settings is None else settings)
 
 
 def tiny_inputs(model: Any, length: int = 24, seed: int = 0) -> dict[str, Any]:

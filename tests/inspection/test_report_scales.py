@@ -107,6 +107,21 @@ def test_a_scale_is_what_numbers_are_multiplied_by(
     assert 0.6 < float(largest.median()) / counts.median / max(numbers) < 1.1
 
 
+@pytest.mark.parametrize(("quant", "at"), [("q6-k", 208), ("q4-k", 0), ("iq4-nl", 0)])
+def test_a_scale_of_a_block_is_where_its_type_has_it(quant: str, at: int, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    model = make_llama(hidden=256, intermediate=256, layers=1)
+    export(model=str(model), out=str(out), quant=quant, format="gguf", evaluate=False, quiet=True)
+    contents = open_contents(out)
+    module = next(module for module in contents.modules if module.path == "mlp.up_proj")
+    [counts], _ = count_scales(contents.checkpoint, {"up": [module]})
+    with Reader(contents.checkpoint) as reader:
+        blocks = reader.read(module.tensors["weight"]).flatten(2)
+    scales = blocks[..., at : at + 2].contiguous().view(torch.float16).float()
+    usable = scales[scales != 0].abs()  # some have a sign: it goes with the numbers
+    assert (counts.total, counts.least, counts.most) == (scales.numel(), float(usable.min()), float(usable.max()))
+
+
 def test_stacked_experts_and_unreadable_scales(tmp_path: Path) -> None:
     """gpt-oss' exponents, for all experts in one tensor; and scales that are quantised themselves."""
     tensors = {

@@ -10,9 +10,13 @@ from torch import Tensor
 
 from modelexport.quantization import formats
 from modelexport.quantization.formats.base import NumberFormat, TensorSpec
+from modelexport.quantization.methods._ggml import LAYOUTS
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-FORMATS = tuple((name, group) for name in formats.names() for group in formats.get(name).group_sizes or (None,))
+BLOCKS = tuple(layout.number_format for layout in LAYOUTS.values())
+"""The formats of llama.cpp's blocks, which have tests of their own."""
+NAMES = tuple(name for name in formats.names() if name not in BLOCKS)
+FORMATS = tuple((name, group) for name in NAMES for group in formats.get(name).group_sizes or (None,))
 MICROSCALING = ("nvfp4", "nvfp4-wo", "mxfp4", "mxfp4-wo", "mxfp8")
 PLAIN = tuple((name, group) for name, group in FORMATS if name not in MICROSCALING)
 """The formats of integers and of FP8 without shared exponents, and none at all."""

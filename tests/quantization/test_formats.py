@@ -309,7 +309,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 EVERY = """none int8 int8-static int8-wo int8-wo-asym int4 int4-asym fp8 fp8-static fp8-block nvfp4 nvfp4-wo mxfp4
-mxfp4-wo mxfp8 w4a8"""
+mxfp4-wo mxfp8 w4a8 q2-k q3-k q4-0 q4-1 q4-k q5-0 q5-1 q5-k q6-k q8-0 iq4-nl iq4-xs"""
 
 
 def test_names_and_choice() -> None:
@@ -328,12 +328,13 @@ def test_names_and_choice() -> None:
     assert formats.get("int8-wo-asym", group_size=64).alignment == (4, 64)
     assert formats.get("fp8-block").alignment == (128, 128)
     assert formats.get("fp8-static").alignment == (1, 1)
+    assert formats.get("q4-0").alignment == (1, 32)
+    assert formats.get("Q4_K").alignment == (1, 256)
+    assert formats.get("q4_k") == formats.get("q4-k")
     assert formats.get("int4", group_size=-1, observer="mse").whole_rows
     assert formats.get("int4-asym", group_size=-1).whole_rows
     assert not formats.get("int4-asym").whole_rows
-    with pytest.raises(
-        UsageError, match=r"unknown number format 'int5'; did you mean 'int[48]'\? \(known: fp8, fp8-block"
-    ):
+    with pytest.raises(UsageError, match=r"unknown number format 'int5'; did you mean 'int[48]'.*modelexport formats"):
         formats.get("int5")
     with pytest.raises(UsageError, match="int4 has no group size 48; choose from 32, 64, 128, -1"):
         formats.get("int4", group_size=48)

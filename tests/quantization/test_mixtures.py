@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,9 @@ class Block:
     @property
     def alignment(self) -> tuple[int, int]:
         return (1, 32 if self.name in SMALL else 256)
+
+    def bits_per_weight(self, shape: tuple[int, int], dtype: object) -> float:
+        return float(re.sub(r"[^0-9]", "", self.name)[0])
 
 
 def tensors(layers: int, *, columns: int = 512, down: int = 1024, experts: int = 0) -> Iterator[MixtureTensor]:
@@ -119,11 +123,21 @@ def test_rows_that_blocks_do_not_divide() -> None:
         "head": "Q8_0",
     }
     assert "0.ffn_down" not in found.formats
-    assert found.kept["0.ffn_down"].startswith("100 input features are no multiple")
+    assert found.kept["0.ffn_down"] == "100 input features are no multiple of the block of any type"
     assert any(
         note == "32 linears (blk.*.attn_q.weight of the file): Q5_0 in place of Q4_K: 544 input features are no "
         "multiple of 256"
         for note in found.notes
+    )
+
+
+def test_one_module_of_several_tensors_has_one_type() -> None:
+    """The one with more bits."""
+    listed = [MixtureTensor(f"blk.0.attn_{x}.weight", ("0.qkv",), (256, 256), 0) for x in "qkv"]
+    found = resolve(MIXTURES["q4_k_m"], listed, MixtureModel(**{**MODEL, "layers": 1}), Block)  # type: ignore[arg-type]
+    assert found.formats["0.qkv"].name == "Q6_K"
+    assert found.notes == (
+        "1 linear is several tensors of the file, Q4_K and Q6_K by q4_k_m: the one with more bits is taken for both",
     )
 
 
@@ -139,17 +153,24 @@ def test_names_and_numbers_are_told_apart() -> None:
     assert mixtures.of_file_type(1) is None
 
 
-def test_what_exists_is_listed() -> None:
-    known = set(formats.names())
-    for name in mixtures.names():
-        for block_type in MIXTURES[name].block_types():
-            assert mixtures.number_format_of(block_type).name in known
-    assert "q8_0" in mixtures.names()
+def test_every_block_type_has_a_number_format() -> None:
+    kinds = {kind for mixture in MIXTURES.values() for kind in mixture.block_types()}
+    assert {mixtures.number_format_of(kind).name for kind in kinds} <= set(formats.names())
+    assert mixtures.number_format_of("MXFP4").name == "mxfp4-wo"
 
 
 @pytest.mark.parametrize(
     ("text", "mixture", "head"),
-    [("q8_0", "q8_0", True), ("Q8_0", "q8_0", True), ("*.mlp.*=int4:32,*=q8_0", "q8_0", True), ("*=int8", None, False)],
+    [
+        ("q8_0", "q8_0", True),
+        ("Q4_K_M", "q4_k_m", True),
+        ("q6-k", "q6_k", True),
+        ("*.mlp.*=int4:32,*=q8_0", "q8_0", True),
+        ("*=int8", None, False),
+        ("*head=q6_k", None, False),
+        ("q4_k", None, False),
+        ("*.layers.*=q6_k", None, False),
+    ],
 )
 def test_a_mixture_is_read(text: str, mixture: str | None, head: bool) -> None:
     found = Assignment.parse(text)
@@ -163,8 +184,8 @@ def test_a_mixture_is_read(text: str, mixture: str | None, head: bool) -> None:
     [
         ("q8_0:32", None, "q8_0: group size 32 was given"),
         ("q8_0", 64, "q8_0: group size 64 was given"),
-        ("q8_o", None, "did you mean 'q8_0'"),
-        ("*=q8_00", None, "did you mean 'q8_0'"),
+        ("q4_km", None, "did you mean 'q4_k_m'"),
+        ("*=q4_k_mm", None, "did you mean 'q4_k_m'"),
     ],
 )
 def test_a_slip_is_refused(text: str, group_size: int | None, says: str) -> None:

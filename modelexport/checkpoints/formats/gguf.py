@@ -378,23 +378,27 @@ def lay_out(
 def matrices(plan: ShardPlan, config: dict[str, Any]) -> dict[str, list[TensorRule]]:
     """The weights of two dims whose rows each tensor of the file holds, by its name: of a stack, those of all experts.
 
-    Weights that lie in several tensors, or with their dims swapped, are not among them.
+    Weights of which anything is turned into columns, or into float32, are not among them; nor is a second copy of the
+    embedding, which is of its type.
 
     Raises:
         PlanError: as :func:`arrays`.
     """
-    all_arrays = arrays(plan, config)
-    lies_in = Counter(name for array in all_arrays for name in {share.tensor for share in array.shares})
     found: dict[str, list[TensorRule]] = {}
-    for array in all_arrays:
+    others: set[str] = set()
+    everything = arrays(plan, config)
+    embedding = next((array.shares for array in everything if array.name == "token_embd.weight"), None)
+    for array in everything:
+        if isinstance(array, Constant) or (array.name == "output.weight" and array.shares == embedding):
+            continue
         held = [plan.rules[name] for name in dict.fromkeys(share.tensor for share in array.shares)]
-        whole_rows = all(
-            rule.parameter == "weight" and rule.shape[1:] == array.shape[-1:] and lies_in[rule.name] == 1
-            for rule in held
-        )
-        if held and whole_rows and len(array.shape) > 1:
+        turned = any(share.dims is not None for share in array.shares)
+        by_rows = all(r.parameter == "weight" and len(r.shape) == 2 and r.shape[1] == array.shape[-1] for r in held)
+        if by_rows and not turned and not _is_float32(array.name, held[0].shape):
             found[array.name] = held
-    return found
+        else:
+            others.update(rule.name for rule in held)
+    return {name: held for name, held in found.items() if others.isdisjoint(rule.name for rule in held)}
 
 
 def header_values(plan: ShardPlan, config: dict[str, Any]) -> dict[str, Value]:

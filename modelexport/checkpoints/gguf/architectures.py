@@ -238,6 +238,7 @@ _GROUPS: dict[str, ValueSource | None] = {
     "expert_group_count": whole("n_group", optional=True),
     "expert_group_used_count": whole("topk_group", optional=True),
 }
+_AS_MANY_KEYS = Requirement("num_key_value_heads", (None,), equal=HEADS, why="has as many heads of keys as of queries")
 _UNTIED_HEAD = Requirement("tie_word_embeddings", (True,), why="has no head of its own in such a model")
 _GRANITE: dict[str, ValueSource | None] = {
     "attention.scale": number("attention_multiplier"),
@@ -710,7 +711,11 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
         name="olmoe",
         model_types=("olmoe",),
         values=_MOE,
-        rules=(Requirement("norm_topk_prob", (False, None)), Requirement("clip_qkv", (None,))),
+        rules=(
+            Requirement("norm_topk_prob", (False, None)),
+            Requirement("clip_qkv", (None,)),
+            _AS_MANY_KEYS,
+        ),
         output=True,
     ),
     GgufArchitecture(
@@ -877,7 +882,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
         name="dots1",
         model_types=("dots1",),
         values=_ROUTED_BY_SIGMOID,
-        rules=(Requirement("num_key_value_heads", equal=HEADS, why="has as many heads of keys as of queries"),),
+        rules=(_AS_MANY_KEYS,),
         output=True,
     ),
     GgufArchitecture(name="arcee", model_types=("arcee",), activations=("relu2",), pairs=True),

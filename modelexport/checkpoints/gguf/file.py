@@ -53,12 +53,19 @@ class BlockType:
         block: elements that are kept together.
         nbytes: of a block.
         dtype: as safetensors spells it; of blocks U8, with the bytes of a block as one more dim.
+        marked: whether the tensor of blocks has another dim, of 1: those of another type have as many bytes.
     """
 
     number: int
     block: int
     nbytes: int
     dtype: str = "U8"
+    marked: bool = False
+
+    @property
+    def tail(self) -> tuple[int, ...]:
+        """The last dims of a tensor of blocks."""
+        return () if self.block == 1 else (self.nbytes, 1) if self.marked else (self.nbytes,)
 
 
 TYPES = {
@@ -66,29 +73,29 @@ TYPES = {
     "F16": BlockType(1, 1, 2, "F16"),
     "Q4_0": BlockType(2, 32, 18),
     "Q4_1": BlockType(3, 32, 20),
+    "Q5_0": BlockType(6, 32, 22),
+    "Q5_1": BlockType(7, 32, 24),
     "Q8_0": BlockType(8, 32, 34),
+    "Q2_K": BlockType(10, 256, 84),
+    "Q3_K": BlockType(11, 256, 110),
+    "Q4_K": BlockType(12, 256, 144),
+    "Q5_K": BlockType(13, 256, 176),
+    "Q6_K": BlockType(14, 256, 210),
+    "IQ4_NL": BlockType(20, 32, 18, marked=True),
+    "IQ4_XS": BlockType(23, 256, 136),
     "BF16": BlockType(30, 1, 2, "BF16"),
     "MXFP4": BlockType(39, 32, 17),
 }
 _BY_NUMBER = {kind.number: name for name, kind in TYPES.items()}
 _OTHER_TYPES = {
-    6: "Q5_0",
-    7: "Q5_1",
     9: "Q8_1",
-    10: "Q2_K",
-    11: "Q3_K",
-    12: "Q4_K",
-    13: "Q5_K",
-    14: "Q6_K",
     15: "Q8_K",
     16: "IQ2_XXS",
     17: "IQ2_XS",
     18: "IQ3_XXS",
     19: "IQ1_S",
-    20: "IQ4_NL",
     21: "IQ3_S",
     22: "IQ2_S",
-    23: "IQ4_XS",
     24: "I8",
     25: "I16",
     26: "I32",
@@ -108,7 +115,8 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 def type_of(dtype: str, shape: Sequence[int]) -> str | None:
     """The ggml type of a tensor by its dtype and shape here (blocks: by their bytes); None where there is none."""
     for name, kind in TYPES.items():
-        if dtype == kind.dtype and (kind.block == 1 or (len(shape) > 2 and shape[-1] == kind.nbytes)):
+        tail = kind.tail
+        if dtype == kind.dtype and (not tail or (len(shape) > 1 + len(tail) and tuple(shape[-len(tail) :]) == tail)):
             return name
     return None
 
@@ -136,8 +144,9 @@ class Entry:
     @property
     def dims(self) -> tuple[int, ...]:
         """Elements along each dim, the fastest first."""
-        block = TYPES[self.kind].block
-        shape = self.shape if block == 1 else (*self.shape[:-2], self.shape[-2] * block)
+        kind = TYPES[self.kind]
+        rest = self.shape[: len(self.shape) - len(kind.tail)]
+        shape = rest if kind.block == 1 else (*rest[:-1], rest[-1] * kind.block)
         return tuple(reversed(shape))
 
 
@@ -444,7 +453,7 @@ def _place(
             why = f"overlaps {quoted(before)}" if start + offset < reached else f"ends behind the file's {size:,} bytes"
             raise CheckpointError(f"{path}: cut short or damaged: {quoted(name)} {why}")
         reached, before = start + offset + nbytes, name
-        stored = shape if kind.block == 1 else (*shape[:-1], shape[-1] // kind.block, kind.nbytes)
+        stored = shape if kind.block == 1 else (*shape[:-1], shape[-1] // kind.block, *kind.tail)
         infos[name] = TensorInfo(name, kind.dtype, stored, path, start + offset, nbytes)
     if unread:
         found = "; ".join(f"{kind}: {len(names)} tensors, the first {names[0]}" for kind, names in unread.items())

@@ -28,7 +28,24 @@ _ROPE_KEYS = {
     "rope_pct": "partial_rotary_factor",
 }
 """Names that older models have for settings of the rotary embedding."""
-_FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "BF16": 32, "MXFP4": 38}
+_FILE_TYPES = {
+    "F32": 0,
+    "F16": 1,
+    "Q4_0": 2,
+    "Q4_1": 3,
+    "Q8_0": 7,
+    "Q5_0": 8,
+    "Q5_1": 9,
+    "Q2_K": 10,
+    "Q3_K": 12,
+    "Q4_K": 15,
+    "Q5_K": 17,
+    "Q6_K": 18,
+    "IQ4_NL": 25,
+    "IQ4_XS": 30,
+    "BF16": 32,
+    "MXFP4": 38,
+}
 
 
 @dataclass(frozen=True)

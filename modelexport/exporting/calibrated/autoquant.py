@@ -15,6 +15,7 @@ from modelexport.quantization.algorithms.autoquant import AutoQuant
 from modelexport.quantization.calibration.layers import LayerRunner
 from modelexport.quantization.formats.base import NumberFormat
 from modelexport.quantization.kv_caches import CACHES
+from modelexport.quantization.methods import refusal
 from modelexport.quantization.methods.base import Method, ModelQuantization
 from modelexport.recipe import ExportRecipe
 
@@ -98,7 +99,7 @@ def _check_encoded(
     """Refuse, before the time is spent, candidates that the target cannot encode, or not in one checkpoint."""
     quantised = {name: found for name, found in candidates.items() if found.quantised}
     for name, number_format in quantised.items():
-        reasons = [method.refusal(number_format, shape) for shape in sorted(shapes)]
+        reasons = [refusal(method, number_format, shape) for shape in sorted(shapes)]
         if all(reasons):
             raise UsageError(f"{flag}: {name}: {reasons[0]}")
     try:

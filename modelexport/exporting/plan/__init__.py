@@ -29,7 +29,7 @@ from modelexport.models.decoded import StoredLinear, decoded, model_dtype, store
 from modelexport.models.matching import Matched, MatchedModule, ModelDescription, Place, match, refuse
 from modelexport.models.ties import check_tied, untie
 from modelexport.quantization import kv_caches
-from modelexport.quantization.methods import Method, ReadOnlyNumbers, of_method
+from modelexport.quantization.methods import Method, ReadOnlyNumbers, of_method, refusal
 from modelexport.quantization.methods.mxfp4 import BLOCK as MXFP4_GROUP
 from modelexport.quantization.mixtures import of_file_type
 from modelexport.sharding.plan import Cut, Parallelism, even_cut
@@ -497,10 +497,10 @@ class _Planner:
         except PlanError as error:
             self.format_problems.setdefault(str(error).removeprefix(f"{pattern}: "), {})[pattern] = None
             return False
-        refusal = self.method.refusal(number_format, shape)
-        if refusal is not None:
-            self.format_problems.setdefault(refusal, {})[pattern] = None
-        return refusal is None
+        why = refusal(self.method, number_format, shape)
+        if why is not None:
+            self.format_problems.setdefault(why, {})[pattern] = None
+        return why is None
 
     def _check_fused(self, layer: str, tasks: Sequence[TensorTask]) -> None:
         """Modules that engines fuse must be of one format: they are one matrix there."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from modelexport.checkpoints.formats import gguf
@@ -46,7 +46,7 @@ def with_mixtures(recipe: ExportRecipe, checkpoint: Checkpoint, assignment: Assi
     ]
     tied = ties_embeddings(config, checkpoint.infos)
     model = _model(gguf.header_values(plan, config), tied=tied, importance=recipe.rounding.needs_samples)
-    make = partial(number_format_of, observer=recipe.observer, scale_dtype=torch_dtype(SCALES))
+    make = cache(partial(number_format_of, observer=recipe.observer, scale_dtype=torch_dtype(SCALES)))
     return assignment.resolved(lambda mixture: resolve(mixture, tensors, model, make))
 
 

@@ -17,6 +17,7 @@ from modelexport.models.loading import LOADINGS, STAND_IN
 from modelexport.quantization import algorithms, mixtures
 from modelexport.quantization import formats as number_formats
 from modelexport.quantization.kv_caches import CACHES
+from modelexport.quantization.methods import refusal
 from modelexport.recipe import field_of
 from modelexport.system.tables import text_table
 from modelexport.system.terminal import show
@@ -45,6 +46,7 @@ def describe(name: str) -> dict[str, Any]:
     Raises:
         UsageError: there is no such thing; the message has the nearest.
     """
+    name = number_formats.canonical(name)
     found: dict[str, Any] = {"name": name}
     if name in number_formats.names():
         found["number_format"] = _number_format(name)
@@ -131,7 +133,8 @@ def _holds(checkpoint_format: str, number_format: str) -> bool:
         return False
     method = checkpoint_formats.method_of(checkpoint_format)
     sizes = number_formats.get(number_format).group_sizes or (None,)
-    return any(method.refusal(number_formats.get(number_format, group_size=size), _SHAPE) is None for size in sizes)
+    found = [number_formats.get(number_format, group_size=size) for size in sizes]
+    return any(refusal(method, each, _SHAPE) is None for each in found)
 
 
 def _listed(found: dict[str, Any]) -> Iterator[str]:

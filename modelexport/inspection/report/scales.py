@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from modelexport.checkpoints.safetensors.file import Checkpoint, Reader, TensorInfo
 from modelexport.models.modules import StoredModule
+from modelexport.quantization.methods._ggml import LAYOUTS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +37,9 @@ _FLOATS = ("F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2")
 _EXPONENTS = ("U8", "F8_E8M0")
 _DIVISORS = ("weight_global_scale",)  # compressed-tensors: the scale of the scales, which divides them
 _FACTORS = ("weight_scale_2", "weights_scaling_factor_2")  # modelopt, TensorRT-LLM: multiplies them
-_GGUF_EXPONENT_BLOCK = 17  # bytes of an MXFP4 block of GGUF; other blocks begin with a float16
+_GGUF_EXPONENT_BLOCK = 17  # bytes of an MXFP4 block of GGUF
+_GGUF_SCALES = {layout.nbytes: layout.d for layout in LAYOUTS.values()}
+"""Bytes of a block of another type -> where in it its float16 scale begins."""
 
 
 @dataclass
@@ -141,9 +144,10 @@ def _scaled(modules: Sequence[StoredModule]) -> Iterator[tuple[StoredModule, Ten
 
 
 def _in_blocks(module: StoredModule) -> bool:
-    """Returns True if the scales stand within the weight, as GGUF has them: ``[rows, blocks, bytes]``."""
+    """Returns True if the scales stand within the weight, as GGUF has them: ``[rows, blocks, bytes]``, perhaps with a
+    dim of 1 behind."""
     info = module.tensors.get("weight")
-    return not module.stored.scale and info is not None and info.dtype == "U8" and len(info.shape) == 3
+    return not module.stored.scale and info is not None and info.dtype == "U8" and len(info.shape) in (3, 4)
 
 
 def _scales_in(module: StoredModule, info: TensorInfo) -> int:
@@ -181,8 +185,9 @@ def _count(reader: Reader, module: StoredModule, info: TensorInfo, counts: Scale
     for rows in _row_spans(info, blocks, most):
         values = reader.read(info, rows=rows)
         if blocks:
-            head = values[..., : 1 if counts.powers else 2].contiguous()
-            values = head if counts.powers else head.view(torch.float16)
+            at = 0 if counts.powers else _GGUF_SCALES[info.shape[2]]
+            held = values.flatten(2)[..., at : at + (1 if counts.powers else 2)].contiguous()
+            values = held if counts.powers else held.view(torch.float16)
         if counts.powers:
             values = _powers(values.view(torch.uint8))
         counts.add(values.to(torch.float32) * factor)

@@ -85,11 +85,12 @@ class CalibratedLinear:
             return self
         return replace(self, weight=self.weight.to(self.device))
 
-    def rounded(self, *, choice: Tensor | None = None) -> dict[str, Tensor]:
+    def rounded(self, *, choice: Tensor | None = None, products: Tensor | None = None) -> dict[str, Tensor]:
         """Returns its rows, rounded to nearest by its number format: the native tensors.
 
         Args:
             choice: the numbers of the blocks' scales, see ``NumberFormat.quantise``; None: as the observer has them.
+            products: of the blocks' inputs, likewise.
 
         Raises:
             CheckpointError: a weight holds NaN or Inf.
@@ -101,6 +102,7 @@ class CalibratedLinear:
             inputs=self.input_amax,
             global_shape=self.shape,
             choice=choice,
+            products=products,
             name=self.name,
         )
 

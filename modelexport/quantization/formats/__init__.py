@@ -8,7 +8,6 @@ formats nor torch.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib
 import pkgutil
 from collections.abc import Iterable, Mapping
@@ -16,7 +15,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from modelexport import plugins
-from modelexport.errors import CheckpointError, UsageError, quoted
+from modelexport.errors import CheckpointError, UsageError, nearest, quoted
+from modelexport.quantization.methods._ggml import LAYOUTS
 
 if TYPE_CHECKING:
     import torch
@@ -24,11 +24,23 @@ if TYPE_CHECKING:
     from modelexport.quantization.formats.base import NumberFormat
     from modelexport.quantization.methods.base import Scheme
 
-__all__ = ["check_name", "get", "has_groups", "has_name", "load_kernels", "meaning", "name_of", "names", "of_scheme"]
+__all__ = [
+    "canonical",
+    "check_name",
+    "get",
+    "has_groups",
+    "has_name",
+    "load_kernels",
+    "meaning",
+    "name_of",
+    "names",
+    "of_scheme",
+]
 
 _OWN_KINDS = (
     *("int8", "int8-static", "int8-wo", "int8-wo-asym", "int4", "int4-asym", "w4a8", "fp8", "fp8-static", "fp8-block"),
     *("nvfp4", "nvfp4-wo", "mxfp4", "mxfp4-wo", "mxfp8"),
+    *(layout.number_format for layout in LAYOUTS.values()),
 )
 """The formats that :func:`_own_kind` tells, so that checkpoints of these are looked at without torch."""
 
@@ -49,6 +61,13 @@ def names() -> list[str]:
     return list(_catalogue())
 
 
+def canonical(name: str) -> str:
+    """Returns the name as the formats' files have it: llama.cpp's users write Q4_K for q4-k. Others come back as they
+    are."""
+    spelled = name.lower().replace("_", "-")
+    return spelled if spelled in _catalogue() else name
+
+
 def _class_of(name: str) -> type[NumberFormat]:
     found = _catalogue()[name]
     own: type[NumberFormat] = importlib.import_module(found).FORMAT if isinstance(found, str) else found
@@ -67,6 +86,7 @@ def get(
         UsageError: the name or the observer is unknown, the format has no groups, or not of that size; or a plugin's
             format cannot be told from one of the package's.
     """
+    name = canonical(name)
     check_name(name)
     found = _class_of(name).create(group_size, observer=observer, scale_dtype=scale_dtype)
     if name not in _OWN_KINDS and found.quantised:
@@ -81,7 +101,7 @@ def get(
 
 def has_name(name: str) -> bool:
     """Returns whether :func:`get` knows a name."""
-    return name in names()
+    return canonical(name) in names()
 
 
 def check_name(name: str, others: Iterable[str] = ()) -> None:
@@ -92,10 +112,8 @@ def check_name(name: str, others: Iterable[str] = ()) -> None:
     """
     if has_name(name):
         return
-    known = [*names(), *(other for other in others if not has_name(other))]
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    raise UsageError(f"unknown number format {quoted(name)}{hint} (known: {', '.join(known)})")
+    known = dict.fromkeys([*names(), *(other for other in others if not has_name(other))])
+    raise UsageError(f"unknown number format {quoted(name)}{nearest(name, known, listing='modelexport formats')}")
 
 
 def load_kernels(name: str, observer: str) -> None:
@@ -106,6 +124,7 @@ def load_kernels(name: str, observer: str) -> None:
 
 def has_groups(name: str) -> bool:
     """Returns whether a number format has groups; True for an unknown name, which :func:`get` refuses."""
+    name = canonical(name)
     return name not in names() or bool(_class_of(name).group_sizes)
 
 
@@ -160,6 +179,9 @@ def _with_arguments(name: str, scheme: Scheme, scale_dtype: torch.dtype | None =
 
 def _own_kind(scheme: Scheme) -> str | None:
     weights, inputs = scheme.weights, scheme.inputs
+    block_type = LAYOUTS.get(str(weights.get("type")))
+    if block_type is not None:
+        return block_type.number_format if inputs is None else None
     kind = f"{weights.get('type', 'int')}{weights.get('num_bits', 8)}"
     exponents = weights.get("scale_dtype") in ("torch.uint8", "uint8")
     name = {

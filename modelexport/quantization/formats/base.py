@@ -51,6 +51,7 @@ class NumberFormat(ABC):
             a row must agree on its largest magnitude first; or the whole weight and the modules that engines fuse with
             it, of which all ranks must know the largest magnitude. See :meth:`amax`.
         group_sizes, default_group_size: of the formats with groups; -1 is a whole row.
+        fits_products: whether its scales can be fitted to the products of a linear's inputs, see :meth:`quantise`.
         group_size: columns that share a scale, None where the format has no groups.
         observer: how scales are chosen: "amax" lays the largest magnitude onto the largest number, "mse" takes, of a
             grid of scales below that, the one with the smallest squared error; "exact" takes powers of two, which keep
@@ -65,6 +66,7 @@ class NumberFormat(ABC):
     quantised: ClassVar[bool] = True
     group_sizes: ClassVar[tuple[int, ...]] = ()
     default_group_size: ClassVar[int | None] = None
+    fits_products: ClassVar[bool] = False
 
     group_size: int | None = None
     observer: str = "amax"
@@ -207,6 +209,10 @@ class NumberFormat(ABC):
         """As :meth:`_fill`, with the scale of each block by its number."""
         raise NotImplementedError(f"{self.name} has no choice of scales")
 
+    def _fill_fitted(self, weight: Tensor, products: Tensor, out: Mapping[str, Tensor]) -> int:
+        """As :meth:`_fill`, with scales that are fitted to the products of the inputs."""
+        raise NotImplementedError(f"{self.name} is not fitted to the products of inputs")
+
     @abstractmethod
     def _dequantise(self, tensors: Mapping[str, Tensor], out: Tensor) -> None:
         """Fills ``out``, ``[rows, cols]``."""
@@ -277,6 +283,7 @@ class NumberFormat(ABC):
         global_shape: Sequence[int] | None = None,
         out: Mapping[str, Tensor] | None = None,
         choice: Tensor | None = None,
+        products: Tensor | None = None,
         name: str = "weight",
     ) -> dict[str, Tensor]:
         """Rounds a weight, or a shard of one, to nearest; returns the native tensors by suffix.
@@ -290,6 +297,8 @@ class NumberFormat(ABC):
             out: tensors to fill (shapes as :meth:`specs` gives them for this shard, any strides); None: new.
             choice: uint8 ``[rows, blocks]``: the number of the scale that each block of a row takes, of ``choices``, 0
                 being the largest. None: as the observer has it.
+            products: G, float32 ``[cols / width, width, width]``, where ``fits_products``, the width being that of the
+                weights that share a scale: an error d of these counts d G d^T, not its square. None: that.
             name: the tensor's name, for errors.
 
         Raises:
@@ -308,6 +317,8 @@ class NumberFormat(ABC):
         tensors = allocate(specs, weight) if out is None else checked(specs, out, name)
         if choice is not None:
             bad = self._fill_chosen(weight, amax, choice, tensors)
+        elif products is not None:
+            bad = self._fill_fitted(weight, products, tensors)
         elif self.observer == "exact":
             bad = self._fill_powers(weight, amax, tensors)
         else:

@@ -12,8 +12,10 @@ from functools import cache
 from typing import Any, cast
 
 from modelexport.errors import CheckpointError, PlanError, nearest, shown
+from modelexport.quantization.methods._ggml import block_refusal
 from modelexport.quantization.methods.base import (
     Method,
+    NumberFormatProtocol,
     QuantizationConfig,
     ReadOnlyNumbers,
     Scheme,
@@ -40,6 +42,7 @@ __all__ = [
     "of_method",
     "read_only_numbers",
     "read_quantization_config",
+    "refusal",
     "tensor_specs",
     "views",
 ]
@@ -75,6 +78,12 @@ def of_method(name: str) -> Method:
 def of_format(name: str) -> Method | None:
     """The method that a ``--format`` is named after, None where that is no method."""
     return next((method for method in methods().values() if name == method.FORMAT), None)
+
+
+def refusal(method: Method, number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str | None:
+    """Returns why a method cannot encode such a linear (``[out, in]``), and what can; None where it can."""
+    blocks = None if method.METHOD == "gguf" else block_refusal(number_format)
+    return blocks or method.refusal(number_format, shape)
 
 
 def holding_cache(name: str) -> list[Method]:

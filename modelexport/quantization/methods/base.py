@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard
 
 from modelexport.errors import CheckpointError, shown
+from modelexport.quantization.methods._ggml import LAYOUTS
 from modelexport.quantization.methods._patterns import matcher
 
 if TYPE_CHECKING:
@@ -525,6 +526,8 @@ def strings(value: Any, where: str) -> tuple[str, ...]:
 
 def _numbers(part: Mapping[str, Any]) -> str:
     kind = "fp" if part.get("type") == "float" else shown(part.get("type", "?"))
+    if kind in LAYOUTS:
+        return kind
     return f"{kind}{shown(part.get('num_bits', '?'))}{'' if part.get('symmetric', True) else ' asymmetric'}"
 
 

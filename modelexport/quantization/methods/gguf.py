@@ -1,19 +1,17 @@
-"""GGUF: blocks of 32 weights, a scale and its codes side by side, as llama.cpp keeps and computes with them.
+"""GGUF: blocks of weights, scales and codes side by side, as llama.cpp keeps and computes with them.
 
 Follows ggml's block layouts (ggml-common.h, and the gguf package's dequantisation). A linear is one tensor of bytes,
-``weight`` uint8 ``[out, in / 32, bytes of a block]``; an element's code is 4 or 8 bits, a scale ``d`` float16:
+``weight`` uint8 ``[out, in / block, bytes of a block]``. Each block type is a number format of its own, whose native
+tensor that is: see :mod:`modelexport.quantization.methods._ggml`. Three hold numbers that engines besides llama.cpp
+have, too, and are made of these and read as these:
 
-- ``Q8_0``, 34 bytes: d, 32 int8; value = q * d. From int8-wo in groups of 32.
+- ``Q8_0``, 34 bytes: d, float16, and 32 int8; value = q * d. int8-wo in groups of 32.
 - ``Q4_0``, 18 bytes: d, 16 bytes: the low halves are the first 16 codes, the high ones the others; value =
-  (code - 8) * d. From int4 in groups of 32.
-- ``Q4_1``, 20 bytes: d, m, codes as in Q4_0; value = code * d + m, m float16. It holds what int4-asym does wherever
-  zero point * scale is a float16 number, 11 bits: of 4 and 11 bits it rarely is. So it is read, where the division
-  comes out even, and never planned.
+  (code - 8) * d. int4 in groups of 32.
 - ``MXFP4``, 17 bytes: an exponent (E8M0), codes as in Q4_0; value = e2m1(code) * 2^(e - 127). (ggml doubles the codes
-  and halves the scale.) From mxfp4-wo.
+  and halves the scale.) mxfp4-wo.
 
-Of the K-quants (Q4_K and its like) the gguf package only unpacks: how their scales are searched and packed is
-llama.cpp's own, and none of them is a number format of ours.
+``IQ4_NL`` has as many bytes as Q4_0: its tensor has one dim more, of 1, by which a file's header is told from that.
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from modelexport.errors import CheckpointError, shown
+from modelexport.quantization.methods._ggml import LAYOUTS
 from modelexport.quantization.methods.base import (
     ModelQuantization,
     QuantizationConfig,
@@ -53,16 +52,19 @@ READS_TIED = True  # llama.cpp looks rows up in the blocks that it multiplies by
 FUSES_LINEARS = False
 
 BLOCK = 32
-BLOCK_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20, "MXFP4": 17}
-_CODES = {"Q8_0": 2, "Q4_0": 2, "Q4_1": 4, "MXFP4": 1}  # where in a block they begin
-_WHAT_HOLDS = "--quant int4 --group-size 32, --quant int8-wo --group-size 32 or --quant mxfp4-wo"
+"""Weights of a block of the types that other number formats are held in."""
+BLOCK_BYTES = {**{layout.name: layout.nbytes for layout in LAYOUTS.values()}, "MXFP4": 17}
+_CODES = {"Q8_0": 2, "Q4_0": 2, "MXFP4": 1}  # where in a block they begin
+_WHAT_HOLDS = (
+    "a block type of llama.cpp (--quant q4_k and its like), int4 --group-size 32, int8-wo --group-size 32 or mxfp4-wo"
+)
 
 
-def _weights(bits: int, kind: str = "int", symmetric: bool = True) -> dict[str, Any]:
+def _weights(bits: int, kind: str = "int") -> dict[str, Any]:
     return {
         "num_bits": bits,
         "type": kind,
-        "symmetric": symmetric,
+        "symmetric": True,
         "strategy": "group",
         "group_size": BLOCK,
         "dynamic": False,
@@ -70,17 +72,23 @@ def _weights(bits: int, kind: str = "int", symmetric: bool = True) -> dict[str, 
     }
 
 
-_ARGUMENTS = {
-    "Q8_0": _weights(8),
-    "Q4_0": _weights(4),
-    "Q4_1": _weights(4, symmetric=False),
-    "MXFP4": _weights(4, "float"),
-}
+_ARGUMENTS = {"Q8_0": _weights(8), "Q4_0": _weights(4), "MXFP4": _weights(4, "float")}
 _COMPRESSED = {"MXFP4": "mxfp4-pack-quantized"}
+_MARKED = "IQ4_NL"
+_OWN = {layout.number_format: layout for layout in LAYOUTS.values()}
+
+
+def _scheme(name: str, targets: tuple[str, ...]) -> Scheme | None:
+    """The scheme of a type, as ``quantization_config`` or a file has it; None for others."""
+    if name in _ARGUMENTS:
+        return Scheme(name, targets, _COMPRESSED.get(name, "pack-quantized"), _ARGUMENTS[name], None, None, METHOD)
+    layout = _OWN.get(name) or LAYOUTS.get(name)
+    return None if layout is None else Scheme(name, targets, layout.name, layout.arguments(), None, None, METHOD)
 
 
 def read(value: Mapping[str, Any]) -> QuantizationConfig:
-    """Reads a ``quantization_config``: ``types``, a block type -> the modules that it means (or ``"Linear"``).
+    """Reads a ``quantization_config``: ``types``, a number format or a block type -> the modules that it means (or
+    ``"Linear"``). Q8_0, Q4_0 and MXFP4 are the numbers that other engines have, too; q8-0 and q4-0 the blocks.
 
     That is ours: llama.cpp itself looks at the tensors.
 
@@ -89,12 +97,11 @@ def read(value: Mapping[str, Any]) -> QuantizationConfig:
     """
     schemes = []
     for name, targets in mapping(value.get("types") or {}, "quantization_config.types").items():
-        if name not in _ARGUMENTS:
-            raise CheckpointError(
-                f"quantization_config.types: no block type '{shown(name)}' here; {', '.join(_ARGUMENTS)} are"
-            )
-        packing = _COMPRESSED.get(name, "pack-quantized")
-        schemes.append(Scheme(name, strings(targets, f"types.{name}"), packing, _ARGUMENTS[name], None, None, METHOD))
+        scheme = _scheme(name, strings(targets, f"types.{shown(name)}"))
+        if scheme is None:
+            known = ", ".join(dict.fromkeys((*_ARGUMENTS, *LAYOUTS)))
+            raise CheckpointError(f"quantization_config.types: no block type '{shown(name)}' here; {known} are")
+        schemes.append(scheme)
     return QuantizationConfig(METHOD, None, None, tuple(schemes), strings(value.get("ignore"), "ignore"), None)
 
 
@@ -107,17 +114,26 @@ def tensor_specs(scheme: Scheme, shape: tuple[int, int]) -> dict[str, StoredTens
     found = _block_type(scheme)
     if found is None:
         raise CheckpointError(f"{scheme.name}: no block type of GGUF holds {scheme.describe()}")
-    if shape[1] % BLOCK:
+    block = _block(found)
+    if shape[1] % block:
         raise CheckpointError(
-            f"{scheme.name}: {shape[1]} input features are no multiple of {BLOCK}, a block of {found}"
+            f"{scheme.name}: {shape[1]} input features are no multiple of {block}, a block of {found}"
         )
-    blocks = (shape[0], shape[1] // BLOCK, BLOCK_BYTES[found])
-    return {"weight": StoredTensorSpec(("U8",), (blocks,), ((0, 1), (1, BLOCK), None))}
+    more = (1,) if found == _MARKED else ()
+    blocks = (shape[0], shape[1] // block, BLOCK_BYTES[found], *more)
+    return {"weight": StoredTensorSpec(("U8",), (blocks,), ((0, 1), (1, block), None, *(None for _ in more)))}
+
+
+def _block(block_type: str) -> int:
+    """Weights of a block."""
+    return LAYOUTS[block_type].block if block_type in LAYOUTS else BLOCK
 
 
 def _block_type(scheme: Scheme) -> str | None:
     """The block type whose numbers are a scheme's."""
     weights = scheme.weights
+    if weights.get("type") in LAYOUTS:
+        return str(weights["type"]) if scheme.inputs is None else None
     if scheme.inputs is not None or weights.get("strategy") != "group" or weights.get("group_size") != BLOCK:
         return None
     if weights.get("actorder"):
@@ -133,27 +149,35 @@ def refusal(number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str 
     """Returns why no block type holds such a linear, and which number formats have one; None where one does."""
     scheme = number_format.scheme(METHOD)
     found = _block_type(scheme)
-    if found == "Q4_1":
-        return (
-            f"number format {number_format.name}: GGUF's Q4_1 keeps -zero point * scale as a float16 number, and that "
-            f"product is one only now and then; choose {_WHAT_HOLDS}"
-        )
     if found is None:
         return f"GGUF has no blocks for {scheme.describe()}; choose {_WHAT_HOLDS}"
     packing = _COMPRESSED.get(found, "pack-quantized")
-    if number_format.checkpoint_format != packing:
+    if not _is_own(number_format) and number_format.checkpoint_format != packing:
         return (
             f"GGUF's {found} is made of the words of '{packing}', and number format {number_format.name} is laid out "
             f"as '{number_format.checkpoint_format}'; choose {_WHAT_HOLDS}"
         )
-    if shape[1] % BLOCK:
-        return f"{shape[1]} input features are no multiple of {BLOCK}, a block of GGUF's {found}; keep it unquantised"
+    if shape[1] % _block(found):
+        return (
+            f"{shape[1]} input features are no multiple of {_block(found)}, a block of GGUF's {found}; keep it "
+            "unquantised"
+        )
     return None
 
 
 def embedding_refusal(number_format: NumberFormatProtocol) -> str | None:
     """None: llama.cpp looks rows up in blocks of any type, and :func:`refusal` says which there are."""
     return None
+
+
+def _is_own(number_format: NumberFormatProtocol) -> bool:
+    """True where the native tensor is the block."""
+    return number_format.checkpoint_format in LAYOUTS
+
+
+def _is_marked(number_format: NumberFormatProtocol) -> bool:
+    """True for the blocks whose tensor has one dim more."""
+    return number_format.checkpoint_format == _MARKED
 
 
 def quantization_files(announced: ModelQuantization) -> QuantizationFiles:
@@ -164,7 +188,7 @@ def quantization_files(announced: ModelQuantization) -> QuantizationFiles:
     for number_format, modules in groups:
         found = _block_type(number_format.scheme(METHOD))
         assert found is not None, f"{number_format.name}: refusal() has let it pass"
-        types.setdefault(found, []).extend(modules)
+        types.setdefault(number_format.name if _is_own(number_format) else found, []).extend(modules)
     if types:
         main = max(types, key=lambda name: len(types[name]))
         types[main] = ["Linear", *(module for module in types[main] if module in announced.embeddings)]
@@ -173,11 +197,13 @@ def quantization_files(announced: ModelQuantization) -> QuantizationFiles:
 
 
 def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice) -> dict[str, Tensor]:
-    """Native tensors as ``weight`` uint8 ``[rows, cols / 32, bytes of a block]``.
+    """Native tensors as ``weight`` uint8 ``[rows, cols / block, bytes of a block]``.
 
     Raises:
-        CheckpointError: a scale (or Q4_1's minimum) is no float16 number: the weight must be quantised anew.
+        CheckpointError: a scale is no float16 number: the weight must be quantised anew.
     """
+    if _is_own(number_format):
+        return {"weight": tensors["weight"].unsqueeze(-1) if _is_marked(number_format) else tensors["weight"]}
     import torch
 
     found = _block_type(number_format.scheme(METHOD))
@@ -198,10 +224,6 @@ def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], p
         out[..., 0] = exponents
     else:
         out[..., :2] = _float16_bytes(scales, "scale")
-    if found == "Q4_1":
-        zeros = _unpack_rows(tensors["weight_zero_point"], rows)
-        minima = -(zeros.to(torch.float64) * scales.to(torch.float64))
-        out[..., 2:4] = _float16_bytes(minima, "minimum (- zero point * scale)")
     return {"weight": out}
 
 
@@ -209,8 +231,10 @@ def decode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], p
     """The blocks in native form, scales float16 (MXFP4: E8M0).
 
     Raises:
-        CheckpointError: a block of Q4_1 whose minimum is no whole number of its steps, 0 to 15 of them, below zero.
+        CheckpointError: an exponent of MXFP4's that E8M0 has no code for.
     """
+    if _is_own(number_format):
+        return {"weight": tensors["weight"].squeeze(-1) if _is_marked(number_format) else tensors["weight"]}
     import torch
 
     found = _block_type(number_format.scheme(METHOD))
@@ -228,23 +252,11 @@ def decode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], p
         if bool((exponents == 255).any()):
             raise CheckpointError("a block's exponent is 255: 2^128 to GGUF, which E8M0 has no code for")
         return {"weight_packed": packed.view(rows, cols // 2), "weight_scale": exponents}
-    native = {
+    return {
         "weight_packed": packed.view(rows, -1).view(torch.int32),
         "weight_scale": blocks[..., :2].contiguous().view(torch.float16).view(rows, -1),
         "weight_shape": torch.tensor(part.shape, dtype=torch.int64, device=blocks.device),
     }
-    if found == "Q4_1":
-        minima = blocks[..., 2:4].contiguous().view(torch.float16).view(rows, -1).to(torch.float64)
-        steps = native["weight_scale"].to(torch.float64)
-        zeros = torch.where(steps == 0, 0.0, -minima / torch.where(steps == 0, 1.0, steps)).round()
-        bad = (zeros * steps != -minima) | (zeros < 0) | (zeros > 15)
-        if bool(bad.any()):
-            raise CheckpointError(
-                f"{int(bad.sum()):,} of {bad.numel():,} blocks of Q4_1 begin at no whole number of their steps: no "
-                "zero point says that. Take the checkpoint that the file was made from"
-            )
-        native["weight_zero_point"] = _pack_rows(zeros.to(torch.int32))
-    return native
 
 
 def _halves_of_pairs(pairs: Tensor, out: Tensor) -> None:
@@ -274,24 +286,3 @@ def _float16_bytes(values: Tensor, what: str) -> Tensor:
             f"wants it (the first is {first:.9g}): export the model that was quantised with --format gguf instead"
         )
     return half.contiguous().view(torch.uint8).view(*values.shape, 2)
-
-
-def _unpack_rows(words: Tensor, rows: int) -> Tensor:
-    """4-bit numbers 0..15 packed along dim 0, the first in the lowest bits: int32 ``[rows, blocks]``."""
-    import torch
-
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
-    return ((words[:, None, :] >> shifts[None, :, None]) & 15).reshape(-1, words.shape[1])[:rows]
-
-
-def _pack_rows(numbers: Tensor) -> Tensor:
-    """The inverse: int32 ``[ceil(rows / 8), blocks]``, zeros behind the last."""
-    import torch
-
-    rows, blocks = numbers.shape
-    filled = numbers.new_zeros((-(-rows // 8) * 8, blocks))
-    filled[:rows] = numbers
-    words = torch.zeros((filled.shape[0] // 8, blocks), dtype=torch.int64, device=numbers.device)
-    for at in range(8):
-        words |= filled[at::8].to(torch.int64) << (4 * at)
-    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)

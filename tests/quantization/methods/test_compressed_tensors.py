@@ -11,8 +11,9 @@ from modelexport.quantization import formats
 from modelexport.quantization.formats import of_scheme
 from modelexport.quantization.methods import compressed_tensors
 from modelexport.quantization.methods.base import ModelQuantization
+from tests.quantization._weights import BLOCKS
 
-NAMES = [name for name in formats.names() if name != "none"]
+NAMES = [name for name in formats.names() if name not in ("none", *BLOCKS)]
 LINEARS = [f"model.layers.{i}.{path}" for i in range(12) for path in ("self_attn.q_proj", "mlp.up_proj")]
 
 

@@ -8,15 +8,17 @@ from typing import Any
 import pytest
 import torch
 
+from modelexport.checkpoints.gguf.file import Entry, type_of
 from modelexport.errors import CheckpointError
 from modelexport.quantization import formats
 from modelexport.quantization.formats.base import NumberFormat
-from modelexport.quantization.methods import gguf, read_quantization_config
+from modelexport.quantization.methods import gguf, of_method, read_quantization_config, refusal
+from modelexport.quantization.methods._ggml import LAYOUTS
 from modelexport.quantization.methods.base import ModelQuantization, WeightSlice
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-QUANTS = {"Q8_0": "int8-wo", "Q4_0": "int4", "Q4_1": "int4-asym", "MXFP4": "mxfp4-wo"}
-BITS = {"Q8_0": 8, "Q4_0": 4, "Q4_1": 4, "MXFP4": 4}
+QUANTS = {"Q8_0": "int8-wo", "Q4_0": "int4", "MXFP4": "mxfp4-wo"}
+BITS = {"Q8_0": 8, "Q4_0": 4, "MXFP4": 4}
 
 
 def number_format(kind: str) -> NumberFormat:
@@ -25,26 +27,18 @@ def number_format(kind: str) -> NumberFormat:
 
 
 def native(kind: str, rows: int, cols: int, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Any codes at all, and scales of every size (of Q4_1: such as go exactly)."""
+    """Any codes at all, and scales of every size."""
     generator = torch.Generator().manual_seed(seed)
     octets = torch.randint(0, 256, (rows, cols * BITS[kind] // 8), generator=generator, dtype=torch.uint8)
     if kind == "MXFP4":
         exponents = torch.randint(0, 255, (rows, cols // 32), generator=generator, dtype=torch.uint8)
         return {"weight_packed": octets, "weight_scale": exponents}
     scales = torch.randn(rows, cols // 32, generator=generator).mul(0.01).to(torch.float16)
-    if kind == "Q4_1":
-        scales = torch.exp2(torch.randint(-9, 0, scales.shape, generator=generator).float()).to(torch.float16)
-    tensors = {
+    return {
         "weight_packed": octets.view(torch.int32),
         "weight_scale": scales,
         "weight_shape": torch.tensor([rows, cols]),
     }
-    if kind == "Q4_1":
-        words = torch.randint(-(2**31), 2**31, (-(-rows // 8), cols // 32), generator=generator).to(torch.int32)
-        if rows % 8:
-            words[-1] &= (1 << 4 * (rows % 8)) - 1  # what fills the last word up
-        tensors["weight_zero_point"] = words
-    return tensors
 
 
 def values(kind: str, block: bytes) -> list[float]:
@@ -56,8 +50,8 @@ def values(kind: str, block: bytes) -> list[float]:
     numbers = [byte & 15 for byte in codes] + [byte >> 4 for byte in codes]
     if kind == "MXFP4":
         return [(-1 if code & 8 else 1) * E2M1[code & 7] * 2.0 ** (block[0] - 127) for code in numbers]
-    d, m = struct.unpack_from("<ee", block)
-    return [(code - 8) * d for code in numbers] if kind == "Q4_0" else [code * d + m for code in numbers]
+    (d,) = struct.unpack_from("<e", block)
+    return [(code - 8) * d for code in numbers]
 
 
 @pytest.mark.parametrize("kind", QUANTS)
@@ -83,7 +77,7 @@ def test_there_and_back(kind: str, rows: int, cols: int) -> None:
         assert torch.equal(back[name], tensor), name
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "MXFP4"])
+@pytest.mark.parametrize("kind", QUANTS)
 def test_parts_make_up_the_whole(kind: str) -> None:
     """A rank that has columns 64 to 127 of rows 3 to 9 writes just these blocks."""
     form, tensors = number_format(kind), native(kind, 12, 192, seed=2)
@@ -132,30 +126,17 @@ def test_what_float16_does_not_hold_is_refused() -> None:
     tensors["weight_scale"] = torch.tensor([[1.0, 2.0**-30]], dtype=torch.bfloat16)
     with pytest.raises(CheckpointError, match=r"1 of 2 blocks have a scale that is no float16 number.*9\.3"):
         gguf.encode(number_format("Q4_0"), tensors, part)
-    tensors = native("Q4_1", 1, 64)
-    tensors["weight_scale"] = torch.tensor([[1.0, 2047 / 2048]], dtype=torch.float16)
-    tensors["weight_zero_point"] = torch.tensor([[3, 3]], dtype=torch.int32)
-    with pytest.raises(CheckpointError, match=r"1 of 2 blocks have a minimum"):
-        gguf.encode(number_format("Q4_1"), tensors, part)
     tensors = native("MXFP4", 1, 64)
     tensors["weight_scale"][0, 1] = 255
     with pytest.raises(CheckpointError, match="exponent is 255"):
         gguf.encode(number_format("MXFP4"), tensors, part)
 
 
-def test_a_q4_1_that_no_zero_point_says_is_refused() -> None:
-    block = list(struct.pack("<ee", 0.5, -0.75)) + [0] * 16
-    with pytest.raises(CheckpointError, match="1 of 1 blocks of Q4_1"):
-        gguf.decode(
-            number_format("Q4_1"), {"weight": torch.tensor([[block]], dtype=torch.uint8)}, WeightSlice.whole((1, 32))
-        )
-
-
 @pytest.mark.parametrize(
     ("quant", "group", "why"),
     [
-        ("int4", 128, "no blocks for int4 weights per group of 128; choose --quant int4 --group-size 32, "),
-        ("int4-asym", 32, "Q4_1 keeps -zero point"),
+        ("int4", 128, "no blocks for int4 weights per group of 128; choose a block type of llama.cpp (--quant q4_k"),
+        ("int4-asym", 32, "no blocks for int4 asymmetric weights per group of 32"),
         ("fp8", None, "no blocks for fp8 weights per channel"),
         ("mxfp4", None, "no blocks for fp4 weights per group of 32, fp4 activations"),
         ("nvfp4-wo", None, "no blocks for fp4 weights per group of 16"),
@@ -166,10 +147,10 @@ def test_what_has_no_blocks_is_refused_before(quant: str, group: int | None, why
     refused = gguf.refusal(formats.get(quant, group_size=group), (64, 128))
     assert refused is not None
     assert why in refused
-    assert "--quant int8-wo --group-size 32" in refused
+    assert "int8-wo --group-size 32" in refused
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "MXFP4"])
+@pytest.mark.parametrize("kind", QUANTS)
 def test_what_has_blocks_is_not_refused(kind: str) -> None:
     assert gguf.refusal(number_format(kind), (64, 128)) is None
     assert "72 input features" in str(gguf.refusal(number_format(kind), (64, 72)))
@@ -192,5 +173,36 @@ def test_config_json_says_the_types() -> None:
     found = {module: read.scheme_of(module) for module in ("a.q", "a.k", "a.v", "lm_head", "a.other")}
     names = {module: scheme and formats.of_scheme(scheme).name for module, scheme in found.items()}
     assert names == {"a.q": "int4", "a.k": "int8-wo", "a.v": "mxfp4-wo", "lm_head": None, "a.other": None}
-    with pytest.raises(CheckpointError, match="no block type 'Q4_K' here"):
-        gguf.read({"types": {"Q4_K": ["Linear"]}})
+    with pytest.raises(CheckpointError, match="no block type 'IQ1_S' here"):
+        gguf.read({"types": {"IQ1_S": ["Linear"]}})
+
+
+def test_blocks_are_announced_by_their_number_formats() -> None:
+    """llama.cpp's own Q4_0 is read as the integers of other engines, and a file's Q4_K as q4-k: so is what is written
+    as q4-0 told from the former."""
+    forms = {"a.q": formats.get("q4_k"), "a.k": formats.get("q4_0"), "a.v": number_format("Q4_0")}
+    types = gguf.quantization_files(ModelQuantization(forms, [])).config["types"]
+    assert types == {"q4-k": ["a.q"], "q4-0": ["a.k"], "Q4_0": ["a.v"]}
+    schemes = gguf.read({"types": {**types, "Q4_K": ["a.o"]}}).schemes
+    assert [formats.of_scheme(scheme).name for scheme in schemes] == ["q4-k", "q4-0", "int4", "q4-k"]
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "Q4_0"])
+def test_a_file_tells_block_types_by_their_shapes(name: str) -> None:
+    """Q4_0 and IQ4_NL have as many bytes."""
+    form, shape = formats.get(LAYOUTS[name].number_format), (3, 512)
+    blocks = form.quantise(torch.randn(shape, generator=torch.Generator().manual_seed(4)))
+    stored = gguf.encode(form, blocks, WeightSlice.whole(shape))["weight"]
+    (promise,) = gguf.tensor_specs(form.scheme("gguf"), shape).values()
+    assert tuple(stored.shape) == promise.shapes[0]
+    assert type_of("U8", stored.shape) == name
+    assert Entry("a", "U8", tuple(stored.shape)).dims == (512, 3)
+    back = gguf.decode(form, {"weight": stored}, WeightSlice.whole(shape))
+    assert torch.equal(back["weight"], blocks["weight"])
+
+
+@pytest.mark.parametrize("method", ["compressed-tensors", "awq", "gptq", "modelopt", "fp8", "trtllm"])
+def test_other_checkpoints_do_not_hold_blocks(method: str) -> None:
+    found = refusal(of_method(method), formats.get("q6_k"), (256, 256))
+    assert found is not None
+    assert "choose --format gguf" in found
