@@ -1,8 +1,8 @@
 """The metadata of a GGUF file: the values that llama.cpp's loader reads, from config.json.
 
 Read by the table of :mod:`modelexport.checkpoints.gguf.architectures`. As in llama.cpp's own conversion, a sliding
-window of Mistral's or Qwen2's is not told: the model attends to everything, which differs only behind the window. What
-llama.cpp cannot be told is an error.
+window of Mistral's or Qwen2's is not told: the model attends to everything, which differs only behind the window, and
+is a warning. What else llama.cpp cannot be told is an error.
 """
 
 from __future__ import annotations
@@ -116,6 +116,21 @@ def model_values(config: Mapping[str, Any], *, vocab: int, rope: Rope) -> dict[s
             found[key] = value
     found |= rope.values
     return {"general.architecture": target.name, **{f"{target.name}.{key}": value for key, value in found.items()}}
+
+
+def untold_window(config: Mapping[str, Any]) -> str | None:
+    """A warning that llama.cpp's graph of the model has no sliding window, and the model has; None where it is told.
+
+    Raises:
+        PlanError, CheckpointError: as :func:`architecture`.
+    """
+    window, used = config.get("sliding_window"), config.get("use_sliding_window", True)
+    if not window or not used or "attention.sliding_window" in architecture(config).values:
+        return None
+    return (
+        f"sliding_window is {shown(window)}, and llama.cpp's graph of such a model has none: it attends to all tokens, "
+        "which differs behind the window"
+    )
 
 
 def file_values(kinds: Mapping[str, int], mixture: int | None = None) -> dict[str, Value]:
