@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from modelexport.checkpoints.engine_reading import Rules, open_arrays
-from modelexport.checkpoints.gguf.architectures import FLOAT32, ROLES, TENSORS, GgufArchitecture, Stored
+from modelexport.checkpoints.gguf.architectures import FLOAT32, ROLES, ROPE_FACTORS, TENSORS, GgufArchitecture, Stored
 from modelexport.checkpoints.gguf.file import (
     MOST_PARTS,
     TYPES,
@@ -42,7 +42,15 @@ from modelexport.checkpoints.gguf.file import (
     read_gguf,
     type_of,
 )
-from modelexport.checkpoints.gguf.metadata import architecture, file_values, model_values, read_config, read_rope
+from modelexport.checkpoints.gguf.metadata import (
+    FACTOR_TOLERANCE,
+    architecture,
+    file_values,
+    model_values,
+    read_config,
+    read_rope,
+)
+from modelexport.checkpoints.gguf.restored_config import NOTE, restore_config
 from modelexport.checkpoints.gguf.tokenizer import describe, read_tokenizer
 from modelexport.checkpoints.gguf.tokenizer.restored import restore_tokenizer
 from modelexport.checkpoints.gguf.values import HEADS, KV_HEADS, fused_heads
@@ -80,10 +88,8 @@ MAX_SHARD_BYTES = 1 << 63  # one file, unless parts are asked for: not every pro
 FILE = "model.gguf"
 _SUFFIX = ".gguf"
 _LAYER = "blk.{layer}."
-_ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _WIDE = "modelexport.float32"
 """The key of the names of those tensors of a model of 16 bits that are float32 in the model, too, one a line."""
-_CLOSE = 1e-5  # relative: others compute the factors in float32
 
 
 @dataclass(frozen=True)
@@ -478,22 +484,23 @@ def open(directory: Path, config: dict[str, Any] | None, rules: Rules) -> Checkp
     """Open what :func:`lay_out`, or llama.cpp's own conversion of such a model, wrote.
 
     Args:
-        config: the model's config.json in Hugging Face's keys; None: the one in the directory.
+        config: the model's config.json in Hugging Face's keys; None: the one in the directory, or, where there is
+            none, one that is made from the file's values.
         rules: as :func:`modelexport.models.rules.expected_rules`.
 
     Raises:
-        CheckpointError: there are several files, or no config.json; the file is damaged, holds types that are not read
-            (each by name), or not the model that config.json describes; everything that is wrong.
+        CheckpointError: there are several files; there is no config.json and none can be made; the file is damaged,
+            holds types that are not read (each by name), or not the model that config.json describes; everything that
+            is wrong.
     """
     rules = partial(rules, apart=True)
     found = read_gguf(*_the_file(directory))
-    if config is None:
-        if not has_file(directory, "config.json"):
-            raise CheckpointError(
-                f"{directory}: a GGUF file without a config.json; give --config DIR, the directory or file of the "
-                "config.json that the model had"
-            )
+    is_made = config is None and not has_file(directory, "config.json")
+    if is_made:
+        config = restore_config(found)
+    elif config is None:
         config = read_json(directory / "config.json", largest=LARGEST_CONFIG)
+    assert config is not None
     try:
         # A PlanError is about a config.json that is not this file's, or of a model that is not read from GGUF.
         model = str(found.values.get("general.architecture"))
@@ -522,14 +529,15 @@ def open(directory: Path, config: dict[str, Any] | None, rules: Rules) -> Checkp
         directory,
         config,
         rules,
-        {FILE: {name: info for name, info in found.infos.items() if name not in _ROPE_FACTORS}},
+        {FILE: {name: info for name, info in found.infos.items() if name not in ROPE_FACTORS}},
         parallelism=Parallelism(),
         arrays=lambda plan, own: [array for array in arrays(plan, own) if not isinstance(array, Constant)],
         dtype_of=dtype_of,
         format_name=NAME,
         headers={},
     )
-    return replace(checkpoint, left_out=dict.fromkeys(factors, "factors of the rotary embedding"))
+    notes = (f"{NOTE}, as of model type {config['model_type']}; --config DIR gives another",) if is_made else ()
+    return replace(checkpoint, left_out=dict.fromkeys(factors, "factors of the rotary embedding"), notes=notes)
 
 
 def _model_dtype(config: dict[str, Any], embedding: TensorInfo) -> str:
@@ -558,7 +566,7 @@ def _the_file(directory: Path) -> list[Path]:
 def _check_factors(found: GgufFile, factors: Mapping[str, bytes]) -> list[str]:
     """Checks the factors of the rotary embedding against config.json."""
     problems = []
-    for name in _ROPE_FACTORS:
+    for name in ROPE_FACTORS:
         info, wanted = found.infos.get(name), factors.get(name)
         if info is None and wanted is None:
             continue
@@ -571,7 +579,7 @@ def _check_factors(found: GgufFile, factors: Mapping[str, bytes]) -> list[str]:
                 stream.seek(info.offset)
                 theirs = stream.read(info.nbytes)
             pairs = zip(struct.iter_unpack("<f", theirs), struct.iter_unpack("<f", wanted), strict=True)
-            if any(abs(a - b) > _CLOSE * abs(b) for (a,), (b,) in pairs):
+            if any(abs(a - b) > FACTOR_TOLERANCE * abs(b) for (a,), (b,) in pairs):
                 problems.append(f"{name} holds other factors than config.json makes")
     return problems
 
