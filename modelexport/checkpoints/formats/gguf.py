@@ -495,12 +495,20 @@ def open(directory: Path, config: dict[str, Any] | None, rules: Rules) -> Checkp
     """
     rules = partial(rules, apart=True)
     found = read_gguf(*_the_file(directory))
-    is_made = config is None and not has_file(directory, "config.json")
-    if is_made:
-        config = restore_config(found)
-    elif config is None:
-        config = read_json(directory / "config.json", largest=LARGEST_CONFIG)
-    assert config is not None
+    if config is not None or has_file(directory, "config.json"):
+        return _open(directory, found, config or read_json(directory / "config.json", largest=LARGEST_CONFIG), rules)
+    config = restore_config(found)
+    try:
+        checkpoint = _open(directory, found, config, rules)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}. {NOTE}, as of model type {config['model_type']}; give --config DIR, the directory or file of "
+            "the config.json that the model had"
+        ) from error
+    return replace(checkpoint, notes=(f"{NOTE}, as of model type {config['model_type']}; --config DIR gives another",))
+
+
+def _open(directory: Path, found: GgufFile, config: dict[str, Any], rules: Rules) -> Checkpoint:
     try:
         # A PlanError is about a config.json that is not this file's, or of a model that is not read from GGUF.
         model = str(found.values.get("general.architecture"))
@@ -536,8 +544,7 @@ def open(directory: Path, config: dict[str, Any] | None, rules: Rules) -> Checkp
         format_name=NAME,
         headers={},
     )
-    notes = (f"{NOTE}, as of model type {config['model_type']}; --config DIR gives another",) if is_made else ()
-    return replace(checkpoint, left_out=dict.fromkeys(factors, "factors of the rotary embedding"), notes=notes)
+    return replace(checkpoint, left_out=dict.fromkeys(factors, "factors of the rotary embedding"))
 
 
 def _model_dtype(config: dict[str, Any], embedding: TensorInfo) -> str:

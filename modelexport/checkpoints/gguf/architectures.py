@@ -21,6 +21,7 @@ from modelexport.checkpoints.gguf.values import (
     LAYERS,
     AdjustedWidth,
     Count,
+    EachLayer,
     EveryFourth,
     First,
     Fixed,
@@ -32,6 +33,7 @@ from modelexport.checkpoints.gguf.values import (
     NoLayer,
     Only,
     Product,
+    Quotient,
     Requirement,
     Says,
     Sum,
@@ -303,7 +305,9 @@ _GEMMA3 = GgufArchitecture(
     activations=_GELUS,
     assumed={_PATTERN: 6, "rope.freq_base_swa": 1e4},
     rules=(
-        Requirement("query_pre_attn_scalar", equal=HEAD_DIM, unless=("num_hidden_layers", 62)),
+        Requirement(
+            "query_pre_attn_scalar", equal=HEAD_DIM, unless=("num_hidden_layers", 62), otherwise=Quotient(HIDDEN, HEADS)
+        ),
         Requirement("attn_logit_softcapping", (None,)),
     ),
 )
@@ -399,7 +403,7 @@ _LFM2: dict[str, str | Stored] = {
     "final_norm": "token_embd_norm",
 }
 _LFM2_VALUES: dict[str, ValueSource | None] = {
-    "attention.head_count_kv": Only(KV_HEADS, _ATTENDING),
+    "attention.head_count_kv": Only(KV_HEADS, replace(_ATTENDING, others="conv")),
     "shortconv.l_cache": whole("conv_L_cache"),
 }
 _MAMBA_VALUES: dict[str, ValueSource | None] = {
@@ -469,6 +473,7 @@ _FALCON_H1 = GgufArchitecture(
         Requirement("mlp_multipliers", (None, [1.0, 1.0])),
         Requirement("ssm_multipliers", (None, [1.0] * 5)),
         Requirement("mamba_proj_bias", (False, None)),
+        Requirement("mamba_norm_before_gate", (False,), unless=("mamba_rms_norm", False)),
     ),
 )
 _JAMBA_LAYERS = Kinds(
@@ -479,7 +484,7 @@ _JAMBA = GgufArchitecture(
     model_types=("jamba",),
     values={
         **_MOE,
-        "attention.head_count_kv": Only(KV_HEADS, Where(("attention", "full_attention"), _JAMBA_LAYERS)),
+        "attention.head_count_kv": Only(KV_HEADS, Where(("attention", "full_attention"), _JAMBA_LAYERS, others="")),
         "ssm.conv_kernel": whole("mamba_d_conv"),
         "ssm.inner_size": Product(("mamba_expand", HIDDEN)),
         "ssm.state_size": whole("mamba_d_state"),
@@ -506,8 +511,8 @@ _NEMOTRON_H = GgufArchitecture(
         **LAYER_NORM,
         **RMS,
         "block_count": Count(_NEMOTRON_LAYERS),
-        "feed_forward_length": Only(whole("intermediate_size"), Where(("mlp",), _NEMOTRON_LAYERS)),
-        "attention.head_count_kv": Only(KV_HEADS, Where(("attention", "full_attention"), _NEMOTRON_LAYERS)),
+        "feed_forward_length": Only(whole("intermediate_size"), Where(("mlp",), _NEMOTRON_LAYERS, others="")),
+        "attention.head_count_kv": Only(KV_HEADS, Where(("attention", "full_attention"), _NEMOTRON_LAYERS, others="")),
         "ssm.conv_kernel": whole("conv_kernel"),
         "ssm.inner_size": Product(("mamba_num_heads", "mamba_head_dim")),
         "ssm.state_size": whole("ssm_state_size"),
@@ -601,7 +606,12 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
         },
         assumed={_PATTERN: 2},
         rules=(
-            Requirement("query_pre_attn_scalar", equal=HEAD_DIM, unless=("num_hidden_layers", 46)),
+            Requirement(
+                "query_pre_attn_scalar",
+                equal=HEAD_DIM,
+                unless=("num_hidden_layers", 46),
+                otherwise=Quotient(HIDDEN, HEADS),
+            ),
             _UNTIED_HEAD,
         ),
     ),
@@ -816,6 +826,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
                 why="has sliding windows in models of 64 layers only",
             ),
         ),
+        implied={"layer_types": EachLayer("full_attention")},
     ),
     GgufArchitecture(name="ernie4_5", model_types=("ernie4_5",), rules=(Requirement("use_bias", (False, None)),)),
     GgufArchitecture(
@@ -856,6 +867,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
             "norm": "attn_norm",
             **_under("mixer", {**_MAMBA2, "norm.weight": Stored(("ssm_norm.weight",), shape=("n_groups", 0))}),
         },
+        implied={"head_dim": Quotient(Product(("expand", HIDDEN)), whole("num_heads"))},
         rules=(Requirement("use_bias", (False, None)),),
         rotated=None,
     ),
@@ -933,7 +945,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
         values={
             **_NEMOTRON_H.values,
             **_MOE,
-            "feed_forward_length": Only(_EXPERT_WIDTH, Where(("moe",), _NEMOTRON_LAYERS)),
+            "feed_forward_length": Only(_EXPERT_WIDTH, Where(("moe",), _NEMOTRON_LAYERS, others="")),
             "expert_feed_forward_length": _EXPERT_WIDTH,
             "expert_shared_feed_forward_length": whole("moe_shared_expert_intermediate_size"),
             "expert_shared_count": _SHARED_COUNT,

@@ -35,7 +35,10 @@ _FLAGS = {
     "attention_bias": ("attn_q.bias", "attn_qkv.bias"),
     "use_qkv_bias": ("attn_q.bias",),
     "qkv_bias": ("attn_q.bias",),
+    "attention_out_bias": ("attn_output.bias",),
     "mlp_bias": ("ffn_up.bias",),
+    "mamba_conv_bias": ("ssm_conv1d.bias",),
+    "mamba_rms_norm": ("ssm_norm.weight",),
     "use_qk_norm": ("attn_q_norm.weight",),
     "qk_layernorm": ("attn_q_norm.weight",),
 }
@@ -153,7 +156,8 @@ def _made(target: GgufArchitecture, kind: str, contents: _Contents) -> dict[str,
     for rule in target.rules:
         _add(config, rule.write(read_config(config)))
     for key, source in target.implied.items():
-        _add(config, {key: source.read(read_config(config))})
+        value = source.read(read_config(config))
+        _add(config, {key: list(value) if isinstance(value, tuple) else value})
     config |= restore_rope(target, read_config(config), values, contents.factors)
     _check(target, config, values, contents)
     return config

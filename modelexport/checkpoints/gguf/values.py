@@ -145,7 +145,12 @@ class Number:
     def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
         if value is None:
             return {_name(self.keys, known): None} if self.optional else {}
-        return {_name(self.keys, known): shortest_float32(value) if isinstance(value, float) else value}
+        key = _name(self.keys, known)
+        if isinstance(value, float):
+            holder, name = _inside(known, key)
+            usual = holder.content.get(name)
+            value = int(value) if type(usual) is int and value.is_integer() else shortest_float32(value)
+        return {key: value}
 
 
 def number(*keys: str, optional: bool = False) -> Number:
@@ -311,6 +316,33 @@ class Sum:
         if len(missing) != 1 or not isinstance(value, int):
             return {}
         return {missing[0]: value - sum(known.whole(key) for key in self.keys if key != missing[0])}
+
+
+@dataclass(frozen=True)
+class Quotient:
+    """The whole quotient of two sources."""
+
+    dividend: ValueSource
+    divisor: ValueSource
+
+    def read(self, config: JsonValues) -> int:
+        return int(str(self.dividend.read(config))) // max(1, int(str(self.divisor.read(config))))
+
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        return {}
+
+
+@dataclass(frozen=True)
+class EachLayer:
+    """A list with the same for each layer."""
+
+    value: str
+
+    def read(self, config: JsonValues) -> tuple[str, ...]:
+        return (self.value,) * LAYERS.read(config)
+
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        return {}
 
 
 @dataclass(frozen=True)
@@ -515,6 +547,7 @@ class Requirement:
         values: those that it may have; None among them: it may be missing.
         equal: or the value that it must have; what follows from others.
         unless: a key and its value, of models whose graph is another one.
+        otherwise: the value that it must have in these; None: any.
         why: what llama.cpp computes.
     """
 
@@ -522,27 +555,37 @@ class Requirement:
     values: tuple[object, ...] = ()
     equal: ValueSource | None = None
     unless: tuple[str, object] | None = None
+    otherwise: ValueSource | None = None
     why: str = ""
+
+    def _wanted(self, config: JsonValues) -> object:
+        """The value that the key must have; None where several will do."""
+        source = self.otherwise if self._is_other(config) else self.equal
+        wanted = None if source is None else source.read(config)
+        return list(wanted) if isinstance(wanted, tuple) else wanted
+
+    def _is_other(self, config: JsonValues) -> bool:
+        return self.unless is not None and bool(config.content.get(self.unless[0]) == self.unless[1])
 
     def write(self, known: ModelConfig) -> Mapping[str, Any]:
         """The key with a value that it may have, where what is assumed is none."""
         if self.check(known) is None:
             return {}
-        if self.equal is not None:
-            wanted = self.equal.read(known)
-            return {self.key: list(wanted) if isinstance(wanted, tuple) else wanted}
+        wanted = self._wanted(known)
+        if wanted is not None:
+            return {self.key: wanted}
         return {self.key: next((each for each in self.values if each is not None), None)}
 
     def check(self, config: JsonValues) -> str | None:
         """Returns what is wrong with a config.json; None where nothing is."""
-        if self.unless is not None and config.content.get(self.unless[0]) == self.unless[1]:
+        if self._is_other(config) and self.otherwise is None:
             return None
         holder, key = _inside(config, self.key)
         found = holder.content.get(key)
         allowed = self.values
-        if self.equal is not None:
-            wanted = self.equal.read(config)
-            allowed = (*self.values, list(wanted) if isinstance(wanted, tuple) else wanted)
+        wanted = self._wanted(config)
+        if wanted is not None:
+            allowed = (*self.values, wanted)
         if any(type(found) is type(each) and found == each for each in allowed) or (
             isinstance(found, (int, float)) and not isinstance(found, bool) and found in allowed
         ):
