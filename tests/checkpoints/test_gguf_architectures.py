@@ -128,10 +128,10 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(kind: str, changes: d
 
 
 def test_a_window_that_is_not_told_is_a_warning() -> None:
-    config = json.loads(config_of("mistral"))
+    config = gguf_tiny_config("mistral")
     assert "llama.cpp's graph of such a model has none" in str(untold_window({**config, "sliding_window": 4096}))
     assert untold_window({**config, "sliding_window": None}) is None
-    assert untold_window(json.loads(config_of("gemma2"))) is None
+    assert untold_window(gguf_tiny_config("gemma2")) is None
 
 
 def test_a_model_of_float16_has_float32_norms(tmp_path: Path) -> None:
