@@ -94,7 +94,7 @@ def test_blocks_are_fitted_to_inputs_that_are_nearly_all_zero() -> None:
     for sample in (torch.ones(1, FEATURES), torch.eye(FEATURES)[:3], torch.zeros(4, FEATURES)):
         read = linear(sample, "q4-k")
         error = (decoded(read, rounded(read)) - read.weight).square().sum() / read.weight.square().sum()
-        assert error < 0.02
+        assert error < 0.04
 
 
 @pytest.mark.parametrize("quant", ["int4", "nvfp4", "int8-static", "q4-k"])
