@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from modelexport.models.engines import TRANSFORMERS, VLLM
-from modelexport.quantization.methods._ggml import LAYOUTS
+from modelexport.quantization.ggml_layouts import LAYOUTS
 
 __all__ = ["LOADINGS", "STAND_IN", "CheckpointKind", "Loading", "candidates"]
 

@@ -1,6 +1,6 @@
 """Base of the number formats of llama.cpp: blocks of ggml, whose bytes are the native tensor.
 
-What stands where in a block is :mod:`modelexport.quantization.methods._ggml`'s; how scales, minima and codes are found,
+What stands where in a block is :mod:`modelexport.quantization.ggml_layouts`'s; how scales, minima and codes are found,
 :mod:`modelexport.quantization.kernels.ggml_reference`'s.
 """
 
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from modelexport.errors import PlanError
 from modelexport.quantization.formats.base import Grid, NumberFormat, TensorSpec
+from modelexport.quantization.ggml_layouts import LAYOUTS, BlockLayout
 from modelexport.quantization.kernels import ggml, ggml_reference
-from modelexport.quantization.methods._ggml import LAYOUTS, BlockLayout
 
 __all__ = ["BlockFormat", "IntegerBlockFormat"]
 
@@ -45,7 +45,7 @@ class BlockFormat(NumberFormat):
 
     @property
     def layout(self) -> BlockLayout:
-        """What stands where in a block."""
+        """The layout of its blocks."""
         return LAYOUTS[self.block_type]
 
     @property

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any, cast
 
 from modelexport.errors import CheckpointError, PlanError, nearest, shown
-from modelexport.quantization.methods._ggml import block_refusal
+from modelexport.quantization.ggml_layouts import LAYOUTS
 from modelexport.quantization.methods.base import (
     Method,
     NumberFormatProtocol,
@@ -82,7 +82,7 @@ def of_format(name: str) -> Method | None:
 
 def refusal(method: Method, number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str | None:
     """Returns why a method cannot encode such a linear (``[out, in]``), and what can; None where it can."""
-    blocks = None if method.METHOD == "gguf" else block_refusal(number_format)
+    blocks = None if method.METHOD == "gguf" else _block_refusal(number_format)
     return blocks or method.refusal(number_format, shape)
 
 
@@ -148,3 +148,14 @@ def read_only_numbers(scheme: Scheme) -> ReadOnlyNumbers | None:
     """The numbers of a scheme where they can only be decoded, and no number format holds them; None for others."""
     own = getattr(methods().get(scheme.method), "read_only_name", None)
     return None if own is None else ReadOnlyNumbers(own(scheme), scheme)
+
+
+def _block_refusal(number_format: NumberFormatProtocol) -> str | None:
+    """Returns why checkpoints other than GGUF files do not hold a number format's blocks; None where it has none."""
+    layout = LAYOUTS.get(number_format.checkpoint_format)
+    if layout is None:
+        return None
+    return (
+        f"number format {number_format.name} is the blocks of llama.cpp, which GGUF files alone hold: choose --format "
+        "gguf, or another number format (--quant int4, int8-wo)"
+    )
