@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -22,22 +20,14 @@ from modelexport.errors import PlanError
 from modelexport.models.matching import ModelDescription
 from modelexport.models.rules import expected_rules
 from tests.helpers.format_models import Model, assert_same, make_model, reopen, write
-from tests.helpers.gguf_models import CHANGES, NOT_IN_TRANSFORMERS
+from tests.helpers.gguf_models import NOT_IN_TRANSFORMERS, gguf_tiny_config
 
 TYPES = [kind for kind in model_types() if kind not in NOT_IN_TRANSFORMERS]
 
 
-@functools.cache
-def config_of(kind: str) -> str:
-    from tests.helpers.tiny_models import tiny_config
-
-    found = json.loads(tiny_config(kind).to_json_string())
-    return json.dumps({**found, **CHANGES.get(kind, {})})
-
-
 def tiny(kind: str, block_type: str | None = None) -> Model:
     """A model of random numbers; the linears that may be are blocks of a type."""
-    config = json.loads(config_of(kind))
+    config = gguf_tiny_config(kind)
     if block_type is not None:
         places = ModelDescription.read(config, "config.json").places()
         ignore = [place.name for place in places if place.module.why or place.module.kind != "linear"]
@@ -99,7 +89,7 @@ def test_the_guide_lists_every_type() -> None:
 
 
 def values_of(kind: str, **changes: Any) -> dict[str, Any]:
-    config = {**json.loads(config_of(kind)), **changes}
+    config = {**gguf_tiny_config(kind), **changes}
     found = model_values(config, vocab=250, rope=read_rope(config))
     return {key.partition(".")[2]: value for key, value in found.items()}
 
@@ -134,14 +124,14 @@ def test_values_by_layer() -> None:
 )
 def test_what_llama_cpp_would_compute_otherwise_is_refused(kind: str, changes: dict[str, Any], why: str) -> None:
     with pytest.raises(PlanError, match=why):
-        architecture({**json.loads(config_of(kind)), **changes})
+        architecture({**gguf_tiny_config(kind), **changes})
 
 
 def test_a_window_that_is_not_told_is_a_warning() -> None:
-    config = json.loads(config_of("mistral"))
+    config = gguf_tiny_config("mistral")
     assert "llama.cpp's graph of such a model has none" in str(untold_window({**config, "sliding_window": 4096}))
     assert untold_window({**config, "sliding_window": None}) is None
-    assert untold_window(json.loads(config_of("gemma2"))) is None
+    assert untold_window(gguf_tiny_config("gemma2")) is None
 
 
 def test_a_model_of_float16_has_float32_norms(tmp_path: Path) -> None:

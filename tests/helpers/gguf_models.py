@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from typing import Any
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -45,6 +47,19 @@ CONFORMANCE: dict[str, dict[str, Any]] = {
     "granitemoeshared": {"shared_intermediate_size": 128},
 }
 """The same, of models that are computed: kinds of layers that the shrunk defaults lack."""
+
+
+@functools.cache
+def _tiny_config(kind: str) -> str:
+    from tests.helpers.tiny_models import tiny_config
+
+    return json.dumps({**json.loads(tiny_config(kind).to_json_string()), **CHANGES.get(kind, {})})
+
+
+def gguf_tiny_config(kind: str) -> dict[str, Any]:
+    """config.json of a tiny model of that type, as llama.cpp can compute it."""
+    found: dict[str, Any] = json.loads(_tiny_config(kind))
+    return found
 
 
 def gguf_tiny_model(kind: str) -> Any:

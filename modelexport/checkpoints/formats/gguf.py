@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from modelexport.checkpoints.engine_reading import Rules, open_arrays
-from modelexport.checkpoints.gguf.architectures import FLOAT32, ROLES, TENSORS, GgufArchitecture, Stored
+from modelexport.checkpoints.gguf.architectures import FLOAT32, ROLES, ROPE_FACTORS, TENSORS, GgufArchitecture, Stored
 from modelexport.checkpoints.gguf.file import (
     MOST_PARTS,
     TYPES,
@@ -45,6 +45,7 @@ from modelexport.checkpoints.gguf.file import (
     type_of,
 )
 from modelexport.checkpoints.gguf.metadata import (
+    FACTOR_TOLERANCE,
     architecture,
     file_values,
     model_values,
@@ -52,6 +53,7 @@ from modelexport.checkpoints.gguf.metadata import (
     read_rope,
     untold_window,
 )
+from modelexport.checkpoints.gguf.restored_config import NOTE, restore_config
 from modelexport.checkpoints.gguf.tokenizer import describe, read_tokenizer
 from modelexport.checkpoints.gguf.tokenizer.restored import restore_tokenizer
 from modelexport.checkpoints.gguf.values import HEADS, KV_HEADS, fused_heads
@@ -89,10 +91,8 @@ MAX_SHARD_BYTES = 1 << 63  # one file, unless parts are asked for: not every pro
 FILE = "model.gguf"
 _SUFFIX = ".gguf"
 _LAYER = "blk.{layer}."
-_ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _WIDE = "modelexport.float32"
 """The key of the names of those tensors of a model of 16 bits that are float32 in the model, too, one a line."""
-_CLOSE = 1e-5  # relative: others compute the factors in float32
 
 
 @dataclass(frozen=True)
@@ -488,22 +488,31 @@ def open(directory: Path, config: dict[str, Any] | None, rules: Rules) -> Checkp
     """Open what :func:`lay_out`, or llama.cpp's own conversion of such a model, wrote.
 
     Args:
-        config: the model's config.json in Hugging Face's keys; None: the one in the directory.
+        config: the model's config.json in Hugging Face's keys; None: the one in the directory, or, where there is
+            none, one that is made from the file's values.
         rules: as :func:`modelexport.models.rules.expected_rules`.
 
     Raises:
-        CheckpointError: there are several files, or no config.json; the file is damaged, holds types that are not read
-            (each by name), or not the model that config.json describes; everything that is wrong.
+        CheckpointError: there are several files; there is no config.json and none can be made; the file is damaged,
+            holds types that are not read (each by name), or not the model that config.json describes; everything that
+            is wrong.
     """
     rules = partial(rules, apart=True)
     found = read_gguf(*_the_file(directory))
-    if config is None:
-        if not has_file(directory, "config.json"):
-            raise CheckpointError(
-                f"{directory}: a GGUF file without a config.json; give --config DIR, the directory or file of the "
-                "config.json that the model had"
-            )
-        config = read_json(directory / "config.json", largest=LARGEST_CONFIG)
+    if config is not None or has_file(directory, "config.json"):
+        return _open(directory, found, config or read_json(directory / "config.json", largest=LARGEST_CONFIG), rules)
+    config = restore_config(found)
+    try:
+        checkpoint = _open(directory, found, config, rules)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}. {NOTE}, as of model type {config['model_type']}; give --config DIR, the directory or file of "
+            "the config.json that the model had"
+        ) from error
+    return replace(checkpoint, notes=(f"{NOTE}, as of model type {config['model_type']}; --config DIR gives another",))
+
+
+def _open(directory: Path, found: GgufFile, config: dict[str, Any], rules: Rules) -> Checkpoint:
     try:
         # A PlanError is about a config.json that is not this file's, or of a model that is not read from GGUF.
         model = str(found.values.get("general.architecture"))
@@ -532,7 +541,7 @@ def open(directory: Path, config: dict[str, Any] | None, rules: Rules) -> Checkp
         directory,
         config,
         rules,
-        {FILE: {name: info for name, info in found.infos.items() if name not in _ROPE_FACTORS}},
+        {FILE: {name: info for name, info in found.infos.items() if name not in ROPE_FACTORS}},
         parallelism=Parallelism(),
         arrays=lambda plan, own: [array for array in arrays(plan, own) if not isinstance(array, Constant)],
         dtype_of=dtype_of,
@@ -568,7 +577,7 @@ def _the_file(directory: Path) -> list[Path]:
 def _check_factors(found: GgufFile, factors: Mapping[str, bytes]) -> list[str]:
     """Checks the factors of the rotary embedding against config.json."""
     problems = []
-    for name in _ROPE_FACTORS:
+    for name in ROPE_FACTORS:
         info, wanted = found.infos.get(name), factors.get(name)
         if info is None and wanted is None:
             continue
@@ -581,7 +590,7 @@ def _check_factors(found: GgufFile, factors: Mapping[str, bytes]) -> list[str]:
                 stream.seek(info.offset)
                 theirs = stream.read(info.nbytes)
             pairs = zip(struct.iter_unpack("<f", theirs), struct.iter_unpack("<f", wanted), strict=True)
-            if any(abs(a - b) > _CLOSE * abs(b) for (a,), (b,) in pairs):
+            if any(abs(a - b) > FACTOR_TOLERANCE * abs(b) for (a,), (b,) in pairs):
                 problems.append(f"{name} holds other factors than config.json makes")
     return problems
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from modelexport.checkpoints.gguf.file import Value
 from modelexport.checkpoints.gguf.values import (
     HEAD_DIM,
     HEADS,
@@ -20,6 +21,7 @@ from modelexport.checkpoints.gguf.values import (
     LAYERS,
     AdjustedWidth,
     Count,
+    EachLayer,
     EveryFourth,
     First,
     Fixed,
@@ -31,6 +33,7 @@ from modelexport.checkpoints.gguf.values import (
     NoLayer,
     Only,
     Product,
+    Quotient,
     Requirement,
     Says,
     Sum,
@@ -91,6 +94,8 @@ class GgufArchitecture:
         rotated: the features of a head that are rotated, before ``partial_rotary_factor``; None: no rotary embedding.
         plain_rope: whether it is told that the rotary embedding is not scaled.
         output: whether the head is stored as well where it is the embedding.
+        assumed: what llama.cpp takes for values that a file lacks, beside what it takes in every architecture.
+        implied: keys of config.json that have no value in the file, and what they are by others.
     """
 
     name: str
@@ -105,6 +110,8 @@ class GgufArchitecture:
     rotated: ValueSource | None = HEAD_DIM
     plain_rope: bool = False
     output: bool = False
+    assumed: Mapping[str, Value] = field(default_factory=dict)
+    implied: Mapping[str, ValueSource] = field(default_factory=dict)
 
 
 RMS = {"attention.layer_norm_rms_epsilon": number("rms_norm_eps", "norm_eps", "layer_norm_epsilon")}
@@ -222,11 +229,15 @@ TENSORS: Mapping[str, str | Stored] = {
 FLOAT32 = frozenset({_ROUTER, "ffn_gate_inp_shexp", "position_embd", "ssm_conv1d", "shortconv.conv"})
 """Arrays that llama.cpp wants in float32, beside norms, biases and whatever else has one dim or is no ``weight``."""
 
+ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Arrays of factors of the rotary embedding."""
+
 _GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu", "gelu_fast")
 _WINDOW = whole("sliding_window")
+_PATTERN = "attention.sliding_window_pattern"
 _SLIDING = Where(("sliding_attention",))
 _RECURRENT = ("linear_attention", "mamba", "conv")
-_ATTENDING = Where(("full_attention", "attention"))
+_ATTENDING = Where(("full_attention", "attention"), others="linear_attention")
 _EXPERT_COUNT = whole("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _USED_COUNT = whole("num_experts_per_tok", "moe_k", "moe_topk")
 _MOE: dict[str, ValueSource | None] = {"expert_count": _EXPERT_COUNT, "expert_used_count": _USED_COUNT}
@@ -286,14 +297,17 @@ _GEMMA3 = GgufArchitecture(
     model_types=("gemma3_text",),
     values={
         "attention.sliding_window": _WINDOW,
-        "attention.sliding_window_pattern": Where(("sliding_attention",), Kinds(period="sliding_window_pattern")),
+        _PATTERN: Where(("sliding_attention",), Kinds(period="sliding_window_pattern")),
         "final_logit_softcapping": number("final_logit_softcapping", optional=True),
     },
     tensors=_POST_ATTENTION,
     norms="one more",
     activations=_GELUS,
+    assumed={_PATTERN: 6, "rope.freq_base_swa": 1e4},
     rules=(
-        Requirement("query_pre_attn_scalar", equal=HEAD_DIM, unless=("num_hidden_layers", 62)),
+        Requirement(
+            "query_pre_attn_scalar", equal=HEAD_DIM, unless=("num_hidden_layers", 62), otherwise=Quotient(HIDDEN, HEADS)
+        ),
         Requirement("attn_logit_softcapping", (None,)),
     ),
 )
@@ -344,6 +358,7 @@ _DEEPSEEK = GgufArchitecture(
         "expert_gating_func": _SIGMOID,
     },
     rotated=whole("qk_rope_head_dim"),
+    implied={"num_key_value_heads": HEADS},
     rules=(Requirement("rope_interleave", (True, None)),),
 )
 
@@ -388,7 +403,7 @@ _LFM2: dict[str, str | Stored] = {
     "final_norm": "token_embd_norm",
 }
 _LFM2_VALUES: dict[str, ValueSource | None] = {
-    "attention.head_count_kv": Only(KV_HEADS, _ATTENDING),
+    "attention.head_count_kv": Only(KV_HEADS, replace(_ATTENDING, others="conv")),
     "shortconv.l_cache": whole("conv_L_cache"),
 }
 _MAMBA_VALUES: dict[str, ValueSource | None] = {
@@ -458,6 +473,7 @@ _FALCON_H1 = GgufArchitecture(
         Requirement("mlp_multipliers", (None, [1.0, 1.0])),
         Requirement("ssm_multipliers", (None, [1.0] * 5)),
         Requirement("mamba_proj_bias", (False, None)),
+        Requirement("mamba_norm_before_gate", (False,), unless=("mamba_rms_norm", False)),
     ),
 )
 _JAMBA_LAYERS = Kinds(
@@ -468,7 +484,7 @@ _JAMBA = GgufArchitecture(
     model_types=("jamba",),
     values={
         **_MOE,
-        "attention.head_count_kv": Only(KV_HEADS, Where(("attention", "full_attention"), _JAMBA_LAYERS)),
+        "attention.head_count_kv": Only(KV_HEADS, Where(("attention", "full_attention"), _JAMBA_LAYERS, others="")),
         "ssm.conv_kernel": whole("mamba_d_conv"),
         "ssm.inner_size": Product(("mamba_expand", HIDDEN)),
         "ssm.state_size": whole("mamba_d_state"),
@@ -495,8 +511,8 @@ _NEMOTRON_H = GgufArchitecture(
         **LAYER_NORM,
         **RMS,
         "block_count": Count(_NEMOTRON_LAYERS),
-        "feed_forward_length": Only(whole("intermediate_size"), Where(("mlp",), _NEMOTRON_LAYERS)),
-        "attention.head_count_kv": Only(KV_HEADS, Where(("attention", "full_attention"), _NEMOTRON_LAYERS)),
+        "feed_forward_length": Only(whole("intermediate_size"), Where(("mlp",), _NEMOTRON_LAYERS, others="")),
+        "attention.head_count_kv": Only(KV_HEADS, Where(("attention", "full_attention"), _NEMOTRON_LAYERS, others="")),
         "ssm.conv_kernel": whole("conv_kernel"),
         "ssm.inner_size": Product(("mamba_num_heads", "mamba_head_dim")),
         "ssm.state_size": whole("ssm_state_size"),
@@ -584,12 +600,18 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
         model_types=("gemma2",),
         values={
             "attention.sliding_window": _WINDOW,
-            "attention.sliding_window_pattern": _SLIDING,
+            _PATTERN: _SLIDING,
             "attn_logit_softcapping": number("attn_logit_softcapping"),
             "final_logit_softcapping": number("final_logit_softcapping"),
         },
+        assumed={_PATTERN: 2},
         rules=(
-            Requirement("query_pre_attn_scalar", equal=HEAD_DIM, unless=("num_hidden_layers", 46)),
+            Requirement(
+                "query_pre_attn_scalar",
+                equal=HEAD_DIM,
+                unless=("num_hidden_layers", 46),
+                otherwise=Quotient(HIDDEN, HEADS),
+            ),
             _UNTIED_HEAD,
         ),
     ),
@@ -598,7 +620,8 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
     replace(
         _OLMO2,
         model_types=("olmo3",),
-        values={"attention.sliding_window": _WINDOW, "attention.sliding_window_pattern": _SLIDING},
+        values={"attention.sliding_window": _WINDOW, _PATTERN: _SLIDING},
+        assumed={_PATTERN: 4},
     ),
     GgufArchitecture(
         name="smollm3",
@@ -629,16 +652,18 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
             **_MOE,
             "expert_feed_forward_length": whole("intermediate_size"),
             "attention.sliding_window": _WINDOW,
-            "attention.sliding_window_pattern": _SLIDING,
+            _PATTERN: _SLIDING,
         },
         tensors=_POST_ATTENTION,
         output=True,
+        assumed={_PATTERN: 2},
     ),
     _DEEPSEEK,
     replace(
         _DEEPSEEK,
         model_types=("deepseek_v2",),
         values={**_DEEPSEEK.values, "expert_gating_func": Fixed(1)},
+        assumed={"expert_gating_func": 1},
         rules=(Requirement("topk_method", ("greedy", None), why="adds up the two best of each group of experts"),),
     ),
     replace(_DEEPSEEK, model_types=("kimi_k2", "glm4_moe_lite")),
@@ -660,8 +685,9 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
         values={
             **_COHERE.values,
             "attention.sliding_window": _WINDOW,
-            "attention.sliding_window_pattern": Where(("sliding_attention",), Kinds(period="sliding_window_pattern")),
+            _PATTERN: Where(("sliding_attention",), Kinds(period="sliding_window_pattern")),
         },
+        assumed={_PATTERN: 4},
     ),
     GgufArchitecture(
         name="starcoder2",
@@ -789,7 +815,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
         model_types=("exaone4",),
         values={
             "attention.sliding_window": whole("sliding_window", optional=True),
-            "attention.sliding_window_pattern": If("sliding_window", _SLIDING),
+            _PATTERN: If("sliding_window", _SLIDING),
         },
         tensors=_POST_ATTENTION,
         rules=(
@@ -800,6 +826,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
                 why="has sliding windows in models of 64 layers only",
             ),
         ),
+        implied={"layer_types": EachLayer("full_attention")},
     ),
     GgufArchitecture(name="ernie4_5", model_types=("ernie4_5",), rules=(Requirement("use_bias", (False, None)),)),
     GgufArchitecture(
@@ -840,6 +867,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
             "norm": "attn_norm",
             **_under("mixer", {**_MAMBA2, "norm.weight": Stored(("ssm_norm.weight",), shape=("n_groups", 0))}),
         },
+        implied={"head_dim": Quotient(Product(("expand", HIDDEN)), whole("num_heads"))},
         rules=(Requirement("use_bias", (False, None)),),
         rotated=None,
     ),
@@ -917,7 +945,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
         values={
             **_NEMOTRON_H.values,
             **_MOE,
-            "feed_forward_length": Only(_EXPERT_WIDTH, Where(("moe",), _NEMOTRON_LAYERS)),
+            "feed_forward_length": Only(_EXPERT_WIDTH, Where(("moe",), _NEMOTRON_LAYERS, others="")),
             "expert_feed_forward_length": _EXPERT_WIDTH,
             "expert_shared_feed_forward_length": whole("moe_shared_expert_intermediate_size"),
             "expert_shared_count": _SHARED_COUNT,
@@ -936,7 +964,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
             "expert_shared_count": whole("num_shared_experts", least=0),
             "expert_shared_feed_forward_length": Product((_EXPERT_WIDTH, "num_shared_experts")),
             "attention.sliding_window": _WINDOW,
-            "attention.sliding_window_pattern": Where(("sliding_attention",), Kinds(period="sliding_window_pattern")),
+            _PATTERN: Where(("sliding_attention",), Kinds(period="sliding_window_pattern")),
         },
         tensors={"mlp.e_score_correction_bias": _CORRECTION},
     ),

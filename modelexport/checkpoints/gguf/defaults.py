@@ -9,7 +9,14 @@ from collections.abc import Mapping
 from typing import Any
 
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "llama": {"hidden_act": "silu", "max_position_embeddings": 2048, "rms_norm_eps": 1e-06, "rope_theta": 10000.0},
+    "llama": {
+        "attention_bias": False,
+        "mlp_bias": False,
+        "hidden_act": "silu",
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 10000.0,
+    },
     "mistral": {"hidden_act": "silu", "max_position_embeddings": 131072, "rms_norm_eps": 1e-06, "rope_theta": 10000.0},
     "mixtral": {
         "hidden_act": "silu",
@@ -22,6 +29,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen2": {"hidden_act": "silu", "max_position_embeddings": 32768, "rms_norm_eps": 1e-06, "rope_theta": 10000.0},
     "phi3": {"hidden_act": "silu", "max_position_embeddings": 4096, "rms_norm_eps": 1e-05, "rope_theta": 10000.0},
     "qwen2_moe": {
+        "qkv_bias": True,
         "decoder_sparse_step": 1,
         "hidden_act": "silu",
         "max_position_embeddings": 32768,
@@ -34,6 +42,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "rope_theta": 10000.0,
     },
     "qwen3": {
+        "attention_bias": False,
         "head_dim": 128,
         "hidden_act": "silu",
         "max_position_embeddings": 32768,
@@ -41,6 +50,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "rope_theta": 10000.0,
     },
     "qwen3_moe": {
+        "attention_bias": False,
         "decoder_sparse_step": 1,
         "hidden_act": "silu",
         "max_position_embeddings": 32768,
@@ -52,6 +62,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "rope_theta": 10000.0,
     },
     "gemma": {
+        "attention_bias": False,
         "head_dim": 256,
         "hidden_act": "gelu_pytorch_tanh",
         "max_position_embeddings": 8192,
@@ -60,6 +71,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "rope_theta": 10000.0,
     },
     "gemma2": {
+        "attention_bias": False,
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
         "head_dim": 256,
@@ -72,6 +84,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "rope_theta": 10000.0,
     },
     "gemma3_text": {
+        "attention_bias": False,
         "head_dim": 256,
         "hidden_activation": "gelu_pytorch_tanh",
         "max_position_embeddings": 131072,
@@ -81,8 +94,15 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "rope_theta": 1000000.0,
         "rope_local_base_freq": 10000.0,
     },
-    "olmo2": {"hidden_act": "silu", "max_position_embeddings": 2048, "rms_norm_eps": 1e-05, "rope_theta": 10000.0},
+    "olmo2": {
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 10000.0,
+    },
     "olmo3": {
+        "attention_bias": False,
         "hidden_act": "silu",
         "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-05,
@@ -90,6 +110,8 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "rope_theta": 500000.0,
     },
     "smollm3": {
+        "attention_bias": False,
+        "mlp_bias": False,
         "hidden_act": "silu",
         "max_position_embeddings": 32768,
         "no_rope_layer_interval": 4,
@@ -98,6 +120,8 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "rope_theta": 2000000.0,
     },
     "granite": {
+        "attention_bias": False,
+        "mlp_bias": False,
         "attention_multiplier": 1.0,
         "embedding_multiplier": 1.0,
         "hidden_act": "silu",
@@ -108,6 +132,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "rope_theta": 10000.0,
     },
     "granitemoe": {
+        "attention_bias": False,
         "attention_multiplier": 1.0,
         "embedding_multiplier": 1.0,
         "hidden_act": "silu",
@@ -120,6 +145,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "rope_theta": 10000.0,
     },
     "granitemoeshared": {
+        "attention_bias": False,
         "attention_multiplier": 1.0,
         "embedding_multiplier": 1.0,
         "hidden_act": "silu",
@@ -133,6 +159,8 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "rope_theta": 10000.0,
     },
     "granitemoehybrid": {
+        "attention_bias": False,
+        "mamba_conv_bias": True,
         "attention_multiplier": 1.0,
         "embedding_multiplier": 1.0,
         "hidden_act": "silu",
@@ -151,6 +179,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "num_experts_per_tok": 2,
     },
     "gpt_oss": {
+        "attention_bias": True,
         "head_dim": 64,
         "hidden_act": "silu",
         "max_position_embeddings": 131072,
@@ -161,6 +190,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "rope_theta": 150000.0,
     },
     "deepseek_v3": {
+        "attention_bias": False,
         "first_k_dense_replace": 3,
         "hidden_act": "silu",
         "kv_lora_rank": 512,
@@ -182,6 +212,8 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "rope_theta": 10000.0,
     },
     "deepseek_v2": {
+        "attention_bias": False,
+        "mlp_bias": False,
         "first_k_dense_replace": 0,
         "hidden_act": "silu",
         "kv_lora_rank": 512,
@@ -200,6 +232,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "rope_theta": 10000.0,
     },
     "glm4_moe_lite": {
+        "attention_bias": False,
         "hidden_act": "silu",
         "kv_lora_rank": 512,
         "max_position_embeddings": 202752,
@@ -220,6 +253,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "rope_theta": 10000.0,
     },
     "glm4": {
+        "attention_bias": True,
         "head_dim": 128,
         "hidden_act": "silu",
         "max_position_embeddings": 131072,
@@ -228,6 +262,8 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "partial_rotary_factor": 0.5,
     },
     "glm4_moe": {
+        "attention_bias": False,
+        "use_qk_norm": False,
         "first_k_dense_replace": 1,
         "hidden_act": "silu",
         "max_position_embeddings": 131072,
@@ -244,6 +280,8 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "partial_rotary_factor": 0.5,
     },
     "cohere": {
+        "attention_bias": False,
+        "use_qk_norm": False,
         "hidden_act": "silu",
         "layer_norm_eps": 1e-05,
         "logit_scale": 0.0625,
@@ -252,6 +290,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "rope_theta": 500000.0,
     },
     "cohere2": {
+        "attention_bias": False,
         "hidden_act": "silu",
         "layer_norm_eps": 1e-05,
         "logit_scale": 0.0625,
@@ -276,15 +315,17 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "rope_theta": 10000.0,
         "partial_rotary_factor": 0.25,
     },
-    "gpt2": {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-05, "n_positions": 1024},
+    "gpt2": {"n_inner": None, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-05, "n_positions": 1024},
     "gpt_bigcode": {
+        "n_inner": None,
         "activation_function": "gelu_pytorch_tanh",
         "layer_norm_epsilon": 1e-05,
         "multi_query": True,
         "n_positions": 1024,
     },
-    "olmo": {"hidden_act": "silu", "max_position_embeddings": 2048, "rope_theta": 10000.0},
+    "olmo": {"attention_bias": False, "hidden_act": "silu", "max_position_embeddings": 2048, "rope_theta": 10000.0},
     "olmoe": {
+        "attention_bias": False,
         "hidden_act": "silu",
         "max_position_embeddings": 4096,
         "norm_topk_prob": False,
@@ -294,6 +335,8 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "rope_theta": 10000.0,
     },
     "stablelm": {
+        "qk_layernorm": False,
+        "use_qkv_bias": False,
         "hidden_act": "silu",
         "layer_norm_eps": 1e-05,
         "max_position_embeddings": 4096,
@@ -302,6 +345,8 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "partial_rotary_factor": 0.25,
     },
     "nemotron": {
+        "attention_bias": False,
+        "mlp_bias": False,
         "hidden_act": "relu2",
         "max_position_embeddings": 4096,
         "norm_eps": 1e-05,
@@ -395,12 +440,16 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "rope_theta": 1000000.0,
     },
     "hunyuan_v1_dense": {
+        "attention_bias": False,
+        "head_dim": None,
         "hidden_act": "silu",
         "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-05,
         "rope_theta": 10000.0,
     },
     "hunyuan_v1_moe": {
+        "attention_bias": False,
+        "head_dim": None,
         "hidden_act": "silu",
         "max_position_embeddings": 2048,
         "moe_topk": 1,
@@ -409,6 +458,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "rope_theta": 10000.0,
     },
     "dots1": {
+        "attention_bias": False,
         "first_k_dense_replace": 0,
         "hidden_act": "silu",
         "max_position_embeddings": 2048,
@@ -420,15 +470,32 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "topk_group": 1,
         "rope_theta": 10000.0,
     },
-    "arcee": {"hidden_act": "relu2", "max_position_embeddings": 4096, "rms_norm_eps": 1e-05, "rope_theta": 10000.0},
+    "arcee": {
+        "attention_bias": False,
+        "mlp_bias": False,
+        "hidden_act": "relu2",
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 10000.0,
+    },
     "seed_oss": {
+        "attention_bias": True,
+        "attention_out_bias": False,
+        "mlp_bias": False,
         "head_dim": 128,
         "hidden_act": "silu",
         "max_position_embeddings": 524288,
         "rms_norm_eps": 1e-06,
         "rope_theta": 10000.0,
     },
-    "jais2": {"hidden_act": "relu2", "layer_norm_eps": 1e-05, "max_position_embeddings": 8192, "rope_theta": 10000.0},
+    "jais2": {
+        "attention_bias": True,
+        "mlp_bias": True,
+        "hidden_act": "relu2",
+        "layer_norm_eps": 1e-05,
+        "max_position_embeddings": 8192,
+        "rope_theta": 10000.0,
+    },
     "minimax_m2": {
         "head_dim": 128,
         "hidden_act": "silu",
@@ -439,6 +506,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "rope_theta": 5000000.0,
     },
     "falcon": {
+        "ffn_hidden_size": None,
         "activation": "gelu",
         "alibi": False,
         "bias": False,
@@ -448,6 +516,11 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "rope_theta": 10000.0,
     },
     "falcon_h1": {
+        "attention_bias": False,
+        "mamba_conv_bias": True,
+        "mamba_norm_before_gate": True,
+        "mamba_rms_norm": False,
+        "mlp_bias": False,
         "attention_in_multiplier": 1.0,
         "attention_out_multiplier": 1.0,
         "embedding_multiplier": 1.0,
@@ -509,6 +582,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "topk_group": 1,
     },
     "qwen3_next": {
+        "attention_bias": False,
         "decoder_sparse_step": 1,
         "head_dim": 256,
         "hidden_act": "silu",

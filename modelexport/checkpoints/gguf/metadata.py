@@ -8,20 +8,20 @@ is a warning. What else llama.cpp cannot be told is an error.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from modelexport.checkpoints.gguf.architectures import ARCHITECTURES, VALUES, GgufArchitecture
 from modelexport.checkpoints.gguf.defaults import DEFAULTS
 from modelexport.checkpoints.gguf.file import Value, float32_bytes
-from modelexport.checkpoints.gguf.values import MOST_HEAD_DIM, ModelConfig
+from modelexport.checkpoints.gguf.values import MOST_HEAD_DIM, ModelConfig, shortest_float32
 from modelexport.checkpoints.rope import RopeConfig, read_rope_config
 from modelexport.errors import CheckpointError, PlanError, shown
 from modelexport.system.json_values import JsonValues
 
 _ORIGINAL = "original_max_position_embeddings"
-_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activation", "mlp_hidden_act")
+ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activation", "mlp_hidden_act")
 _ROPE_KEYS = {
     "rotary_emb_base": "rope_theta",
     "rotary_pct": "partial_rotary_factor",
@@ -96,7 +96,7 @@ def architecture(config: Mapping[str, Any]) -> GgufArchitecture:
         )
     found = next((each for each in of_type if not any(rule.check(read) for rule in each.applies)), of_type[-1])
     wrong = [why for rule in (*found.applies, *found.rules) if (why := rule.check(read)) is not None]
-    key = next(filter(read.has, _ACTIVATIONS), _ACTIVATIONS[0])
+    key = next(filter(read.has, ACTIVATIONS), ACTIVATIONS[0])
     activation = read.content.get(key, found.activations[0])
     if activation not in found.activations:
         wrong.append(f"{key} is '{shown(activation)}', and llama.cpp computes {found.activations[0]} in such a model")
@@ -223,6 +223,90 @@ def _yarn(target: GgufArchitecture, found: JsonValues, read: JsonValues) -> dict
         if found.has(key):
             values[f"rope.scaling.yarn_{key}"] = found.number(key)
     return values
+
+
+FACTOR_TOLERANCE = 1e-5
+"""Of factors of the rotary embedding, relative: others compute them in float32."""
+
+
+def restore_rope(
+    target: GgufArchitecture, known: ModelConfig, values: Mapping[str, Any], factors: Mapping[str, Sequence[float]]
+) -> dict[str, Any]:
+    """The settings of config.json by which :func:`read_rope` gives the values and the factors that a file has.
+
+    Args:
+        known: the model's other settings.
+        values: of the file, without the architecture's name.
+        factors: tensors of factors by name.
+
+    Raises:
+        CheckpointError: no settings give them; or a value is of the wrong kind.
+    """
+    if target.rotated is None:
+        return {}
+    said = JsonValues(values, "the GGUF file")
+    features = int(str(target.rotated.read(known)))
+    part = said.whole("rope.dimension_count", features) / features
+    base = shortest_float32(said.number("rope.freq_base", 1e4))
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": base}
+    if part != 1 or known.has("partial_rotary_factor"):
+        rope["partial_rotary_factor"] = part
+    found: dict[str, Any] = {}
+    kind = said.text("rope.scaling.type", "linear")
+    if "rope_freqs.weight" in factors:
+        rope |= _restored_llama3(factors["rope_freqs.weight"], base, features)
+    elif factors:
+        original = said.whole("rope.scaling.original_context_length")
+        rope |= {"rope_type": "longrope", _ORIGINAL: original}
+        rope |= {f"{name[13:-7]}_factor": list(map(shortest_float32, own)) for name, own in factors.items()}
+        if said.has("rope.scaling.attn_factor"):
+            rope["attention_factor"] = shortest_float32(said.number("rope.scaling.attn_factor"))
+        found[_ORIGINAL] = original
+    elif kind == "yarn" or (kind == "linear" and said.has("rope.scaling.factor")):
+        rope |= {"rope_type": kind, "factor": shortest_float32(said.number("rope.scaling.factor"))}
+        if kind == "yarn":
+            rope |= _restored_yarn(target, said)
+    elif kind not in ("none", "linear"):
+        raise CheckpointError(f"{said.where}: rope.scaling.type is '{shown(kind)}', which nothing here is read of")
+    if not (known.has("rope_local_base_freq") or said.has("rope.freq_base_swa")):
+        return {**found, "rope_parameters": rope}
+    swa = shortest_float32(said.number("rope.freq_base_swa", 1e4))
+    sliding = {"rope_type": "default", "rope_theta": swa}
+    return {**found, "rope_parameters": {"full_attention": rope, "sliding_attention": sliding}}
+
+
+def _restored_yarn(target: GgufArchitecture, said: JsonValues) -> dict[str, Any]:
+    found: dict[str, Any] = {_ORIGINAL: said.whole("rope.scaling.original_context_length")}
+    for key in ("beta_fast", "beta_slow"):
+        if said.has(f"rope.scaling.yarn_{key}"):
+            found[key] = shortest_float32(said.number(f"rope.scaling.yarn_{key}"))
+    if said.has("rope.scaling.yarn_log_multiplier"):
+        scale = shortest_float32(said.number("rope.scaling.yarn_log_multiplier"))
+        found |= dict.fromkeys(("mscale", "mscale_all_dim"), shortest_float32(10 * scale))
+    if target.name == "gpt-oss":  # of every such model, and llama.cpp has no word for it
+        found["truncate"] = False
+    return found
+
+
+def _restored_llama3(own: Sequence[float], base: float, features: int) -> dict[str, Any]:
+    """Settings that give these factors: where several do, the usual ones, and the numbers are the same."""
+    for scaling in _usual_llama3(max(own, default=1.0)):
+        made = _llama3(JsonValues(scaling), base, features)
+        if len(made) == len(own) and all(
+            abs(a - b) <= FACTOR_TOLERANCE * abs(b) for a, b in zip(own, made, strict=True)
+        ):
+            return {"rope_type": "llama3", **scaling}
+    raise CheckpointError(
+        "rope_freqs.weight holds factors of which no factor, low_freq_factor, high_freq_factor and "
+        "original_max_position_embeddings is recognised"
+    )
+
+
+def _usual_llama3(factor: float) -> Iterator[dict[str, float | int]]:
+    for high in (4.0, 2.0, 8.0, 16.0, 32.0):
+        for original in (8192, *(1 << power for power in range(4, 21) if power != 13)):
+            scaling = {"low_freq_factor": 1.0, "high_freq_factor": high, _ORIGINAL: original}
+            yield {"factor": shortest_float32(factor), **scaling}
 
 
 def _llama3(found: JsonValues, base: float, head_dim: int) -> tuple[float, ...]:

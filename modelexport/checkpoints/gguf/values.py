@@ -2,15 +2,19 @@
 
 Small pieces of data for the table of :mod:`modelexport.checkpoints.gguf.architectures`. Where config.json is silent,
 what transformers' class of the model has stands in the table (``defaults``): here a key either has a value or not.
+
+Each goes both ways: ``read`` makes the value of config.json's keys, ``write`` the keys of the value. What ``write``
+returns is a proposal, since several keys may make one value: whoever asks reads the whole config.json again.
 """
 
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 from modelexport.checkpoints.gguf.file import Value
 from modelexport.errors import CheckpointError, shown
@@ -30,6 +34,14 @@ class ValueSource(Protocol):
         Raises:
             CheckpointError: config.json lacks a key, or has a value of the wrong kind there.
             PlanError: llama.cpp cannot be told what is there.
+        """
+
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        """The keys of config.json that make the value, a dot leads into a part; empty where they cannot be told yet.
+
+        Args:
+            value: the file's; None: it has none.
+            known: the keys that are told already (``said``), and what is assumed of such a model.
         """
 
 
@@ -62,6 +74,35 @@ def _inside(config: JsonValues, key: str) -> tuple[JsonValues, str]:
     return (config.object(part), name) if part else (config, name)
 
 
+def _name(keys: Sequence[str], known: ModelConfig) -> str:
+    """The one of several names that a model type has for a key: the one that something is assumed of, or the first."""
+    for key in keys:
+        holder, name = _inside(known, key)
+        if name in holder.content:
+            return key
+    return keys[0]
+
+
+def _is_told(factor: str | ValueSource, known: ModelConfig) -> bool:
+    keys = (factor,) if isinstance(factor, str) else getattr(factor, "keys", None)
+    return isinstance(factor, Fixed) if keys is None else not known.said.isdisjoint(keys)
+
+
+def shortest_float32(value: float) -> float:
+    """The number of the fewest decimal digits that is the same in float32."""
+    try:
+        wanted = struct.pack("<f", value)
+    except OverflowError:  # of a file's float64
+        return value
+    texts = (f"{value:.{digits}g}" for digits in range(1, 18))
+    return next((float(text) for text in texts if struct.pack("<f", float(text)) == wanted), value)
+
+
+def by_period(period: int, layers: int) -> tuple[bool, ...]:
+    """The layers with a sliding window, where each last of a period has none, as llama.cpp counts; 0: all have."""
+    return tuple(period == 0 or i % period < period - 1 for i in range(layers))
+
+
 @dataclass(frozen=True)
 class Whole:
     """A whole number: of the first of some keys that is there."""
@@ -76,6 +117,11 @@ class Whole:
         if self.optional and not holder.has(key):
             return None
         return holder.whole(key, least=self.least) + self.plus
+
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        if value is None:
+            return {_name(self.keys, known): None} if self.optional else {}
+        return {_name(self.keys, known): value - self.plus if isinstance(value, int) else value}
 
 
 def whole(*keys: str, optional: bool = False, least: int = 1) -> Whole:
@@ -96,6 +142,16 @@ class Number:
             return None
         return holder.number(key)
 
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        if value is None:
+            return {_name(self.keys, known): None} if self.optional else {}
+        key = _name(self.keys, known)
+        if isinstance(value, float):
+            holder, name = _inside(known, key)
+            usual = holder.content.get(name)
+            value = int(value) if type(usual) is int and value.is_integer() else shortest_float32(value)
+        return {key: value}
+
 
 def number(*keys: str, optional: bool = False) -> Number:
     """A positive number, by the names that its key may have."""
@@ -110,6 +166,9 @@ class Flag:
 
     def read(self, config: JsonValues) -> bool:
         return flag(config, self.key)
+
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        return {self.key: False if value is None else value}
 
 
 def flag(config: JsonValues, key: str) -> bool:
@@ -133,6 +192,9 @@ class Fixed:
     def read(self, config: JsonValues) -> Value:
         return self.value
 
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        return {}
+
 
 @dataclass(frozen=True)
 class HeadDim:
@@ -142,6 +204,13 @@ class HeadDim:
         if config.has("head_dim"):
             return config.whole("head_dim", most=MOST_HEAD_DIM)
         return max(1, HIDDEN.read(config) // HEADS.read(config))
+
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        if not (_is_told(HIDDEN, known) and _is_told(HEADS, known)):
+            return {}
+        usual = max(1, HIDDEN.read(known) // HEADS.read(known))
+        told = usual if value is None else value
+        return {"head_dim": told} if told != usual or "head_dim" in known.content else {}
 
 
 @dataclass(frozen=True)
@@ -153,6 +222,9 @@ class Required:
     def read(self, config: JsonValues) -> int:
         holder, key = _present(config, self.keys)
         return holder.whole(key, most=_MOST.get(self.keys[0], 1 << 53))
+
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        return {} if value is None else {_name(self.keys, known): value}
 
 
 _MOST = {"num_hidden_layers": MOST_LAYERS}
@@ -166,9 +238,16 @@ HEAD_DIM = HeadDim()
 class KvHeads:
     """Heads of keys and values: said, or as many as of queries."""
 
+    keys: tuple[str, ...] = ("num_key_value_heads", "num_kv_heads", "attn_config.kv_n_heads")
+
     def read(self, config: JsonValues) -> int:
-        holder, key = _present(config, ("num_key_value_heads", "num_kv_heads", "attn_config.kv_n_heads"))
+        holder, key = _present(config, self.keys)
         return holder.whole(key, HEADS.read(config))
+
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        if value is None and not _is_told(HEADS, known):
+            return {}
+        return {_name(self.keys, known): HEADS.read(known) if value is None else value}
 
 
 KV_HEADS = KvHeads()
@@ -198,6 +277,9 @@ class FusedKvHeads:
     def read(self, config: JsonValues) -> int:
         return fused_heads(config)[0]
 
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        return {}
+
 
 @dataclass(frozen=True)
 class Product:
@@ -212,6 +294,13 @@ class Product:
         ]
         return None if None in found else math.prod(int(str(each)) for each in found)
 
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        missing = [each for each in self.factors if not _is_told(each, known)]
+        if len(missing) != 1 or not isinstance(missing[0], str) or not isinstance(value, int):
+            return {}
+        rest = Product(tuple(each for each in self.factors if each != missing[0])).read(known)
+        return {missing[0]: value // rest} if rest and value % rest == 0 else {}
+
 
 @dataclass(frozen=True)
 class Sum:
@@ -222,6 +311,39 @@ class Sum:
     def read(self, config: JsonValues) -> int:
         return sum(config.whole(key) for key in self.keys)
 
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        missing = [key for key in self.keys if not _is_told(key, known)]
+        if len(missing) != 1 or not isinstance(value, int):
+            return {}
+        return {missing[0]: value - sum(known.whole(key) for key in self.keys if key != missing[0])}
+
+
+@dataclass(frozen=True)
+class Quotient:
+    """The whole quotient of two sources."""
+
+    dividend: ValueSource
+    divisor: ValueSource
+
+    def read(self, config: JsonValues) -> int:
+        return int(str(self.dividend.read(config))) // max(1, int(str(self.divisor.read(config))))
+
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        return {}
+
+
+@dataclass(frozen=True)
+class EachLayer:
+    """A list with the same for each layer."""
+
+    value: str
+
+    def read(self, config: JsonValues) -> tuple[str, ...]:
+        return (self.value,) * LAYERS.read(config)
+
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        return {}
+
 
 @dataclass(frozen=True)
 class First:
@@ -231,6 +353,16 @@ class First:
 
     def read(self, config: JsonValues) -> Value | None:
         return next((found for each in self.sources if (found := each.read(config)) is not None), None)
+
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        nothing: dict[str, Any] = {}
+        for each in self.sources:
+            if isinstance(each, Fixed) and each.value == value:  # which is what it is where the ones before say nothing
+                return nothing
+            nothing |= each.write(None, known)
+        if value is None:
+            return nothing
+        return next((found for each in self.sources if (found := each.write(value, known))), {})
 
 
 @dataclass(frozen=True)
@@ -243,6 +375,9 @@ class If:
     def read(self, config: JsonValues) -> Value | None:
         return self.source.read(config) if config.content.get(self.key) else None
 
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        return {} if value is None else self.source.write(value, known)
+
 
 @dataclass(frozen=True)
 class Says:
@@ -254,6 +389,9 @@ class Says:
     def read(self, config: JsonValues) -> bool:
         return bool(config.content.get(self.key) == self.value)
 
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        return {} if value is None else {self.key: self.value if value else None}
+
 
 @dataclass(frozen=True)
 class EveryFourth:
@@ -261,6 +399,9 @@ class EveryFourth:
 
     def read(self, config: JsonValues) -> tuple[int, ...]:
         return tuple(int((i + 1) % 4 != 0) for i in range(LAYERS.read(config)))
+
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        return {}
 
 
 @dataclass(frozen=True)
@@ -276,6 +417,9 @@ class AdjustedWidth:
             width = int(config.number("block_ffn_dim_multiplier") * width)
         each = config.whole("block_multiple_of")
         return each * -(-width // each)
+
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        return {} if value is None else {"intermediate_size": value, "block_auto_adjust_ff_dim": False}
 
 
 @dataclass(frozen=True)
@@ -325,17 +469,36 @@ class Count:
         found = self.kinds.read(config)
         return LAYERS.read(config) if found is None else len(found)
 
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        return {}
+
 
 @dataclass(frozen=True)
 class Where:
-    """For each layer, whether it is of one of some kinds; None where nothing says of which each is."""
+    """For each layer, whether it is of one of some kinds; None where nothing says of which each is.
+
+    Attributes:
+        among: the kinds.
+        others: the one kind of all other layers; "" where there are several.
+    """
 
     among: tuple[str, ...]
     kinds: Kinds = Kinds()
+    others: str = "full_attention"
 
     def read(self, config: JsonValues) -> tuple[bool, ...] | None:
         found = self.kinds.read(config)
         return None if found is None else tuple(kind in self.among for kind in found)
+
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        """Of a number, too, which is llama.cpp's other way to say it: see :func:`by_period`."""
+        if not self.others:
+            return {}
+        if isinstance(value, int):
+            value = by_period(value, LAYERS.read(known)) if _is_told(LAYERS, known) else None
+        if not isinstance(value, (list, tuple)):
+            return {}
+        return {self.kinds.key: [self.among[0] if has else self.others for has in value]}
 
 
 @dataclass(frozen=True)
@@ -348,6 +511,9 @@ class Leading:
     def read(self, config: JsonValues) -> int | None:
         found = self.kinds.read(config)
         return None if found is None else next((i for i, kind in enumerate(found) if kind != self.kind), len(found))
+
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        return {}
 
 
 @dataclass(frozen=True)
@@ -363,6 +529,14 @@ class Only:
             return value
         return tuple(int(str(value)) if has else 0 for has in layers)
 
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        if not isinstance(value, (list, tuple)):
+            return self.source.write(value, known)
+        numbers = {each for each in value if each}
+        if len(numbers) != 1 or not (layers := self.where.write([bool(each) for each in value], known)):
+            return {}
+        return {**layers, **self.source.write(numbers.pop(), known)}
+
 
 @dataclass(frozen=True)
 class Requirement:
@@ -373,6 +547,7 @@ class Requirement:
         values: those that it may have; None among them: it may be missing.
         equal: or the value that it must have; what follows from others.
         unless: a key and its value, of models whose graph is another one.
+        otherwise: the value that it must have in these; None: any.
         why: what llama.cpp computes.
     """
 
@@ -380,18 +555,37 @@ class Requirement:
     values: tuple[object, ...] = ()
     equal: ValueSource | None = None
     unless: tuple[str, object] | None = None
+    otherwise: ValueSource | None = None
     why: str = ""
+
+    def _wanted(self, config: JsonValues) -> object:
+        """The value that the key must have; None where several will do."""
+        source = self.otherwise if self._is_other(config) else self.equal
+        wanted = None if source is None else source.read(config)
+        return list(wanted) if isinstance(wanted, tuple) else wanted
+
+    def _is_other(self, config: JsonValues) -> bool:
+        return self.unless is not None and bool(config.content.get(self.unless[0]) == self.unless[1])
+
+    def write(self, known: ModelConfig) -> Mapping[str, Any]:
+        """The key with a value that it may have, where what is assumed is none."""
+        if self.check(known) is None:
+            return {}
+        wanted = self._wanted(known)
+        if wanted is not None:
+            return {self.key: wanted}
+        return {self.key: next((each for each in self.values if each is not None), None)}
 
     def check(self, config: JsonValues) -> str | None:
         """Returns what is wrong with a config.json; None where nothing is."""
-        if self.unless is not None and config.content.get(self.unless[0]) == self.unless[1]:
+        if self._is_other(config) and self.otherwise is None:
             return None
         holder, key = _inside(config, self.key)
         found = holder.content.get(key)
         allowed = self.values
-        if self.equal is not None:
-            wanted = self.equal.read(config)
-            allowed = (*self.values, list(wanted) if isinstance(wanted, tuple) else wanted)
+        wanted = self._wanted(config)
+        if wanted is not None:
+            allowed = (*self.values, wanted)
         if any(type(found) is type(each) and found == each for each in allowed) or (
             isinstance(found, (int, float)) and not isinstance(found, bool) and found in allowed
         ):
