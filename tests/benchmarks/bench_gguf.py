@@ -45,11 +45,11 @@ MIXTURES = (
     *("q2_k", "q3_k_s", "q3_k_m", "q3_k_l", "q4_0", "q4_1", "q4_k_s", "q4_k_m", "q5_0", "q5_1", "q5_k_s", "q5_k_m"),
     *("q6_k", "q8_0", "iq4_nl", "iq4_xs"),
 )
-OURS = {"ours, rtn": "rtn", "ours, mse": "mse", "ours, imatrix": "imatrix", "ours, gptq": "gptq"}
+OURS = {"ours": "rtn", "ours, imatrix": "imatrix", "ours, gptq": "gptq"}
 """Columns of ours -> the algorithm."""
 THEIRS = {"llama.cpp": False, "llama.cpp, imatrix": True}
 """Columns of theirs -> whether with importance."""
-RIVALS = {"ours, rtn": "llama.cpp", "ours, mse": "llama.cpp", "ours, imatrix": "llama.cpp, imatrix"}
+RIVALS = {"ours": "llama.cpp", "ours, imatrix": "llama.cpp, imatrix"}
 SAMPLES, LENGTH = 64, 256
 CHAIN_SAMPLES, CHAIN_LENGTH = 8, 512
 

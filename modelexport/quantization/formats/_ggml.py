@@ -31,10 +31,9 @@ _NO_STEP = 2.0**-100  # of a sub-block whose scale is 0: its codes say nothing
 class BlockFormat(NumberFormat):
     """``weight`` uint8 ``[out, in / block, bytes of a block]``: what a GGUF file holds, byte by byte.
 
-    With observer "amax" a sub-block's scale lays its range onto the codes, or where it has no minimum its extreme
-    weight onto the least level. With observer "mse" scales, minima and codes are fitted to each other by least squares,
-    and again once the scales are as they are stored: of the weights, or where the products of the inputs are given, of
-    the outputs.
+    Whatever the observer, as in llama.cpp's own quantiser: scales, minima and codes are fitted to each other by least
+    squares, and again once the scales are as they are stored: of the weights, or where the products of the inputs are
+    given, of the outputs.
 
     Attributes:
         block_type: ggml's name of it.
@@ -87,11 +86,11 @@ class BlockFormat(NumberFormat):
         return columns // self.layout.sub
 
     def _fill(self, weight: Tensor, amax: Tensor | None, out: Mapping[str, Tensor]) -> int:
-        return ggml.quantise(weight, None, out["weight"], self.layout, _search(self.block_type, self.observer))
+        return ggml.quantise(weight, None, out["weight"], self.layout, _search(self.block_type))
 
     def _fill_fitted(self, weight: Tensor, products: Tensor, out: Mapping[str, Tensor]) -> int:
         factor = torch.linalg.cholesky(products.double(), upper=True).float()
-        return ggml.quantise(weight, factor, out["weight"], self.layout, _search(self.block_type, self.observer))
+        return ggml.quantise(weight, factor, out["weight"], self.layout, _search(self.block_type))
 
     def _dequantise(self, tensors: Mapping[str, Tensor], out: Tensor) -> None:
         ggml.dequantise(tensors["weight"], out, self.layout)
@@ -142,7 +141,8 @@ def _code_bits(block_type: str) -> Tensor:
 
 
 @cache
-def _search(block_type: str, observer: str) -> ggml.Search:
+def _search(block_type: str) -> ggml.Search:
+    """The first scale is the plain rule's: the range onto the codes, or an extreme weight onto the least level."""
     layout = LAYOUTS[block_type]
     low, high = layout.level_range
     if layout.affine:
@@ -151,4 +151,4 @@ def _search(block_type: str, observer: str) -> ggml.Search:
         plain, more = 1 / low, [1 / (end * factor) for end in (low, high) for factor in _OF_TABLE]
     else:
         plain, more = 1 / low, [1 / end for by in _BEYOND for end in (low - by, high + by)]
-    return ggml.Search((plain,), 0, 0) if observer == "amax" else ggml.Search((plain, *more), _REFITS, _ROUNDS)
+    return ggml.Search((plain, *more), _REFITS, _ROUNDS)
