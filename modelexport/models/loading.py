@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from modelexport.models.engines import TRANSFORMERS, VLLM
+from modelexport.quantization.ggml_layouts import LAYOUTS
 
 __all__ = ["LOADINGS", "STAND_IN", "CheckpointKind", "Loading", "candidates"]
 
@@ -208,7 +209,7 @@ _TRANSFORMERS_RAN = {
 }
 _TRANSFORMERS_TEST = "tests/conformance/test_transformers_formats.py"
 _PACKED_TEST = "tests/conformance/test_awq_gptq.py"
-_LLAMA_CPP_ALL = ("none", "int8-wo:32", "int4:32", "mxfp4-wo")
+_LLAMA_CPP_ALL = ("none", "int8-wo:32", "int4:32", "mxfp4-wo", *(each.number_format for each in LAYOUTS.values()))
 _LLAMA_CPP_TWO = dict.fromkeys(("mistral", "qwen2", "mixtral", "phi3"), ("none", "int4:32"))
 
 LOADINGS: tuple[Loading, ...] = (
@@ -255,6 +256,7 @@ LOADINGS: tuple[Loading, ...] = (
         _LLAMA_CPP,
         "it computed what the dequantised weights do, up to its own rounding of activations",
         "tests/conformance/test_llama_cpp.py",
+        mixed=True,
     ),
     Loading(TORCH, "dcp", {"llama": ("none",)}, _DCP, _SAME, "tests/conformance/test_dcp_torch.py", sharded=None),
     Loading(

@@ -137,7 +137,7 @@ class Assignment:
 
     @property
     def notes(self) -> list[str]:
-        """What is to be known of its mixtures, once they are resolved."""
+        """Warnings about its mixtures, once they are resolved."""
         made = [found for _, found in self.rules if isinstance(found, MixtureFormats)]
         return list(dict.fromkeys(note for each in made for note in each.notes))
 

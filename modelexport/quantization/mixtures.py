@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from modelexport.quantization import formats
-from modelexport.quantization.methods._ggml import LAYOUTS
+from modelexport.quantization.ggml_layouts import LAYOUTS
 
 if TYPE_CHECKING:
     import torch
@@ -268,7 +268,7 @@ class MixtureTensor:
 
     @property
     def kind(self) -> Kind:
-        """What it is to a mixture."""
+        """The kind that rules of a mixture are for."""
         return next((kind for pattern, kind in _KINDS if re.fullmatch(pattern, self.name)), "other")
 
 

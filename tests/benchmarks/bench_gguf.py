@@ -104,7 +104,7 @@ class Yardstick:
         self.base, self.matrix = scratch / f"{name}_base", scratch / f"{name}_imatrix.gguf"
         text = scratch / f"{name}.txt"
         held = source / "calibration.txt"
-        text.write_text(held.read_text() if held.exists() else "\n\n".join(demo_documents()))
+        text.write_text(held.read_text() if held.exists() else "\n\n".join(demo_documents("calibration")))
         export = ("--quant", "none", "--format", "gguf", "--no-evaluate", "--quiet", "--out", self.base)
         call(sys.executable, "-m", "modelexport", "--model", self.directory, *export)
         call(
@@ -195,7 +195,7 @@ def chain(options: argparse.Namespace, scratch: Path) -> Iterator[str]:
     model, text = scratch / "model", scratch / "text.txt"
     python = os.environ["MODELEXPORT_LLAMA_PYTHON"]
     make_model(model, options.layers)
-    text.write_text("\n\n".join(demo_documents()))
+    text.write_text("\n\n".join(demo_documents("calibration")))
     training = (
         "import sys, sentencepiece as s; s.SentencePieceTrainer.train(input=sys.argv[1], model_prefix=sys.argv[2], "
         "vocab_size=2000, model_type='bpe', byte_fallback=True, minloglevel=2)"

@@ -12,7 +12,7 @@ from tests.helpers.tiny_models import tiny_checkpoint
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("format", ["megatron", "vllm-sharded", "trtllm", "gguf"])
+@pytest.mark.parametrize("format", ["megatron", "vllm-sharded", "trtllm"])
 @pytest.mark.parametrize("model_type", ["granite", "gemma"])  # Llama's names; a few multipliers, another norm
 def test_a_model_that_only_has_the_names_is_refused(tmp_path: Path, format: str, model_type: str) -> None:
     with pytest.raises(PlanError, match=rf"{model_type}|{model_type.capitalize()}"):

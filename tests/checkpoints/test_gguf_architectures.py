@@ -14,7 +14,7 @@ from modelexport.checkpoints.formats import gguf
 from modelexport.checkpoints.gguf.architectures import ARCHITECTURES
 from modelexport.checkpoints.gguf.defaults import DEFAULTS
 from modelexport.checkpoints.gguf.file import read_gguf
-from modelexport.checkpoints.gguf.metadata import architecture, model_types, model_values, read_rope
+from modelexport.checkpoints.gguf.metadata import architecture, model_types, model_values, read_rope, untold_window
 from modelexport.checkpoints.safetensors.file import Reader, torch_dtype
 from modelexport.errors import PlanError
 from modelexport.models.matching import ModelDescription
@@ -125,6 +125,13 @@ def test_values_by_layer() -> None:
 def test_what_llama_cpp_would_compute_otherwise_is_refused(kind: str, changes: dict[str, Any], why: str) -> None:
     with pytest.raises(PlanError, match=why):
         architecture({**gguf_tiny_config(kind), **changes})
+
+
+def test_a_window_that_is_not_told_is_a_warning() -> None:
+    config = gguf_tiny_config("mistral")
+    assert "llama.cpp's graph of such a model has none" in str(untold_window({**config, "sliding_window": 4096}))
+    assert untold_window({**config, "sliding_window": None}) is None
+    assert untold_window(gguf_tiny_config("gemma2")) is None
 
 
 def test_a_model_of_float16_has_float32_norms(tmp_path: Path) -> None:

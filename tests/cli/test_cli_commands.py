@@ -248,7 +248,8 @@ def test_what_a_format_is_said_to_hold_is_what_an_export_takes(tmp_path: Path) -
     for name in held:
         for quant in formats.names():
             sizes = formats.get(quant).group_sizes or (None,)
-            taken = any(planned(model=source, quant=quant, group_size=n, format=name, calib=str(calib)) for n in sizes)
+            asked = f"*_proj={quant}"  # alone most of llama.cpp's types are mixtures
+            taken = any(planned(model=source, quant=asked, group_size=n, format=name, calib=str(calib)) for n in sizes)
             assert (quant in held[name]) == taken, (quant, name)
 
 

@@ -24,7 +24,9 @@ import numpy as np
 def log_probabilities(path: str, prompt: list[int]) -> list[float]:
     from llama_cpp import Llama
 
-    model = Llama(path, n_ctx=max(64, len(prompt)), logits_all=True, verbose=False, n_threads=2, seed=0)
+    model = Llama(
+        path, n_ctx=max(64, len(prompt)), logits_all=True, verbose=False, n_threads=1, n_threads_batch=1, seed=0
+    )
     model.eval(prompt)
     scores = np.asarray(model.scores[: len(prompt)], dtype=np.float64)
     scores -= scores.max(axis=-1, keepdims=True)
@@ -97,16 +99,15 @@ def requantise(path: str, target: str, kind: str) -> None:
 
 
 def quantise(path: str, file_type: int, important: bool) -> dict[str, str]:
-    """The types of all tensors; of an importance that is the same for all inputs."""
+    """The types of all tensors, by a dry run; of an importance that is the same for all inputs."""
     import ctypes
-    import os
-    import tempfile
+    import re
 
     import llama_cpp
     from gguf import GGUFReader
 
     params = llama_cpp.llama_model_quantize_default_params()
-    params.nthread, params.ftype = 1, file_type
+    params.nthread, params.ftype, params.dry_run = 1, file_type, True
     kept = []
     if important:
         tensors = [tensor for tensor in GGUFReader(path).tensors if len(tensor.shape) > 1]
@@ -116,12 +117,14 @@ def quantise(path: str, file_type: int, important: bool) -> dict[str, str]:
             kept.append((ctypes.c_float * columns)(*([1.0] * columns)))
             entry.name, entry.data, entry.size = tensor.name.encode(), kept[-1], columns
         params.imatrix = data
-    with tempfile.TemporaryDirectory() as directory:
-        target = os.path.join(directory, "quantised.gguf")
-        failed = llama_cpp.llama_model_quantize(path.encode(), target.encode(), ctypes.byref(params))
-        if failed:
-            raise SystemExit(f"llama.cpp does not quantise {path} to file type {file_type}")
-        return {tensor.name: tensor.tensor_type.name for tensor in GGUFReader(target).tensors}
+    said: list[str] = []
+    log = llama_cpp.llama_log_callback(lambda _, text, __: said.append(text.decode()))
+    llama_cpp.llama_log_set(log, None)
+    failed = llama_cpp.llama_model_quantize(path.encode(), b"", ctypes.byref(params))
+    if failed:
+        raise SystemExit(f"llama.cpp does not quantise {path} to file type {file_type}: {''.join(said)[-1000:]}")
+    lines = re.findall(r"\] (\S+) +- \[[^]]*\], type = +(\w+), size = ([^\n]*)", "".join(said))
+    return {name: (re.findall(r"\((\w+)\)", rest) or [kind])[0].upper() for name, kind, rest in lines}
 
 
 def main() -> None:

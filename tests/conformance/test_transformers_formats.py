@@ -20,6 +20,7 @@ from modelexport.inspection.evaluate.models import PlainTensors, load_dequantise
 from modelexport.inspection.evaluate.streaming import through_layers
 from modelexport.models.opening import open_model
 from modelexport.quantization import formats
+from modelexport.quantization.ggml_layouts import LAYOUTS
 from tests.conformance._kv_cache import round_kv_cache
 from tests.helpers.marks import few
 from tests.helpers.models import make_llama
@@ -28,7 +29,15 @@ from tests.helpers.tiny_models import tiny_checkpoint
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' and compressed-tensors' own, many and changing
 
 IDS = torch.randint(1003, (1, 96), generator=torch.Generator().manual_seed(1))
-ALL = [*formats.names(), "int8-wo:32", "int8-wo:-1", "int4:32", "int4:-1", "int4-asym:32"]
+BLOCKS = {layout.number_format for layout in LAYOUTS.values()}  # llama.cpp's alone
+ALL = [
+    *(name for name in formats.names() if name not in BLOCKS),
+    "int8-wo:32",
+    "int8-wo:-1",
+    "int4:32",
+    "int4:-1",
+    "int4-asym:32",
+]
 
 # compressed-tensors decodes these into bfloat16, whatever dtype is asked for.
 IN_BFLOAT16 = ("nvfp4", "mxfp4", "mxfp8")

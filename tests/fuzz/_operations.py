@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from modelexport.checkpoints.card_metadata import read_card_metadata
+from modelexport.checkpoints.gguf.file import encode_header
+from modelexport.checkpoints.gguf.tokenizer import read_tokenizer
+from modelexport.checkpoints.gguf.tokenizer.restored import restore_tokenizer
 from modelexport.checkpoints.staging import staging_directory
 from modelexport.checkpoints.staging.journal import Journal, OtherExport, published_inode
 from modelexport.cli.diff import print_diff
@@ -30,7 +33,8 @@ from modelexport.recipe import ExportRecipe, ReshardRecipe
 from modelexport.resharding import reshard
 from modelexport.system.terminal import show
 from tests.fuzz._mutations import mutate
-from tests.fuzz._seeds import RECIPE, RESUMED, VOCABULARY, interrupted_export, make_seeds
+from tests.fuzz._seeds import RECIPE, RESUMED, VOCABULARY, interrupted_export, make_seeds, make_tokenizers
+from tests.helpers.small_tokenizers import ROWS
 
 _QUANTS = ("none", "keep", "keep", "int8", "int4", "fp8-block", "nvfp4", "mxfp4-wo", "int8-wo")
 _FORMATS = ("hf", "hf", "modelopt", "awq", "gptq", "trtllm", "vllm-sharded", "dcp", "megatron", "gguf", "gguf")
@@ -106,6 +110,17 @@ def _small_files(root: Path) -> list[Seed]:
     seeds.append(Seed("README.md", source, ("README.md",), {"card": _read_card}))
     tokenizer = ("tokenizer.json", "tokenizer_config.json")
     seeds.append(Seed("tokenizer", source, tokenizer, {"tokenise": _tokenise, "gguf": _plan_gguf}))
+    for name, content in make_tokenizers().items():
+        directory = root / "tokenizers" / name
+        directory.mkdir(parents=True)
+        (directory / "tokenizer.json").write_text(json.dumps(content))
+        seeds.append(Seed(f"tokenizer-{name}", directory, ("tokenizer.json",), {"translate": _translate}))
+        vocabulary = root / "vocabularies" / name
+        vocabulary.mkdir(parents=True)
+        values = dict(read_tokenizer(directory, {}, ROWS).values)
+        (vocabulary / "model.gguf").write_bytes(encode_header(values, [])[0])
+        operations = {"restore": _restore, "translate": _translate}
+        seeds.append(Seed(f"vocabulary-{name}", vocabulary, ("model.gguf",), operations))
     return seeds
 
 
@@ -185,6 +200,14 @@ def _tokenise(directory: Path, seed: Seed, rng: random.Random) -> None:
 
 def _plan_gguf(directory: Path, seed: Seed, rng: random.Random) -> None:
     export(model=str(directory), dry_run=True, quant="none", format="gguf", quiet=True)
+
+
+def _translate(directory: Path, seed: Seed, rng: random.Random) -> None:
+    encode_header(dict(read_tokenizer(directory, {"eos_token_id": [1, 2]}, rng.choice((264, ROWS))).values), [])
+
+
+def _restore(directory: Path, seed: Seed, rng: random.Random) -> None:
+    restore_tokenizer(directory / "model.gguf")
 
 
 def _read_card(directory: Path, seed: Seed, rng: random.Random) -> None:

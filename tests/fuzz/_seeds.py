@@ -14,11 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from modelexport.assets import demo_model_path
+from modelexport.checkpoints.gguf.tokenizer.pretokenizers import BY_NAME
 from modelexport.checkpoints.staging import staging_directory
 from modelexport.errors import PlanError
 from modelexport.exporting import export
 from modelexport.jobs.target_directory import TargetDirectory
 from tests.helpers.models import copy_checkpoint, make_llama
+from tests.helpers.small_tokenizers import byte_level, sentencepiece, unigram
 
 VOCABULARY = 104
 SHAPE: dict[str, Any] = {"hidden": 128, "intermediate": 128, "heads": 4, "kv_heads": 2, "layers": 1}
@@ -113,6 +115,16 @@ def _source(target: Path) -> Path:
     (target / "tokenizer.json").write_text(json.dumps(tokenizer))
     shutil.copy(demo / "tokenizer_config.json", target)
     return target
+
+
+def make_tokenizers() -> dict[str, dict[str, Any]]:
+    """A tokenizer.json of every kind that goes into a GGUF file."""
+    return {
+        "byte-level": byte_level(BY_NAME["llama-bpe"], size=400),
+        "sentencepiece": sentencepiece(size=400),
+        "by-merges": sentencepiece(prefix="never", every_pair=False, size=400),
+        "unigram": unigram(300),
+    }
 
 
 def _with_config(source: Path, target: Path, tensors: dict[str, torch.Tensor], **keys: Any) -> Path:

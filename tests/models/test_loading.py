@@ -184,4 +184,6 @@ def test_mixed_checkpoints_are_tried_where_the_table_says_so() -> None:
         ("vLLM", "hf"),
         ("vLLM", "modelopt"),
         ("transformers", "hf"),
+        ("llama.cpp", "gguf"),
     }
+    assert "export(out=out, quant=name" in inspect.getsource(test_llama_cpp.test_mixtures_and_parts_are_loaded)

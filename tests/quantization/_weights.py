@@ -10,7 +10,7 @@ from torch import Tensor
 
 from modelexport.quantization import formats
 from modelexport.quantization.formats.base import NumberFormat, TensorSpec
-from modelexport.quantization.methods._ggml import LAYOUTS
+from modelexport.quantization.ggml_layouts import LAYOUTS
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BLOCKS = tuple(layout.number_format for layout in LAYOUTS.values())

@@ -11,8 +11,8 @@ from torch import Tensor
 from modelexport.errors import PlanError, ValuesError
 from modelexport.quantization import formats, kernels
 from modelexport.quantization.formats._ggml import BlockFormat, IntegerBlockFormat
+from modelexport.quantization.ggml_layouts import LAYOUTS
 from modelexport.quantization.kernels import ggml_reference
-from modelexport.quantization.methods._ggml import LAYOUTS
 
 NAMES = [layout.number_format for layout in LAYOUTS.values()]
 INTEGERS = [name for name in NAMES if not name.startswith("iq")]

@@ -60,7 +60,7 @@ def test_inputs_of_one_feature_each_weigh_all_errors_alike(quant: str, group_siz
     assert torch.equal(decoded(read, found), decoded(read, wanted))
 
 
-@pytest.mark.parametrize(("quant", "group_size"), BY_BLOCKS)
+@pytest.mark.parametrize(("quant", "group_size"), [*BY_BLOCKS, ("q2-k", None), ("q6-k", None), ("iq4-nl", None)])
 def test_the_outputs_error_falls(quant: str, group_size: int | None) -> None:
     """Of inputs some features of which are large, and go together."""
     torch.manual_seed(1)
@@ -84,11 +84,20 @@ def test_scales_of_more_than_a_row_are_searched_as_mse_does(quant: str) -> None:
 def test_a_linear_that_no_sample_came_to_is_searched_as_mse_does() -> None:
     torch.manual_seed(3)
     for sample in (None, torch.zeros(0, FEATURES)):
-        read = linear(sample, "int4")
-        assert torch.equal(decoded(read, rounded(read)), decoded(read, read.rounded()))
+        for quant in ("int4", "q4-k"):
+            read = linear(sample, quant)
+            assert torch.equal(decoded(read, rounded(read)), decoded(read, read.rounded()))
 
 
-@pytest.mark.parametrize("quant", ["int4", "nvfp4", "int8-static"])
+def test_blocks_are_fitted_to_inputs_that_are_nearly_all_zero() -> None:
+    """Products of which no Cholesky factor exists: a token, features that are never touched, and nothing at all."""
+    for sample in (torch.ones(1, FEATURES), torch.eye(FEATURES)[:3], torch.zeros(4, FEATURES)):
+        read = linear(sample, "q4-k")
+        error = (decoded(read, rounded(read)) - read.weight).square().sum() / read.weight.square().sum()
+        assert error < 0.04
+
+
+@pytest.mark.parametrize("quant", ["int4", "nvfp4", "int8-static", "q4-k"])
 def test_ranks_find_the_same_bits(quant: str) -> None:
     """However the rows are cut, also within a tile, and where a rank has none."""
     torch.manual_seed(4)

@@ -1,12 +1,14 @@
 """GGUF: one file ``model.gguf`` that llama.cpp loads, or parts of it (``model-00001-of-00003.gguf``), with config.json
 and the tokenizer's files beside it.
 
-Names and forms are those of llama.cpp's own conversion:
+Names and forms are those of llama.cpp's own conversion; which models, and the names of their tensors, are the table of
+:mod:`modelexport.checkpoints.gguf.architectures`:
 
 - ``token_embd``, ``blk.N.attn_q``, ..., ``output_norm``, ``output``; a layer's experts are stacked;
-- norms, biases and routers are float32: bfloat16 ones are widened on their way, float16 ones are refused;
-- Llama, Mistral and Mixtral rotate neighbouring elements of a head where Hugging Face's rotate halves: the rows of q
-  and k (and of their biases) are put in that order, which changes no number since blocks lie within rows;
+- norms, biases, routers and convolutions are float32, computed on their way from what the model has (1 + w, -exp(A));
+- where llama.cpp rotates neighbouring elements of a head and Hugging Face's models rotate halves, the rows of q and k
+  (and of their biases) are put in that order, which changes no number since blocks lie within rows; so are the rows
+  of projections that are fused head by head;
 - linears, the embedding and the head are F16, BF16 or F32 as the model is, or blocks (see
   :mod:`modelexport.quantization.methods.gguf`); tied embeddings are stored once;
 - the factors of Llama 3.1's and Phi-3's rotary embeddings are tensors, computed from config.json.
@@ -49,6 +51,7 @@ from modelexport.checkpoints.gguf.metadata import (
     model_values,
     read_config,
     read_rope,
+    untold_window,
 )
 from modelexport.checkpoints.gguf.restored_config import NOTE, restore_config
 from modelexport.checkpoints.gguf.tokenizer import describe, read_tokenizer
@@ -453,7 +456,8 @@ def side_files(plan: ShardPlan, config: dict[str, Any], layout: Layout) -> Mappi
 
 def notes(plan: ShardPlan, config: dict[str, Any], source: Path | None) -> list[str]:
     """Warnings to give before the file is written."""
-    return describe(read_tokenizer(source, config, _vocabulary(plan)))
+    window = untold_window(config)
+    return [*describe(read_tokenizer(source, config, _vocabulary(plan))), *([] if window is None else [window])]
 
 
 def restored_files(checkpoint: Checkpoint) -> tuple[Mapping[str, bytes], Mapping[str, str]]:

@@ -571,7 +571,7 @@ _QWEN3_NEXT = GgufArchitecture(
 )
 
 ARCHITECTURES: tuple[GgufArchitecture, ...] = (
-    GgufArchitecture(name="llama", model_types=("llama", "mistral"), pairs=True),
+    GgufArchitecture(name="llama", model_types=("llama", "mistral", "internlm3"), pairs=True),
     GgufArchitecture(name="llama", model_types=("mixtral",), values=_MOE, pairs=True),
     GgufArchitecture(name="qwen2", model_types=("qwen2",)),
     GgufArchitecture(

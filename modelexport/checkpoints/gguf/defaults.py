@@ -18,6 +18,13 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "rope_theta": 10000.0,
     },
     "mistral": {"hidden_act": "silu", "max_position_embeddings": 131072, "rms_norm_eps": 1e-06, "rope_theta": 10000.0},
+    "internlm3": {
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 10000.0,
+    },
     "mixtral": {
         "hidden_act": "silu",
         "max_position_embeddings": 131072,

@@ -1,8 +1,8 @@
 """The metadata of a GGUF file: the values that llama.cpp's loader reads, from config.json.
 
 Read by the table of :mod:`modelexport.checkpoints.gguf.architectures`. As in llama.cpp's own conversion, a sliding
-window of Mistral's or Qwen2's is not told: the model attends to everything, which differs only behind the window. What
-llama.cpp cannot be told is an error.
+window of Mistral's or Qwen2's is not told: the model attends to everything, which differs only behind the window, and
+is a warning. What else llama.cpp cannot be told is an error.
 """
 
 from __future__ import annotations
@@ -65,9 +65,13 @@ def model_types() -> tuple[str, ...]:
     return tuple(dict.fromkeys(kind for each in ARCHITECTURES for kind in each.model_types))
 
 
+_NEVER_NULL = ("hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_parameters")
+
+
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
     """config.json with what transformers assumes of such a model where it is silent."""
-    said = dict(config)  # null, too, which is not the same as silence
+    # Null says something of its own (no window), but for what no model is without.
+    said = {key: value for key, value in config.items() if value is not None or key not in _NEVER_NULL}
     said |= {usual: said[key] for key, usual in _ROPE_KEYS.items() if key in said and usual not in said}
     assumed = DEFAULTS.get(str(config.get("model_type")), {})
     content = {**assumed, **said}
@@ -116,6 +120,21 @@ def model_values(config: Mapping[str, Any], *, vocab: int, rope: Rope) -> dict[s
             found[key] = value
     found |= rope.values
     return {"general.architecture": target.name, **{f"{target.name}.{key}": value for key, value in found.items()}}
+
+
+def untold_window(config: Mapping[str, Any]) -> str | None:
+    """A warning that llama.cpp's graph of the model has no sliding window, and the model has; None where it is told.
+
+    Raises:
+        PlanError, CheckpointError: as :func:`architecture`.
+    """
+    window, used = config.get("sliding_window"), config.get("use_sliding_window", True)
+    if not window or not used or "attention.sliding_window" in architecture(config).values:
+        return None
+    return (
+        f"sliding_window is {shown(window)}, and llama.cpp's graph of such a model has none: it attends to all tokens, "
+        "which differs behind the window"
+    )
 
 
 def file_values(kinds: Mapping[str, int], mixture: int | None = None) -> dict[str, Value]:

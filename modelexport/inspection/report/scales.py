@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from modelexport.checkpoints.safetensors.file import Checkpoint, Reader, TensorInfo
 from modelexport.models.modules import StoredModule
-from modelexport.quantization.methods._ggml import LAYOUTS
+from modelexport.quantization.ggml_layouts import LAYOUTS
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from modelexport import plugins
 from modelexport.errors import CheckpointError, UsageError, nearest, quoted
-from modelexport.quantization.methods._ggml import LAYOUTS
+from modelexport.quantization.ggml_layouts import LAYOUTS
 
 if TYPE_CHECKING:
     import torch

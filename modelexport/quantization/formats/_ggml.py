@@ -1,6 +1,6 @@
 """Base of the number formats of llama.cpp: blocks of ggml, whose bytes are the native tensor.
 
-What stands where in a block is :mod:`modelexport.quantization.methods._ggml`'s; how scales, minima and codes are found,
+What stands where in a block is :mod:`modelexport.quantization.ggml_layouts`'s; how scales, minima and codes are found,
 :mod:`modelexport.quantization.kernels.ggml_reference`'s.
 """
 
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from modelexport.errors import PlanError
 from modelexport.quantization.formats.base import Grid, NumberFormat, TensorSpec
+from modelexport.quantization.ggml_layouts import LAYOUTS, BlockLayout
 from modelexport.quantization.kernels import ggml, ggml_reference
-from modelexport.quantization.methods._ggml import LAYOUTS, BlockLayout
 
 __all__ = ["BlockFormat", "IntegerBlockFormat"]
 
@@ -45,7 +45,7 @@ class BlockFormat(NumberFormat):
 
     @property
     def layout(self) -> BlockLayout:
-        """What stands where in a block."""
+        """The layout of its blocks."""
         return LAYOUTS[self.block_type]
 
     @property
@@ -105,21 +105,29 @@ class IntegerBlockFormat(BlockFormat):
     """Blocks whose levels are whole numbers in a row: algorithms with a rounding of their own may choose them."""
 
     def grid(self, tensors: Mapping[str, Tensor]) -> Grid:
-        """See the base; zero points are minima in steps, any numbers."""
-        _, step, minimum = ggml_reference.numbers(tensors["weight"], self.layout)
-        step = torch.where(step == 0, _NO_STEP, step).flatten(1) if self.layout.scales is None else step
-        step = torch.where(step == 0, _NO_STEP, step).reshape(len(step), -1)
-        zero = None if minimum is None else minimum.reshape(step.shape) / step
+        """See the base; zero points are minima in steps, any numbers.
+
+        Where a scale is below 0 the levels are counted from the other end: steps are positive.
+        """
         low, high = map(float, self.layout.level_range)
-        return Grid(step, zero, self.layout.sub, torch.int8, low, high)
+        step, zero = self._steps(tensors["weight"])
+        return Grid(step.abs(), torch.where(step < 0, low + high - zero, zero), self.layout.sub, torch.int8, low, high)
+
+    def _steps(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Scales as they are, but for those of 0, and minima in units of these: float32 ``[rows, sub-blocks]``."""
+        _, step, minimum = ggml_reference.numbers(blocks, self.layout)
+        step = torch.where(step == 0, _NO_STEP, step).flatten(1)
+        return step, torch.zeros_like(step) if minimum is None else minimum.flatten(1) / step
 
     def _put(self, numbers: Tensor, rows: slice, tensors: Mapping[str, Tensor]) -> None:
-        layout, blocks = self.layout, tensors["weight"]
-        codes = (numbers - layout.lowest).to(torch.int32).view(-1, layout.block)
-        packed = torch.zeros(len(codes), layout.nbytes, dtype=torch.int32, device=blocks.device)
+        layout, stored = self.layout, tensors["weight"][rows]
+        step, _ = self._steps(stored)
+        by_step = numbers.unflatten(1, (-1, layout.sub))
+        levels = torch.where(step.unsqueeze(2) < 0, sum(layout.level_range) - by_step, by_step)
+        codes = (levels - layout.lowest).to(torch.int32).view(-1, layout.block)
+        packed = torch.zeros(len(codes), layout.nbytes, dtype=torch.int32, device=stored.device)
         ggml_reference.pack(codes, layout.codes, packed)
-        stored = blocks[rows]
-        stored &= ~_code_bits(self.block_type).to(blocks.device)
+        stored &= ~_code_bits(self.block_type).to(stored.device)
         stored |= packed.to(torch.uint8).view(stored.shape)
 
 

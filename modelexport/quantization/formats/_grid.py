@@ -18,7 +18,8 @@ class Grid:
 
     Attributes:
         step: float32 ``[rows, blocks]``, positive.
-        zero: float32 ``[rows, blocks]``, whole numbers; None where there are no zero points.
+        zero: float32 ``[rows, blocks]``, whole numbers, but for the blocks of llama.cpp, whose minima are no
+            multiples of their steps; None where there are no zero points.
         columns: of a block; the last may have fewer.
         storage: which numbers there are: int8, the integers ``low .. high``; float8_e4m3fn; uint8, e2m1.
         low, high: the least and the greatest number.

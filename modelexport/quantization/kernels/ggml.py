@@ -14,7 +14,7 @@ from modelexport.quantization.kernels import ggml_reference as reference
 from modelexport.quantization.kernels.ggml_reference import Search
 
 if TYPE_CHECKING:
-    from modelexport.quantization.methods._ggml import BlockLayout
+    from modelexport.quantization.ggml_layouts import BlockLayout
 
 __all__ = ["Search", "dequantise", "quantise", "squared_error"]
 

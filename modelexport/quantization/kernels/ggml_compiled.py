@@ -203,7 +203,7 @@ def _keep_fit(sums, total, par, best, fit, at, affine, signed):
 
 @_inline
 def _extremes(x, begin, sub, affine, signed, first, extent):
-    """What is taken off at first, and the range or the extreme weight."""
+    """The minimum to begin with, and the range or the extreme weight."""
     for row in range(WIDTH):
         first[row] = extent[row] = x[begin + row]
     for j in range(1, sub):

@@ -16,7 +16,7 @@ from modelexport.quantization.kernels import ggml_compiled as compiled
 from modelexport.quantization.kernels.ggml_reference import AT_ONCE, Metric, Search
 
 if TYPE_CHECKING:
-    from modelexport.quantization.methods._ggml import BitField, BlockLayout
+    from modelexport.quantization.ggml_layouts import BitField, BlockLayout
 
 _NONE = np.empty(0, np.float32)
 

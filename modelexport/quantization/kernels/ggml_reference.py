@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from modelexport.quantization.methods._ggml import BitField, BlockLayout
+    from modelexport.quantization.ggml_layouts import BitField, BlockLayout
 
 __all__ = ["Metric", "Search", "dequantise", "numbers", "pack", "quantise", "unpack"]
 
@@ -29,7 +29,7 @@ AT_ONCE = 1 << 18  # weights
 
 
 class Search(NamedTuple):
-    """How much is tried.
+    """The extent of the search.
 
     Attributes:
         steps: first scales of a sub-block, each times its range, or its extreme weight with its sign where there are

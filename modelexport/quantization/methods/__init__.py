@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any, cast
 
 from modelexport.errors import CheckpointError, PlanError, nearest, shown
-from modelexport.quantization.methods._ggml import block_refusal
+from modelexport.quantization.ggml_layouts import LAYOUTS
 from modelexport.quantization.methods.base import (
     Method,
     NumberFormatProtocol,
@@ -82,8 +82,12 @@ def of_format(name: str) -> Method | None:
 
 def refusal(method: Method, number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str | None:
     """Returns why a method cannot encode such a linear (``[out, in]``), and what can; None where it can."""
-    blocks = None if method.METHOD == "gguf" else block_refusal(number_format)
-    return blocks or method.refusal(number_format, shape)
+    if number_format.checkpoint_format in LAYOUTS and method.METHOD != "gguf":
+        return (
+            f"number format {number_format.name} is the blocks of llama.cpp, which GGUF files alone hold: choose "
+            "--format gguf, or another number format (--quant int4, int8-wo)"
+        )
+    return method.refusal(number_format, shape)
 
 
 def holding_cache(name: str) -> list[Method]:

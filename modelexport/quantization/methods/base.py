@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard
 
 from modelexport.errors import CheckpointError, shown
-from modelexport.quantization.methods._ggml import LAYOUTS
+from modelexport.quantization.ggml_layouts import LAYOUTS
 from modelexport.quantization.methods._patterns import matcher
 
 if TYPE_CHECKING:

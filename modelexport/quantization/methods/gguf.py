@@ -2,7 +2,7 @@
 
 Follows ggml's block layouts (ggml-common.h, and the gguf package's dequantisation). A linear is one tensor of bytes,
 ``weight`` uint8 ``[out, in / block, bytes of a block]``. Each block type is a number format of its own, whose native
-tensor that is: see :mod:`modelexport.quantization.methods._ggml`. Three hold numbers that engines besides llama.cpp
+tensor that is: see :mod:`modelexport.quantization.ggml_layouts`. Three hold numbers that engines besides llama.cpp
 have, too, and are made of these and read as these:
 
 - ``Q8_0``, 34 bytes: d, float16, and 32 int8; value = q * d. int8-wo in groups of 32.
@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from modelexport.errors import CheckpointError, shown
-from modelexport.quantization.methods._ggml import LAYOUTS
+from modelexport.quantization.ggml_layouts import LAYOUTS
 from modelexport.quantization.methods.base import (
     ModelQuantization,
     QuantizationConfig,

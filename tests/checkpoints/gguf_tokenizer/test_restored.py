@@ -16,7 +16,7 @@ from modelexport.checkpoints.gguf.tokenizer.pretokenizers import PRE_TOKENIZERS,
 from modelexport.checkpoints.gguf.tokenizer.restored import RestoredTokenizer, restore_tokenizer
 from modelexport.errors import CheckpointError
 from modelexport.exporting import export
-from tests.helpers.small_tokenizers import SCRIPTS, byte_level, ids, sentencepiece
+from tests.helpers.small_tokenizers import ROWS, SCRIPTS, byte_level, ids, sentencepiece
 
 TEXTS = (*SCRIPTS, "a <tool> b</s>c<|end|>  d<s>")
 
@@ -24,7 +24,7 @@ TEXTS = (*SCRIPTS, "a <tool> b</s>c<|end|>  d<s>")
 def translated(tmp_path: Path, main: dict[str, Any], **config: Any) -> dict[str, Value]:
     (tmp_path / "tokenizer.json").write_text(json.dumps(main))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    found = read_tokenizer(tmp_path, {}, 1200)
+    found = read_tokenizer(tmp_path, {}, ROWS)
     assert found.missing is None
     return dict(found.values)
 
@@ -73,7 +73,7 @@ def test_runs_of_spaces_of_one_score_are(tmp_path: Path) -> None:
     vocab = main["model"]["vocab"]
     runs = ["\u2581" * size for size in (2, 4, 8, 3, 5, 6, 7)]
     made = dict.fromkeys("".join(merge) for merge in main["model"]["merges"] if "\u2581\u2581" not in "".join(merge))
-    vocab |= {text: 2000 + number for number, text in enumerate(runs)}
+    vocab |= {text: 3000 + number for number, text in enumerate(runs)}
     pairs = [[t[:at], t[at:]] for t in (*made, *runs) for at in range(1, len(t)) if t[:at] in vocab and t[at:] in vocab]
     main["model"]["merges"] = pairs
     numbers = {text: number for number, text in enumerate(sorted(vocab, key=lambda text: vocab[text]))}
@@ -98,10 +98,10 @@ def test_another_gguf_file_takes_it_over(tmp_path: Path, main: dict[str, Any]) -
     values = translated(tmp_path, main, chat_template="{{ a }}", eos_token="</s>")
     (tmp_path / "tokenizer.json").unlink()
     restored(tmp_path, values)
-    assert read_tokenizer(tmp_path, {}, 1200) == Tokenizer(values)
-    tokens = read_tokenizer(tmp_path, {}, 1300).values["tokenizer.ggml.tokens"]
+    assert read_tokenizer(tmp_path, {}, ROWS) == Tokenizer(values)
+    tokens = read_tokenizer(tmp_path, {}, ROWS + 1).values["tokenizer.ggml.tokens"]
     assert isinstance(tokens, list)
-    assert tokens[-2:] == ["[PAD1298]", "[PAD1299]"]
+    assert tokens[-2:] == [f"[PAD{ROWS - 1}]", f"[PAD{ROWS}]"]
 
 
 def test_a_gguf_file_without_tokens_is_taken_over_without(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_what_is_not_restored_is_said(tmp_path: Path, change: dict[str, Value], 
     ("change", "why"),
     [
         ({"tokenizer.ggml.tokens": 3}, "tokens is 3, not an array of str"),
-        ({"tokenizer.ggml.token_type": [1]}, "token_type has 1 elements for 1,200 tokens"),
+        ({"tokenizer.ggml.token_type": [1]}, "token_type has 1 elements for 2,048 tokens"),
         ({"tokenizer.ggml.merges": ["ab"]}, "a merge is 'ab', without a space"),
         ({"tokenizer.ggml.pre": 1}, "pre is 1, not a text"),
         ({"tokenizer.ggml.add_bos_token": "x"}, "add_bos_token is 'x', not true or false"),

@@ -41,6 +41,21 @@ def test_llama_s(tmp_path: Path) -> None:
     assert [kinds[text] for text in (*SPECIAL, "<0x00>", "e", "<tool>", "[PAD1199]")] == [2, 3, 3, 6, 1, 4, 5]
 
 
+def test_a_model_without_an_unknown_token_has_none(tmp_path: Path) -> None:
+    """And no token by the name of None is one."""
+    main = sentencepiece()
+    model = main["model"]
+    vocab = {**model["vocab"], "None": len(model["vocab"]) + 1}
+    pairs = [["None"[:at], "None"[at:]] for at in range(1, 4) if "None"[:at] in vocab and "None"[at:] in vocab]
+    main["model"] = {**model, "unk_token": None, "vocab": vocab, "merges": [*model["merges"], *pairs]}
+    values = translated(tmp_path, main).values
+    types, tokens = values["tokenizer.ggml.token_type"], values["tokenizer.ggml.tokens"]
+    assert isinstance(types, list)
+    assert isinstance(tokens, list)
+    assert types[tokens.index("None")] == 1
+    assert 2 not in types
+
+
 def test_scores_say_what_merges_say() -> None:
     vocab = {text: number for number, text in enumerate(("a", "b", "ab", "aba"))}
     assert merge_scores(vocab, [("a", "b"), ("ab", "a")], set()) == ({"ab": 0.0, "aba": -1.0}, None)

@@ -209,7 +209,7 @@ def test_what_stays_as_it_is_says_why(tmp_path: Path) -> None:
     assert written["model.layers.0.self_attn.q_proj.weight"].dtype == torch.int8
 
 
-@pytest.mark.parametrize("format_name", ["gguf", "trtllm", "megatron", "vllm-sharded"])
+@pytest.mark.parametrize("format_name", ["trtllm", "megatron", "vllm-sharded"])
 @pytest.mark.parametrize("model_type", ["gemma2", "gpt_neox", "gpt_oss", "gpt2", "olmo2"])
 def test_a_target_without_names_for_a_family_says_so(tmp_path: Path, format_name: str, model_type: str) -> None:
     quant = "fp8" if format_name == "trtllm" else "none"

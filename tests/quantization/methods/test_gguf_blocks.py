@@ -12,8 +12,8 @@ from modelexport.checkpoints.gguf.file import Entry, type_of
 from modelexport.errors import CheckpointError
 from modelexport.quantization import formats
 from modelexport.quantization.formats.base import NumberFormat
+from modelexport.quantization.ggml_layouts import LAYOUTS
 from modelexport.quantization.methods import gguf, of_method, read_quantization_config, refusal
-from modelexport.quantization.methods._ggml import LAYOUTS
 from modelexport.quantization.methods.base import ModelQuantization, WeightSlice
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -172,7 +172,7 @@ def test_config_json_says_the_types() -> None:
     assert read is not None
     found = {module: read.scheme_of(module) for module in ("a.q", "a.k", "a.v", "lm_head", "a.other")}
     names = {module: scheme and formats.of_scheme(scheme).name for module, scheme in found.items()}
-    assert names == {"a.q": "int4", "a.k": "int8-wo", "a.v": "mxfp4-wo", "lm_head": None, "a.other": None}
+    assert names == {"a.q": "int4", "a.k": "int8-wo", "a.v": "mxfp4-wo", "lm_head": None, "a.other": "int4"}
     with pytest.raises(CheckpointError, match="no block type 'IQ1_S' here"):
         gguf.read({"types": {"IQ1_S": ["Linear"]}})
 
@@ -182,7 +182,7 @@ def test_blocks_are_announced_by_their_number_formats() -> None:
     as q4-0 told from the former."""
     forms = {"a.q": formats.get("q4_k"), "a.k": formats.get("q4_0"), "a.v": number_format("Q4_0")}
     types = gguf.quantization_files(ModelQuantization(forms, [])).config["types"]
-    assert types == {"q4-k": ["a.q"], "q4-0": ["a.k"], "Q4_0": ["a.v"]}
+    assert types == {"q4-k": ["Linear"], "q4-0": ["a.k"], "Q4_0": ["a.v"]}
     schemes = gguf.read({"types": {**types, "Q4_K": ["a.o"]}}).schemes
     assert [formats.of_scheme(scheme).name for scheme in schemes] == ["q4-k", "q4-0", "int4", "q4-k"]
 

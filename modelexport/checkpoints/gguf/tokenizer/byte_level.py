@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
+from unicodedata import category
 
 from modelexport.checkpoints.gguf.tokenizer.pretokenizers import PreTokenizer, find_pre_tokenizers
 from modelexport.checkpoints.gguf.tokenizer.vocabulary import (
@@ -134,11 +135,11 @@ def check_apart(pre: PreTokenizer, merges: Iterable[Merge]) -> None:
     if pre.apart is None:
         return
     apart = re.compile(pre.apart)
-    wrong = next((merge for merge in merges if apart.search(_as_text("".join(merge)))), None)
-    if wrong is not None:
-        raise Unlike(
-            f"its token {quoted(''.join(wrong))} lies across two words of llama.cpp's pre-tokenizer '{pre.name}'"
-        )
+    for merge in merges:
+        token = "".join(merge)
+        text = token if pre.numbers_are_bytes else _as_text(token)
+        if apart.search("".join("N" if category(each)[0] == "N" else "-" for each in text)):
+            raise Unlike(f"its token {quoted(token)} lies across two words of llama.cpp's pre-tokenizer '{pre.name}'")
 
 
 def _as_text(token: str) -> str:

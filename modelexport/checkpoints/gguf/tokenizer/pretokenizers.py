@@ -79,6 +79,7 @@ def _cased(upper: str, lower: str, end: str) -> Step:
 _TEKKEN: Step = (*_cased(_UPPER, _LOWER, ""), r"\p{N}", _SYMBOLS_SLASHES, *_SPACES)
 _O200K: Step = (*_cased(_UPPER, _LOWER, f"{_CONTRACTIONS}?"), r"\p{N}{1,3}", _SYMBOLS_SLASHES, *_SPACES)
 _CASES_DIFFER = "capitals and combining marks beyond ASCII do not part words as they do in the model's tokenizer"
+_SPACES_DIFFER = "spaces beyond ASCII part words otherwise than in the model's tokenizer"
 _WHITESPACE_RUNS = tuple(rf"\s{{{2**power}}}(?!\S)" for power in range(9, 1, -1))
 
 
@@ -91,7 +92,8 @@ class PreTokenizer:
         steps: as a tokenizer.json has them.
         ignores_merges: whether a word that is a token is taken without asking the merges.
         adds_bos: whether llama.cpp puts bos before a text where the file does not say.
-        apart: where llama.cpp's steps are others with the same outcome: what no token may match for that.
+        apart: where llama.cpp's steps are others with the same outcome as long as no token joins certain characters:
+            what no token may match, with N for each character that is a number, and - for another.
         differs: in what llama.cpp's splits differ from the tokenizer.json's; None: in nothing.
     """
 
@@ -101,6 +103,11 @@ class PreTokenizer:
     adds_bos: bool = False
     apart: str | None = None
     differs: str | None = None
+
+    @property
+    def numbers_are_bytes(self) -> bool:
+        """True if the steps look for numbers in the alphabet of bytes, and not in the text."""
+        return _BYTES in self.steps
 
 
 # Of several with the same steps the first is the nearest to them.
@@ -139,7 +146,7 @@ PRE_TOKENIZERS = (
     PreTokenizer(
         "tiny_aya",
         ((r"\d{1,3}(?=(?:\d{3})*\b)",), _O200K),
-        differs="capitals do not part words as they do in the model's tokenizer",
+        differs="capitals and numbers other than digits do not part words as they do in the model's tokenizer",
     ),
     PreTokenizer("deepseek-v3", ((r"\p{N}{1,3}",), (_CJK,), _DEEPSEEK3)),
     PreTokenizer(
@@ -152,10 +159,15 @@ PRE_TOKENIZERS = (
             (_DEEPSEEK_CJK,),
             _DIGIT,
         ),
-        apart=r"\d\d",
+        apart="NN",
+        differs=_SPACES_DIFFER,
     ),
-    PreTokenizer("deepseek-coder", ((r"[\r\n]",), (r"\s?\p{L}+",), (r"\s?\p{P}+",), (_DEEPSEEK_CJK,), _DIGIT)),
-    PreTokenizer("falcon", (_PUNCTUATION, _GPT2, _BYTES, _DIGITS, ("[0-9][0-9][0-9]",)), apart=r"\d[^\d]|[^\d]\d"),
+    PreTokenizer(
+        "deepseek-coder",
+        ((r"[\r\n]",), (r"\s?\p{L}+",), (r"\s?\p{P}+",), (_DEEPSEEK_CJK,), _DIGIT),
+        differs=_SPACES_DIFFER,
+    ),
+    PreTokenizer("falcon", (_PUNCTUATION, _GPT2, _BYTES, _DIGITS, ("[0-9][0-9][0-9]",)), apart="N-|-N"),
     PreTokenizer("bloom", ((_BLOOM,),)),
     PreTokenizer("viking", ((_BLOOM,), _DIGIT)),
     PreTokenizer("seed-coder", ((_CONTRACTIONS, _LETTERS, r"\p{N}", _SYMBOLS, *_SPACES),)),

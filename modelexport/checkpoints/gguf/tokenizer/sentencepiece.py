@@ -90,6 +90,10 @@ def translate(main: Mapping[str, Any], rows: int) -> Vocabulary:
         )
     if spaces.merged and spaces.ends:
         found.notes.append("llama.cpp drops spaces at the end of a text, which the model's tokenizer keeps")
+    if not spaces.ends and not spaces.charsmap:  # which makes spaces of them
+        found.notes.append(
+            "llama.cpp keeps tabs and line breaks at the end of a text, which the model's tokenizer drops"
+        )
     return found
 
 
@@ -152,9 +156,10 @@ def _merging(model: Mapping[str, Any], spaces: Spaces, added: Mapping[int, Mappi
         raise Unlike(f"it has no token for the byte {missing}, which llama.cpp falls back to")
     _check_uncut(vocab, spaces)
     scores, why = merge_scores(vocab, merges, {token["content"] for token in added.values()})
-    kinds = dict.fromkeys(BYTE_TOKENS, BYTE) | {str(model.get("unk_token")): UNKNOWN}
+    unknown = model.get("unk_token")
+    kinds = dict.fromkeys(BYTE_TOKENS, BYTE) | ({} if unknown is None else {str(unknown): UNKNOWN})
     tokens = {n: Token(text, kinds.get(text, NORMAL), scores.get(text, 0.0)) for text, n in vocab.items()}
-    tokens |= {n: _added(token, tokens.get(n), model.get("unk_token")) for n, token in added.items()}
+    tokens |= {n: _added(token, tokens.get(n), unknown) for n, token in added.items()}
     if why is None:
         values = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default"}
         found = Vocabulary({**values, "tokenizer.ggml.add_space_prefix": spaces.prefix != "never"})

@@ -14,12 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from modelexport.quantization.methods.base import NumberFormatProtocol
-
-__all__ = ["LAYOUTS", "BitField", "BlockLayout", "block_refusal"]
+__all__ = ["LAYOUTS", "BitField", "BlockLayout"]
 
 
 @dataclass(frozen=True)
@@ -206,14 +203,3 @@ _ALL = (
 
 LAYOUTS = {layout.name: layout for layout in _ALL}
 """Every block type that has a number format of its own, by ggml's name."""
-
-
-def block_refusal(number_format: NumberFormatProtocol) -> str | None:
-    """Returns why checkpoints other than GGUF files do not hold a number format's blocks; None where it has none."""
-    layout = LAYOUTS.get(number_format.checkpoint_format)
-    if layout is None:
-        return None
-    return (
-        f"number format {number_format.name} is the blocks of llama.cpp, which GGUF files alone hold: choose --format "
-        "gguf, or another number format (--quant int4, int8-wo)"
-    )
