@@ -64,6 +64,7 @@ def _report(inspection: Inspection) -> Iterator[str]:
     else:
         yield f"tensor-parallel sizes: not known ({inspection.tensor_parallel_note})"
     yield from _record_lines(inspection.record)
+    yield from (f"note: {text}" for text in inspection.notes)
     shown = inspection.warnings[:10]
     yield from (f"warning: {text}" for text in shown)
     if len(inspection.warnings) > len(shown):

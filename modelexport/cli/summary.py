@@ -107,6 +107,7 @@ def reshard_summary(result: ReshardResult) -> str:
         lines = [*result.plan, ""]
         shares = ", ".join(f"{rank}: {size_text(nbytes)}" for rank, nbytes in enumerate(result.reads))
         lines.append(f"read by process {shares}; every byte once")
+    lines += (f"note: {note}" for note in result.notes)
     lines += _notes("left out", result.left_out)
     ways = ", ".join(f"{axis} {size}" for axis, size in (("tp", result.tp), ("pp", result.pp), ("ep", result.ep)))
     lines.append(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,7 @@ class Inspection:
         ratio: bytes of all parameters in 16 bits each, divided by the bytes stored.
         record: from modelexport.json, if it is there: source, recipe, producer, versions, worst_sqnr.
         warnings: what looks wrong; ``modelexport verify`` says the rest.
+        notes: what to know of how it is read.
     """
 
     directory: str
@@ -83,6 +84,7 @@ class Inspection:
     record: dict[str, Any] | None
     warnings: list[str]
     draft_layers: int = 0
+    notes: list[str] = field(default_factory=list)
 
     @property
     def bits(self) -> float:
@@ -155,6 +157,7 @@ def describe(contents: OpenedCheckpoint) -> Inspection:
         tensor_parallel_note=note,
         record=record,
         warnings=warnings,
+        notes=list(checkpoint.notes),
     )
 
 

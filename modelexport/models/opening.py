@@ -42,9 +42,18 @@ def open_model(directory: str | os.PathLike[str], config: str | os.PathLike[str]
         except OSError as error:
             raise CheckpointError(f"{directory}: cannot be read: {error.strerror or error}") from error
         if module is not None:
-            return module.open(directory, given, expected_rules)
+            return _with_architecture(module.open(directory, given, expected_rules))
     found = open_checkpoint(directory)
     return _with_prefix(_with_side_config(found) if given is None else replace(found, config=given))
+
+
+def _with_architecture(found: Checkpoint) -> Checkpoint:
+    """Names the class of a model whose config.json was made of the values of its files: engines ask for it."""
+    if found.config is None or found.config.get("architectures") or has_file(found.directory, "config.json"):
+        return found
+    with suppress(ModelExportError):  # whoever needs the family says what is wrong with it
+        return replace(found, config={**found.config, "architectures": [family_of(found.config).architecture]})
+    return found
 
 
 def _with_prefix(found: Checkpoint) -> Checkpoint:

@@ -24,6 +24,7 @@ class ReshardResult:
         plan: lines that say who holds what.
         left_out: what of the source is not part of the model -> what it is.
         warnings: what was said before the work started.
+        notes: what to know of how the source was read.
     """
 
     source: str
@@ -44,6 +45,7 @@ class ReshardResult:
     plan: list[str] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """JSON-able form, for ``--json``."""
@@ -74,6 +76,7 @@ def result_of(
         plan=list(prepared.target.plan.describe()),
         left_out={**checkpoint.left_out, **left_out(checkpoint)},
         warnings=prepared.warnings,
+        notes=checkpoint.notes,
     )
 
 

@@ -61,7 +61,7 @@ class _Unlike(Exception):
 
 @dataclass(frozen=True)
 class _Contents:
-    """What a file says of its model.
+    """The part of a file that describes its model.
 
     Attributes:
         values: by name, without the architecture's.

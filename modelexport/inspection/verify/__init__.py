@@ -143,6 +143,7 @@ def verify_checkpoint(
     except (CheckpointError, PlanError) as error:
         result.problems.append(str(error))
         return result
+    result.notes += checkpoint.notes
     record = None
     try:
         record = read_record(directory)
