@@ -22,7 +22,7 @@ from tests.helpers.gguf_models import NOT_IN_TRANSFORMERS, gguf_tiny_config
 from tests.helpers.shard_plans import layers_of
 
 REFUSED = ("jamba", "nemotron_h")
-READ_AS = {"mistral": "llama", "granitemoeshared": "granitemoe", "glm4_moe_lite": "deepseek_v3"}
+READ_AS = {"mistral": "llama", "internlm3": "llama", "granitemoeshared": "granitemoe", "glm4_moe_lite": "deepseek_v3"}
 """Types that llama.cpp does not tell from others, which compute the same."""
 NO_NUMBERS = {
     *("architectures", "transformers_version", "dtype", "mamba_chunk_size", "chunk_size"),
