@@ -268,7 +268,7 @@ def planned(**settings: Any) -> bool:
         (
             "gguf",
             {"checkpoint_format"},
-            "llama.cpp (llama-cpp-python 0.3.36): none, int8-wo:32, int4:32, mxfp4-wo as gguf",
+            "llama.cpp (llama-cpp-python 0.3.36): none, int8-wo:32, int4:32, mxfp4-wo, q4-0",
         ),
         (
             "gptq",
