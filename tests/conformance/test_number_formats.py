@@ -18,8 +18,8 @@ from torch import Tensor
 
 from modelexport.assets import demo_model_path
 from modelexport.quantization import formats
-from modelexport.quantization.ggml_layouts import LAYOUTS
 from modelexport.quantization.formats.base import NumberFormat
+from modelexport.quantization.ggml_layouts import LAYOUTS
 from tests.quantization._weights import PLAIN, quantise, raw
 
 pytest.importorskip("compressed_tensors", minversion="0.15")
