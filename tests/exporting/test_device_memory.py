@@ -100,7 +100,7 @@ CUT = [
 ]
 
 
-@pytest.mark.parametrize(("name", "quant", "algorithm", "part", "cut"), few(CUT, CUT[0], slow=(CUT[1], CUT[3], CUT[4])))
+@pytest.mark.parametrize(("name", "quant", "algorithm", "part", "cut"), few(CUT, CUT[2], slow=(CUT[1], CUT[3], CUT[4])))
 def test_a_layer_that_does_not_fit_is_cut_and_has_the_same_bytes(
     name: str, quant: str, algorithm: str, part: float, cut: str, tmp_path: Path
 ) -> None:

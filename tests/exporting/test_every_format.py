@@ -128,9 +128,10 @@ FAST = {
     *(Case("int4-asym", "awq", 64), Case("fp8-block", "fp8-block"), Case("int4", "gguf", 32), Case("q4-k", "gguf")),
 }
 """Each checkpoint format once."""
+SLOW = [Case(name, "gguf", algorithm="imatrix") for name in BLOCKS if name not in ("q4-k", "iq4-nl")]
 
 
-@pytest.mark.parametrize("case", few([*HF, *OTHERS], *FAST), ids=str)
+@pytest.mark.parametrize("case", few([*HF, *OTHERS], *FAST, slow=SLOW), ids=str)
 def test_three_ranks_write_what_one_writes_and_it_reads_back(
     case: Case, model: str, odd: str, even: str, tmp_path: Path
 ) -> None:
