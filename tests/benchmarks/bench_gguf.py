@@ -33,6 +33,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from modelexport.assets import demo_documents, demo_model_path
+from modelexport.quantization import mixtures
 from modelexport.system.tables import size_text, table
 from tests.benchmarks._measuring import SELDOM, Run, add_write_option, become_reaper, run, written
 from tests.benchmarks._quality import Figures, OwnText, Reference, demo_samples, trained_model, write_samples
@@ -67,6 +68,16 @@ class Cell:
     @property
     def key(self) -> tuple[str, str, str]:
         return (self.model, self.mixture, self.column)
+
+    def text(self) -> str:
+        """KL and its standard error in 0.001 nats."""
+        return f"{1e3 * self.figures.kl:.2f} +- {1e3 * self.figures.kl_error:.2f}"
+
+
+def can(mixture: str, column: str) -> bool:
+    """Returns whether a mixture can be made so: gptq wants levels that are evenly spaced."""
+    found = mixtures.find(mixture)
+    return found is None or column != "ours, gptq" or not mixtures.number_format_of(found.block_type).without_grid
 
 
 def call(*command: str | Path) -> None:
@@ -150,7 +161,7 @@ def quality(options: argparse.Namespace, scratch: Path) -> Iterator[str]:
     known = read_cells(options.json)
     columns = [column for column in (*THEIRS, *OURS) if not options.columns or column in options.columns]
     for name in options.models:
-        wanted = [(name, mixture, column) for mixture in options.mixtures for column in columns]
+        wanted = [(name, mixture, column) for mixture in options.mixtures for column in columns if can(mixture, column)]
         yardstick = None
         for key in wanted:
             if key not in known:
@@ -163,13 +174,11 @@ def quality(options: argparse.Namespace, scratch: Path) -> Iterator[str]:
         yield "| mixture | bytes, theirs / ours | " + " | ".join(columns) + " |"
         yield "|---" * (len(columns) + 2) + "|"
         for mixture in options.mixtures:
-            cells = {column: known[name, mixture, column] for column in columns}
+            cells = {column: known[name, mixture, column] for column in columns if can(mixture, column)}
             sizes = [
                 max(c.size for k, c in cells.items() if k in group) for group in (THEIRS, OURS) if group & cells.keys()
             ]
-            shown = [
-                f"{1e3 * c.figures.kl:.2f} +- {1e3 * c.figures.kl_error:.2f}{_mark(c, cells)}" for c in cells.values()
-            ]
+            shown = [f"{cells[c].text()}{_mark(cells[c], cells)}" if c in cells else "" for c in columns]
             yield f"| {mixture} | {' / '.join(f'{size:,}' for size in sizes)} | " + " | ".join(shown) + " |"
     yield from ("", "(!): above llama.cpp's with the same information by more than its standard error")
 
