@@ -116,12 +116,12 @@ class CardFacts:
     """The facts of a checkpoint format that a model card has, declared by its module, or its method's.
 
     Attributes:
-        library: the library by which the Hub loads it, ``HUB_LIBRARY``; None where there is none.
+        hub_library: the library by which the Hub loads it, ``HUB_LIBRARY``; None where there is none.
         tag: by which the Hub finds it, ``HUB_TAG``, by default its name; None: that of the quantisation method.
         loads_tensor_parallel: True if engines divide it among tensor-parallel ranks, ``LOADS_TENSOR_PARALLEL``.
     """
 
-    library: str | None
+    hub_library: str | None
     tag: str | None
     loads_tensor_parallel: bool
 

@@ -61,8 +61,8 @@ def _front_matter(record: ExportRecord) -> Iterator[str]:
         if quantised:
             fields["base_model_relation"] = "quantized"
     facts = CardFacts.of(stored.format)
-    if facts.library is not None and not stored.sharded:
-        fields["library_name"] = facts.library
+    if facts.hub_library is not None and not stored.sharded:
+        fields["library_name"] = facts.hub_library
     fields |= {key: known[key] for key in ("license", "license_name", "license_link", "language") if key in known}
     architecture = record.model.architecture or ""
     if not architecture.endswith("ForConditionalGeneration"):  # the inputs that it takes besides are not known here
