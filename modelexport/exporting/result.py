@@ -201,15 +201,10 @@ def _rows(plan: ExportPlan, sqnr: dict[str, float], errors: dict[str, dict[str, 
     for step in plan.steps:
         for task in step.tasks:
             path = plan.general_path(step, task)
-            empty = {
-                "modules": set(),
-                "weights": 0,
-                "nbytes": 0,
-                "formats": {},
-                "linears": [],
-                "worst": (math.inf, None),
-            }
-            row = sums.setdefault(path, empty)
+            if path not in sums:
+                empty = {"modules": set(), "weights": 0, "nbytes": 0, "formats": {}, "linears": []}
+                sums[path] = {**empty, "worst": (math.inf, None)}
+            row = sums[path]
             full = full_name(step.layer, task.path)
             row["modules"].add(full)
             share = (task.rows[1] - task.rows[0]) / max(1, task.info.shape[0] if task.info.shape else 1)

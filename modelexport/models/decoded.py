@@ -254,6 +254,7 @@ def decoded(checkpoint: Checkpoint) -> Checkpoint:
     infos, left_out = dict(checkpoint.infos), dict(checkpoint.left_out)
     computed: dict[str, ComputedTensor] = {}
     placements = dict(checkpoint.placements)
+    formats = HeldFormats()
     for module in matched.modules:
         of_a_draft = module.place.draft is not None and module.place.module.parameter in KV_SCALES
         if module.place.is_cache_scale or of_a_draft:
@@ -281,9 +282,8 @@ def decoded(checkpoint: Checkpoint) -> Checkpoint:
             computed[scaled.weight.name] = scaled
             continue
         try:
-            linear = stored_linear(
-                module, module.scheme, matched.model.dimensions.weight_shape(module.place.module), dtype
-            )
+            shape = matched.model.dimensions.weight_shape(module.place.module)
+            linear = stored_linear(module, module.scheme, shape, dtype, formats)
         except CheckpointError as error:
             problems.append(str(error))
             continue
@@ -355,17 +355,42 @@ def model_dtype(matched: Matched) -> str:
     return next((dtype for dtype in plain if dtype in ("BF16", "F16")), "F32")
 
 
-def stored_linear(matched: MatchedModule, scheme: Scheme, shape: tuple[int, ...], dtype: str) -> StoredLinear:
+class HeldFormats:
+    """The number formats of one checkpoint's linears: of a hundred thousand that have a few schemes."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, frozenset[str]], tuple[NumberFormat | ReadOnlyNumbers, bool]] = {}
+        self._schemes: list[Scheme] = []  # kept, for their ids are keys
+
+    def of(
+        self, name: str, scheme: Scheme, tensors: Mapping[str, TensorInfo]
+    ) -> tuple[NumberFormat | ReadOnlyNumbers, bool]:
+        """Returns what :func:`_held` does.
+
+        Raises:
+            CheckpointError: no number format of ours holds such weights.
+        """
+        key = (id(scheme), frozenset(info.dtype for suffix, info in tensors.items() if suffix.endswith(_SCALE_LIKE)))
+        if key not in self._known:
+            self._known[key] = _held(name, scheme, tensors)
+            self._schemes.append(scheme)
+        return self._known[key]
+
+
+def stored_linear(
+    matched: MatchedModule, scheme: Scheme, shape: tuple[int, ...], dtype: str, formats: HeldFormats
+) -> StoredLinear:
     """A quantised linear of a checkpoint.
 
     Args:
         shape: of its weight.
         dtype: of the model's unquantised numbers.
+        formats: of the checkpoint's other linears.
 
     Raises:
         CheckpointError: no number format of ours holds such weights.
     """
-    number_format, exact = _held(matched.place.name, scheme, matched.tensors)
+    number_format, exact = formats.of(matched.place.name, scheme, matched.tensors)
     stored = {suffix: info for suffix, info in matched.tensors.items() if suffix != "bias"}
     tensors, axes = viewed(scheme, stored, (shape[0], shape[1]))
     axes = {suffix: matched.specs[suffix].axes for suffix in tensors} | axes

@@ -296,7 +296,7 @@ def match(checkpoint: Checkpoint, model: ModelDescription | None = None) -> Matc
     left_out = model.left_out(checkpoint.infos)
     infos = {name: info for name, info in checkpoint.infos.items() if name not in left_out}
     modules: list[MatchedModule] = []
-    reasons: dict[str, str] = {}  # module -> why it has no further tensors
+    schemes: dict[str, Scheme | None] = {}  # of the modules that are there
     missing: dict[str, str] = {}
     unfit: list[str] = []
     plain: dict[str, str] = {}
@@ -318,7 +318,7 @@ def match(checkpoint: Checkpoint, model: ModelDescription | None = None) -> Matc
                 outside.note(module)
                 infos |= {info.name: info for info in module.tensors.values()}
                 continue
-            reasons[place.name] = no_further(expected.scheme, model.quantization)
+            schemes[place.name] = expected.scheme
             hint = "" if place.draft is None else _WITHOUT_DRAFTS
             missing |= {name: f"{text}{hint}" for name, text in module.missing.items()}
             unfit += (f"{text}{hint}" for text in module.unfit)
@@ -339,8 +339,10 @@ def match(checkpoint: Checkpoint, model: ModelDescription | None = None) -> Matc
     for name in infos:
         module_name = name.rpartition(".")[0]
         if module_name not in undescribed:
-            why = reasons.get(module_name)
-            unknown[name] = why or f"{describe(model.family, model.dimensions)} has no such module"
+            if module_name in schemes:
+                unknown[name] = no_further(schemes[module_name], model.quantization)
+            else:
+                unknown[name] = f"{describe(model.family, model.dimensions)} has no such module"
     return Matched(
         model, tuple(modules), left_out, tuple(missing.values()), tuple(dict.fromkeys(unfit)), unknown, plain
     )

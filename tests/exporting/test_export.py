@@ -112,6 +112,13 @@ def test_slabs_of_a_large_embedding_change_nothing(tmp_path: Path, monkeypatch: 
     assert run(tmp_path, "slabs-8", quant="int4", tp=8, gather="direct") == whole
 
 
+def test_steps_of_parts_of_a_layer_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = run(tmp_path, "whole", quant="int4")
+    monkeypatch.setattr("modelexport.exporting.plan.STEP_BYTES", 100_000)
+    assert run(tmp_path, "parts", quant="int4") == whole
+    assert run(tmp_path, "parts-2", quant="int4", tp=2, gather="shm") == whole
+
+
 def test_what_none_writes_is_what_the_source_held(tmp_path: Path) -> None:
     source = make_llama(**AWKWARD)
     run(tmp_path, "out", model=str(source), quant="none", tp=3)

@@ -49,10 +49,11 @@ def plan_for(
     tp: int = 1,
     observer: str = "amax",
     method: str = "compressed-tensors",
+    rows: int | None = None,
 ) -> ExportPlan:
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     assignment = Assignment.parse(quant, group_size=group_size, observer=observer)
-    return build_plan(checkpoint, assignment, Parallelism(tp=tp), method=method)
+    return build_plan(checkpoint, assignment, Parallelism(tp=tp), method=method, rows=rows)
 
 
 @st.composite
@@ -390,6 +391,36 @@ def test_a_large_embedding_comes_in_slabs(monkeypatch: pytest.MonkeyPatch) -> No
     assert slabs[2].tasks[0].owned_box(0) == ((200, 206), (0, 128))
     assert slabs[2].tasks[0].owned_box(1) == ((206, 211), (0, 128))
     assert sum(step.output_bytes for step in slabs) == 211 * 256
+
+
+def test_a_large_layer_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tiny_checkpoint("qwen3_moe")
+    whole = plan_for(source, "fp8")
+    monkeypatch.setattr(export_plan, "STEP_BYTES", 4096)
+    plan = plan_for(source, "fp8")
+    parts = [step for step in plan.steps if step.index == 0]
+    assert [step.id for step in parts[:2]] == [f"model.layers.0 ({n} of {len(parts)})" for n in (1, 2)]
+    assert {len(step.tasks) for step in parts} > {1}, "small modules share a step"
+    assert list(plan.outputs()) == list(whole.outputs())
+    assert plan.peak_rank_bytes() < whole.peak_rank_bytes() / 2
+
+
+def test_modules_that_share_a_scale_stay_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export_plan, "STEP_BYTES", 1)
+    plan = plan_for(tiny_checkpoint("qwen3_moe"), "nvfp4-wo")
+    steps: dict[tuple[str, str], set[str]] = {}
+    for step in plan.steps:
+        for task in step.tasks:
+            if task.quantised:
+                steps.setdefault((step.layer, task.shared_scale), set()).add(step.id)
+    assert all(len(found) == 1 for found in steps.values())
+    assert len({each for found in steps.values() for each in found}) > 2 * plan.dimensions.layers
+
+
+def test_samples_run_through_whole_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export_plan, "STEP_BYTES", 1)
+    plan = plan_for(tiny_checkpoint("qwen3_moe"), "fp8", rows=128)
+    assert [step.id for step in plan.steps if step.index is not None] == ["model.layers.0", "model.layers.1"]
 
 
 def test_buffers_of_old_checkpoints_are_left_out_and_said() -> None:

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -180,7 +180,7 @@ def plan_file(name: str, infos: Sequence[TensorInfo], metadata: Mapping[str, str
     start, path = len(header), Path(name)
     placed = []
     for info in infos:
-        placed.append(replace(info, path=path, offset=start))
+        placed.append(TensorInfo(info.name, info.dtype, info.shape, path, start, info.nbytes))
         start += info.nbytes
     return LayoutFile(name, header, tuple(placed), start)
 

@@ -25,7 +25,7 @@ from modelexport.exporting.plan.linears import (
 )
 from modelexport.exporting.plan.steps import ExportPlan, ExportStep, OutputTensor, TensorTask, full_name
 from modelexport.models.architecture import Module, language_config
-from modelexport.models.decoded import StoredLinear, decoded, model_dtype, stored_linear
+from modelexport.models.decoded import HeldFormats, StoredLinear, decoded, model_dtype, stored_linear
 from modelexport.models.matching import Matched, MatchedModule, ModelDescription, Place, match, refuse
 from modelexport.models.ties import check_tied, untie
 from modelexport.quantization import kv_caches
@@ -44,6 +44,7 @@ __all__ = ["ExportPlan", "ExportStep", "OutputTensor", "TensorTask", "build_plan
 _SAME_BY_EXPERT = "mxfp4-wo writes the same numbers"
 _VOCABULARY = ("head", "embedding")
 SLAB_BYTES = 64 << 20  # an embedding larger than this is exported in slabs of rows, to bound memory
+STEP_BYTES = 1 << 30  # a layer larger than this is exported in several steps, where no samples run through it
 
 
 def build_plan(
@@ -156,6 +157,8 @@ class _Planner:
         self.cuts = cuts
         self.quantise_drafts = quantise_drafts
         self.casts = casts
+        self.stored_formats = HeldFormats()
+        self._known_outputs: dict[tuple[object, ...], tuple[OutputTensor, ...]] = {}
 
     def plan(self, made_cache: str | None) -> ExportPlan:
         if made_cache is not None:
@@ -165,7 +168,7 @@ class _Planner:
         steps: list[ExportStep] = []
         for layer, group in groupby(self.matched.modules, key=lambda module: module.place.layer):
             modules = list(group)
-            steps += self._outside(modules) if layer is None else [self._layer(layer, modules, made_cache)]
+            steps += self._outside(modules) if layer is None else self._layer(layer, modules, made_cache)
         if self.problems:
             refuse(str(self.checkpoint.directory), self.problems)
         if self.format_problems:
@@ -233,7 +236,7 @@ class _Planner:
             return []
         return [module.path for module in self.family.after if module.kind == "head"]
 
-    def _layer(self, number: int, modules: Iterable[MatchedModule], made_cache: str | None) -> ExportStep:
+    def _layer(self, number: int, modules: Iterable[MatchedModule], made_cache: str | None) -> list[ExportStep]:
         layer = self.family.layer_prefix.format(i=number)
         tasks: list[TensorTask] = []
         cache_scales: dict[str, TensorInfo] = {}
@@ -244,7 +247,10 @@ class _Planner:
                 tasks += self._module_tasks(module)
         tasks += self._cache_tasks(number, cache_scales, made_cache)
         self._check_fused(layer, tasks)
-        return ExportStep(layer, layer, number, tuple(self.cuts.layer(self._cast(tasks))))
+        cut = self.cuts.layer(self._cast(tasks))
+        whole = self.cuts.rows is not None or made_cache is not None  # what is measured is measured layer by layer
+        pieces = [cut] if whole else _pieces(cut)
+        return [ExportStep(name, layer, number, tuple(piece)) for name, piece in _numbered(layer, pieces)]
 
     def _cache_tasks(self, layer: int, found: Mapping[str, TensorInfo], made: str | None) -> list[TensorTask]:
         """The scales of a layer's KV cache: made, taken over where all numbers are kept, else left out."""
@@ -289,14 +295,18 @@ class _Planner:
         for part, own in tasks.items():
             self._check_fused(part, own)
         return [
-            step for part, own in tasks.items() if own for step in self._single(part, self.cuts.layer(self._cast(own)))
+            step
+            for part, own in tasks.items()
+            if own
+            for name, piece in _numbered(part, _pieces(self.cuts.layer(self._cast(own))))
+            for step in self._single(name, part, piece)
         ]
 
-    def _single(self, path: str, tasks: Sequence[TensorTask]) -> list[ExportStep]:
+    def _single(self, name: str, path: str, tasks: Sequence[TensorTask]) -> list[ExportStep]:
         """Steps of a module outside the decoder layers, in slabs of rows if it is large."""
         weight = tasks[0].info
         if len(tasks) > 1 or not _is_by_rows(tasks[0]) or weight.nbytes <= SLAB_BYTES:
-            return [ExportStep(path, path, None, tuple(tasks))]
+            return [ExportStep(name, path, None, tuple(tasks))]
         row_bytes = max(1, weight.nbytes // max(1, weight.shape[0]))
         rows_per_slab = max(1, SLAB_BYTES // row_bytes)
         steps = []
@@ -305,7 +315,7 @@ class _Planner:
             held = tuple((a + start, b + start) for a, b in even_cut(rows[1] - start, 1, self.parallelism.tp))
             # The owned ranges tile the slab, not the tensor.
             task = replace(tasks[0], rows=rows, cut=Cut(0, held, held), shared_scale="")
-            steps.append(ExportStep(f"{path}[{rows[0]}:{rows[1]}]", path, None, (task,)))
+            steps.append(ExportStep(f"{name}[{rows[0]}:{rows[1]}]", path, None, (task,)))
         return steps
 
     def _module_tasks(self, matched: MatchedModule) -> list[TensorTask]:
@@ -324,7 +334,8 @@ class _Planner:
             source_bytes = None if computed is None else sum(info.nbytes for info in computed.sources)
         else:
             try:
-                linear = stored_linear(matched, matched.scheme, self.dims.weight_shape(module), self.dtype)
+                shape = self.dims.weight_shape(module)
+                linear = stored_linear(matched, matched.scheme, shape, self.dtype, self.stored_formats)
             except CheckpointError as error:
                 self.problems.append(str(error))
                 return []
@@ -553,7 +564,38 @@ class _Planner:
             axes = tuple((d, 1) for d in range(len(info.shape)))
             nbytes = tensor_nbytes(info.dtype, info.shape)
             return (OutputTensor(name, info.dtype, info.shape, axes, nbytes),)
-        return linear_outputs(self.method, number_format, (info.shape[0], info.shape[1]), info.dtype)
+        key = (number_format, info.shape, info.dtype)  # the experts of all layers are alike
+        if key not in self._known_outputs:
+            shape = (info.shape[0], info.shape[1])
+            self._known_outputs[key] = linear_outputs(self.method, number_format, shape, info.dtype)
+        return self._known_outputs[key]
+
+
+def _pieces(tasks: Sequence[TensorTask]) -> list[list[TensorTask]]:
+    """The tasks of a layer in pieces of at most :data:`STEP_BYTES`, or of what cannot be parted: a module's own, and
+    those of all modules that share the scale of whole weights, as experts do."""
+    if sum(task.info.nbytes for task in tasks) <= STEP_BYTES:
+        return [list(tasks)]
+    together: dict[str, list[TensorTask]] = {}
+    for task in tasks:
+        is_shared = task.quantised and task.number_format.scale_granularity == "tensor"  # type: ignore[union-attr]
+        together.setdefault(f"scale {task.shared_scale}" if is_shared else task.place.name, []).append(task)
+    pieces: list[list[TensorTask]] = []
+    filled = STEP_BYTES
+    for own in together.values():
+        size = sum(task.info.nbytes for task in own)
+        if filled + size > STEP_BYTES:
+            pieces.append([])
+            filled = 0
+        pieces[-1] += own
+        filled += size
+    return pieces
+
+
+def _numbered(name: str, pieces: Sequence[list[TensorTask]]) -> Iterator[tuple[str, list[TensorTask]]]:
+    """The pieces with the names of their steps."""
+    for number, piece in enumerate(pieces, 1):
+        yield (name if len(pieces) == 1 else f"{name} ({number} of {len(pieces)})"), piece
 
 
 def _is_by_rows(task: TensorTask) -> bool:

@@ -39,6 +39,8 @@ class Cuts:
         """The tasks of a layer, or of a module outside of the layers, with their cuts."""
         units: dict[str, int] = {}
         weights: dict[str, Cut] = {}
+        kinds = {_kind(task): task for task in tasks}
+        known: dict[tuple[object, ...], Cut] = {}
         found = []
         for task in tasks:
             if task.module.kind == "other":  # any rows will do to pass it on
@@ -49,7 +51,10 @@ class Cuts:
             elif task.stored is not None:
                 cut = self._one_owner(task)
             else:
-                cut = self._cut(task, tasks, units)
+                kind = _kind(task)
+                if kind not in known:
+                    known[kind] = self._cut(task, kinds.values(), units)
+                cut = known[kind]
             weights.setdefault(task.path, cut)
             found.append(replace(task, cut=cut))
         return found
@@ -59,7 +64,7 @@ class Cuts:
             return replicated(task.rows[1], self.tp)
         return cut_along(0, block_cut(task.info.shape[0], 1, self.tp))
 
-    def _cut(self, task: TensorTask, tasks: Iterable[TensorTask], units: dict[str, int]) -> Cut:
+    def _cut(self, task: TensorTask, kinds: Iterable[TensorTask], units: dict[str, int]) -> Cut:
         module, shape, number_format = task.module, task.info.shape, task.number_format
         dim, kept = module.cut_dim, task.cut_alignment
         if self.rows is not None and module.kind == "linear":
@@ -72,7 +77,7 @@ class Cuts:
             return cut_along(dim, block_cut(shape[dim], kept[dim], self.tp))
         axis = "heads" if module.axis == "kv_heads" else module.axis
         if axis not in units:
-            units[axis] = self._unit(axis, tasks)
+            units[axis] = self._unit(axis, kinds)
         held = self._held(module, shape[dim], units[axis])
         if any(edge % kept[dim] and edge != shape[dim] for span in held for edge in span):
             held = block_cut(shape[dim], kept[dim], self.tp)
@@ -84,14 +89,17 @@ class Cuts:
             return group_query_cut(heads, self.dims.kv_heads, each, self.tp, unit=unit // each)
         return even_cut(size, unit, self.tp)
 
-    def _unit(self, axis: str, tasks: Iterable[TensorTask]) -> int:
+    def _unit(self, axis: str, kinds: Iterable[TensorTask]) -> int:
         """Features along ``axis`` that stay together in every module of the layer.
 
         Where the heads of one axis are those of another, though of another size, in heads.
+
+        Args:
+            kinds: one task of all that are alike, as experts' are.
         """
         own = self.dims.axis(axis)
         units = 1  # heads, or features where there are none
-        for task in tasks:
+        for task in kinds:
             module = task.module
             if module.kind != "linear" or module.axis is None or task.number_format is None:
                 continue
@@ -111,3 +119,8 @@ class Cuts:
         held = tuple((0, rows) if rank == owner else (0, 0) for rank in range(self.tp))
         owned = tuple((0 if rank <= owner else rows, 0 if rank < owner else rows) for rank in range(self.tp))
         return Cut(0, held, owned)
+
+
+def _kind(task: TensorTask) -> tuple[object, ...]:
+    """Returns what tasks have in common that are cut alike, as those of a layer's experts are."""
+    return (id(task.module), task.parameter, task.is_cast, id(task.outputs), task.info.shape)

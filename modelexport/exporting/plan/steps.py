@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -179,7 +180,7 @@ class ExportPlan:
     notes: tuple[str, ...] = ()
     file_type: int | None = None
 
-    @property
+    @cached_property
     def needs_ranges(self) -> bool:
         """True if the magnitudes of activations must be known, for static scales or the KV cache's."""
         return any(
@@ -190,12 +191,20 @@ class ExportPlan:
 
     def formats(self) -> dict[str, NumberFormat]:
         """Every quantised linear -> its number format, in the model's order."""
-        return {
-            full_name(step.layer, task.path): replace(task.number_format, scale_dtype=None)  # dtypes are not announced
-            for step in self.steps
-            for task in step.tasks
-            if task.number_format is not None and task.parameter == "weight"
-        }
+        return dict(self._formats)
+
+    @cached_property
+    def _formats(self) -> dict[str, NumberFormat]:
+        found: dict[str, NumberFormat] = {}
+        announced: dict[NumberFormat, NumberFormat] = {}
+        for step in self.steps:
+            for task in step.tasks:
+                own = task.number_format
+                if own is not None and task.parameter == "weight":
+                    if own not in announced:
+                        announced[own] = replace(own, scale_dtype=None)  # dtypes are not announced
+                    found[full_name(step.layer, task.path)] = announced[own]
+        return found
 
     def outputs(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
         """(name, dtype, shape) of every tensor written, in the order of the file."""
@@ -212,9 +221,10 @@ class ExportPlan:
         """The rules by which the tensors that are written may be cut, in the order of the file."""
         rules: dict[str, TensorRule] = {}
         for step in self.steps:
-            for place, tasks in groupby(step.tasks, key=lambda task: task.place):
+            for _, group in groupby(step.tasks, key=lambda task: id(task.place)):
+                tasks = list(group)
                 tensors = {out.name: (out.dtype, out.shape, out.axes) for task in tasks for out in task.outputs}
-                rules |= {rule.name: rule for rule in module_rules(place, self.dimensions, tensors)}
+                rules.update((rule.name, rule) for rule in module_rules(tasks[0].place, self.dimensions, tensors))
         return list(rules.values())
 
     def admissible_tp(self) -> list[int]:
@@ -322,19 +332,15 @@ class ExportPlan:
 
     def _rank_bytes(self, step: ExportStep, rank: int, source: bool) -> int:
         total = 0
+        known: dict[tuple[object, ...], int] = {}
         for task in step.tasks:
-            box = task.owned_box(rank)
-            if box is None:
-                continue
             if source and task.stored is not None:
-                total += task.stored.nbytes
-            elif source:
-                total += task.info.nbytes * _volume(box) // max(1, math.prod(task.info.shape))
-            else:
-                for out in task.outputs:
-                    out_box = task.output_box(out, rank)
-                    if out_box is not None:
-                        total += out.nbytes * _volume(out_box) // max(1, math.prod(out.shape))
+                total += task.stored.nbytes if task.cut.owns(rank) else 0
+                continue
+            alike = (id(task.cut), id(task.outputs), task.rows, task.info.shape, task.info.dtype)
+            if alike not in known:  # experts are
+                known[alike] = _source_bytes(task, rank) if source else _output_bytes(task, rank)
+            total += known[alike]
         return total
 
     def _weights(self) -> Iterator[TensorTask]:
@@ -374,6 +380,22 @@ def _box(shape: tuple[int, ...], dim: int | None, span: Range, rows: Range) -> B
 def _slab_bytes(task: TensorTask, shape: tuple[int, ...], nbytes: int) -> int:
     whole = task.info.shape[0] if task.info.shape else 1
     return nbytes * (task.rows[1] - task.rows[0]) // max(1, whole) if shape else nbytes
+
+
+def _source_bytes(task: TensorTask, rank: int) -> int:
+    """Bytes of the source that a rank reads for a task."""
+    box = task.owned_box(rank)
+    return 0 if box is None else task.info.nbytes * _volume(box) // max(1, math.prod(task.info.shape))
+
+
+def _output_bytes(task: TensorTask, rank: int) -> int:
+    """Bytes that a rank emits for a task."""
+    total = 0
+    for out in task.outputs:
+        box = task.output_box(out, rank)
+        if box is not None:
+            total += out.nbytes * _volume(box) // max(1, math.prod(out.shape))
+    return total
 
 
 def _volume(box: Box) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from modelexport.checkpoints.draft_names import PREFIX
@@ -435,6 +436,10 @@ class Dimensions:
 
     def axis(self, name: str) -> AxisSize:
         """The numbers of a model axis."""
+        return self._axes[name]
+
+    @cached_property
+    def _axes(self) -> dict[str, AxisSize]:
         standard = {
             "heads": AxisSize(self.heads * self.head_dim, self.head_dim, self.heads),
             "kv_heads": AxisSize(self.kv_heads * self.head_dim, self.head_dim, self.kv_heads, shared=True),
@@ -444,7 +449,7 @@ class Dimensions:
             "hidden": AxisSize(self.hidden),
             "head": AxisSize(self.head_dim),
         }
-        return (standard | dict(self.own_axes))[name]
+        return standard | dict(self.own_axes)
 
     def axis_size(self, axis: str) -> int:
         """Features along a model axis, e.g. ``heads * head_dim``."""

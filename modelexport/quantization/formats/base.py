@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -183,7 +184,7 @@ class NumberFormat(ABC):
             method,
         )
 
-    @property
+    @cached_property
     def has_static_inputs(self) -> bool:
         """True where it stores a number by which a linear's inputs are scaled, which calibration measures."""
         return self.quantised and self.scheme().has_static_inputs
