@@ -104,6 +104,9 @@ FILE = "model.gguf"
 _SUFFIX = ".gguf"
 _LAYER = "blk.{layer}."
 _SCALE = "scale"
+_INPUT_SCALE = ".input_scale"
+_UNSCALED = "NVFP4 (scale 1)"
+"""A linear's blocks without a scale beside them, as :mod:`modelexport.quantization.methods.gguf` has them."""
 _EXTRA = "general.tensor_extra"
 _WIDE = "modelexport.float32"
 """The key of the names of those tensors of a model of 16 bits that are float32 in the model, too, one a line."""
@@ -606,6 +609,20 @@ def open(directory: Path, config: dict[str, Any] | None, rules: Rules) -> Checkp
     """
     rules = partial(rules, apart=True)
     found = read_gguf(*_the_file(directory))
+    unread = dict.fromkeys(_input_scales(found), "a scale of activations that llama.cpp does not multiply by")
+    found = replace(found, infos={name: info for name, info in found.infos.items() if name not in unread})
+    checkpoint = _open_model(directory, found, config, rules)
+    return replace(checkpoint, left_out={**checkpoint.left_out, **unread})
+
+
+def _input_scales(found: GgufFile) -> list[str]:
+    """The scales of activations of 4 bits beside a file's blocks: llama.cpp reads them and computes without them."""
+    scaled = {name for name, info in found.infos.items() if type_of(info.dtype, info.shape) == SCALED_TYPE}
+    ends = [name for name in found.infos if name.endswith(_INPUT_SCALE)]
+    return [name for name in ends if f"{name.removesuffix(_INPUT_SCALE)}.weight" in scaled]
+
+
+def _open_model(directory: Path, found: GgufFile, config: dict[str, Any] | None, rules: Rules) -> Checkpoint:
     if config is not None or has_file(directory, "config.json"):
         return _open(directory, found, config or read_json(directory / "config.json", largest=LARGEST_CONFIG), rules)
     config = restore_config(found)
@@ -721,6 +738,9 @@ def _with_types(config: dict[str, Any], found: GgufFile, rules: Rules) -> dict[s
     plain = {key: value for key, value in config.items() if key not in ("quantization_config", "compression_config")}
     kinds = {name: type_of(info.dtype, info.shape) for name, info in found.infos.items()}
     blocks = {name: kind for name, kind in kinds.items() if kind is not None and TYPES[kind].block > 1}
+    for name, kind in blocks.items():
+        if kind == SCALED_TYPE and f"{name.removesuffix('weight')}{_SCALE}" not in found.infos:
+            blocks[name] = _UNSCALED
     if not blocks:
         return plain
     types: dict[str, list[str]] = {}

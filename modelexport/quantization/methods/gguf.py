@@ -63,6 +63,8 @@ SCALED_BLOCK = "NVFP4"
 """The block type whose weights are multiplied by one number more, that of all of them."""
 SCALE = "scale"
 """The tensor of that number."""
+UNSCALED = "NVFP4 (scale 1)"
+"""The same without such a tensor, as others write it: read, and never written."""
 BLOCK_BYTES = {**{layout.name: layout.nbytes for layout in LAYOUTS.values()}, "MXFP4": 17, SCALED_BLOCK: 36}
 _CODES = {"Q8_0": 2, "Q4_0": 2, "MXFP4": 1, SCALED_BLOCK: 4}  # where in a block they begin
 _WHAT_HOLDS = (
@@ -92,8 +94,9 @@ _OWN = {layout.number_format: layout for layout in LAYOUTS.values()}
 
 def _scheme(name: str, targets: tuple[str, ...]) -> Scheme | None:
     """The scheme of a type, as ``quantization_config`` or a file has it; None for others."""
-    if name in _ARGUMENTS:
-        return Scheme(name, targets, _COMPRESSED.get(name, "pack-quantized"), _ARGUMENTS[name], None, None, METHOD)
+    kind = SCALED_BLOCK if name == UNSCALED else name
+    if kind in _ARGUMENTS:
+        return Scheme(name, targets, _COMPRESSED.get(kind, "pack-quantized"), _ARGUMENTS[kind], None, None, METHOD)
     layout = _OWN.get(name) or LAYOUTS.get(name)
     return None if layout is None else Scheme(name, targets, layout.name, layout.arguments(), None, None, METHOD)
 
@@ -134,7 +137,8 @@ def tensor_specs(scheme: Scheme, shape: tuple[int, int]) -> dict[str, StoredTens
     more = (1,) if found == _MARKED else ()
     blocks = (shape[0], shape[1] // block, BLOCK_BYTES[found], *more)
     axes: Axes = ((0, 1), (1, block), None, *(None for _ in more))
-    scale = {SCALE: StoredTensorSpec(("F32",), ((), (1,)))} if found == SCALED_BLOCK else {}
+    has_scale = found == SCALED_BLOCK and scheme.name != UNSCALED
+    scale = {SCALE: StoredTensorSpec(("F32",), ((), (1,)))} if has_scale else {}
     return {"weight": StoredTensorSpec(("U8",), (blocks,), axes), **scale}
 
 
@@ -310,6 +314,7 @@ def _decode_scaled(tensors: Mapping[str, Tensor], rows: int, cols: int) -> dict[
     import torch
 
     begin = _CODES[SCALED_BLOCK]
+    given = {SCALE: torch.ones((), device=tensors["weight"].device), **tensors}
     scales = tensors["weight"][..., :begin].contiguous().view(rows, -1)
     if bool((scales == _SIGN | _NAN).any()):
         raise CheckpointError("a scale of 16 weights is 255: 480 to GGUF, which e4m3 has no code for")
@@ -320,7 +325,7 @@ def _decode_scaled(tensors: Mapping[str, Tensor], rows: int, cols: int) -> dict[
     return {
         "weight_packed": pairs.view(rows, cols // 2),
         "weight_scale": scales.view(torch.float8_e4m3fn),
-        "weight_global_scale": inverted_scale(tensors, SCALE, divisor_of, (1,)),
+        "weight_global_scale": inverted_scale(given, SCALE, divisor_of, (1,)),
     }
 
 
