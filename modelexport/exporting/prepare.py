@@ -32,6 +32,7 @@ from modelexport.models.stacked import experts_apart, held
 from modelexport.models.structure import by_structure, check_whole
 from modelexport.models.target_plan import TargetPlan, check_source, plan_target
 from modelexport.models.ties import untie
+from modelexport.models.tokenizers import may_be_restored, tokenizer_of
 from modelexport.quantization import algorithms, devices
 from modelexport.quantization.assignment import KEEP, Assignment
 from modelexport.quantization.calibration.cut import ROWS
@@ -481,17 +482,23 @@ def check_early(recipe: ExportRecipe, source: Source | None = None) -> None:
         _check_text(recipe, source)
 
 
-def _check_text(recipe: ExportRecipe, source: Source) -> None:
+def _check_text(recipe: ExportRecipe, source: Source, checkpoint: Checkpoint | None = None) -> None:
     """Checks that what reads the calibration text is there.
+
+    Args:
+        checkpoint: the source, where it has been opened: its format may make a tokenizer.
 
     Raises:
         UsageError: a text, the tokenizer or the processor is missing, or an image; or a text has no share of the
             samples.
     """
+    place = source.directory if checkpoint is None else tokenizer_of(checkpoint, source.directory)
+    later = checkpoint is None and may_be_restored(source.directory)
     for share in shares(recipe.calib, recipe.calib_samples):
-        documents = TokenDocuments(share.text, source.directory, 1)
+        documents = TokenDocuments(share.text, place, 1)
         try:
-            documents.check()
+            if not later:
+                documents.check()
         except UsageError as error:
             if source.checkpoint is None or has_tokenizer(source.directory):
                 raise
@@ -517,7 +524,7 @@ def _check_calibration(recipe: ExportRecipe, source: Source, checkpoint: Checkpo
             f"{checkpoint.directory}: {refusal}: calibration runs language models only; choose --algorithm "
             f"{' or '.join(plain)}, a --quant without static scales, and no --kv-cache"
         )
-    _check_text(recipe, source)
+    _check_text(recipe, source, checkpoint)
 
 
 def _check_apart(recipe: ExportRecipe, source: Source) -> None:

@@ -463,12 +463,12 @@ def test_every_architecture(tmp_path: Path, kind: str) -> None:
 
 def scaled_linears(source: Path) -> list[str]:
     """The linears and the head of a model that NVFP4's blocks hold, and by whose scale llama.cpp multiplies."""
-    target = prepare(ExportRecipe(model=str(source), quant="none", format="gguf", dry_run=True, quiet=True)).target
-    config = open_model(source).config or {}
-    read = SCALED[str(container.header_values(target.plan, config)["general.architecture"])]
+    prepared = prepare(ExportRecipe(model=str(source), quant="none", format="gguf", dry_run=True, quiet=True))
+    plan, config = prepared.target.plan, prepared.checkpoint.config or {}
+    read = SCALED[str(container.header_values(plan, config)["general.architecture"])]
     return [
         rule.module
-        for name, held in container.matrices(target.plan, config).items()
+        for name, held in container.matrices(plan, config).items()
         for rule in held
         if re.sub(r"^blk\.\d+\.|\.weight$", "", name) in read and rule.shape[1] % 64 == 0 and rule.role != "embedding"
     ]
@@ -476,20 +476,19 @@ def scaled_linears(source: Path) -> list[str]:
 
 @pytest.mark.parametrize("kind", [kind for kind in model_types() if kind not in NOT_IN_TRANSFORMERS])
 def test_llama_cpp_multiplies_by_the_scales_of_nvfp4(tmp_path: Path, kind: str) -> None:
-    """Of every tensor that the table has, in a tiny model of every type; without one, weights are thousands of times
-    too large."""
-    model = gguf_tiny_model(kind)
-    source, out = tmp_path / "source", tmp_path / "out"
-    model.save_pretrained(source)
+    """Of every tensor that the table has, in a tiny model of every type: as with the same weights in float32. Without
+    their scale weights are thousands of times too large."""
+    source, out, plain = (tmp_path / name for name in ("source", "out", "plain"))
+    gguf_tiny_model(kind).save_pretrained(source)
     linears = scaled_linears(source)
     if not linears:
         pytest.skip("it is too narrow for blocks of 64")
     quant = ",".join(f"{name}=nvfp4-wo" for name in linears)
     export(model=str(source), out=str(out), quant=quant, format="gguf", evaluate=False, quiet=True)
+    exported(plain, "none", str(out), tp=1)
     ids = torch.randint(3, 200, (24,), generator=torch.Generator().manual_seed(2)).tolist()
-    (got,) = ask("logprobs", out / "model.gguf", given=ids)
-    expected = scores_of(load_dequantised(out), ids)
-    difference = (torch.tensor(got, dtype=torch.float64) - expected).abs()
+    got, expected = torch.tensor(ask("logprobs", out / "model.gguf", plain / "model.gguf", given=ids)).double()
+    difference = (got - expected).abs()
     print(f"{kind}: {difference.mean():.5f} on average, {difference.max():.5f} at most; spread {expected.std():.2f}")
     print(*sorted({re.sub(r"\d+", "*", name) for name in linears}))
     routed = "expert" in str(open_model(out).infos.keys())

@@ -545,7 +545,7 @@ def _values(plan: ShardPlan, config: dict[str, Any], source: Path | None) -> dic
 
 
 def _extra_values(found: Sequence[Array]) -> dict[str, Value]:
-    """What keeps llama.cpp from rounding the inputs of 4-bit weights to 4 bits, as it does on some GPUs."""
+    """Values that keep llama.cpp from rounding the inputs of 4-bit weights to 4 bits, as it does on some GPUs."""
     names = [array.name for array in found if type_of(*stored_form(array)) == SCALED_TYPE]
     return {f"{_EXTRA}.name": names, f"{_EXTRA}.prec_a4": [False] * len(names)} if names else {}
 

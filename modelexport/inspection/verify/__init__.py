@@ -20,6 +20,7 @@ from modelexport.checkpoints.adapters import parse_setting, read_adapter
 from modelexport.checkpoints.formats.hf import RECORD
 from modelexport.checkpoints.replicas import odd_replicas
 from modelexport.checkpoints.safetensors.file import Checkpoint
+from modelexport.checkpoints.source import directory_of
 from modelexport.errors import CheckpointError, PlanError, UsageError, shown
 from modelexport.inspection.record.reading import ExportRecord, read_record
 from modelexport.inspection.verify.comparison import HeaderComparison, compare_headers, plan_items
@@ -129,7 +130,7 @@ def verify_checkpoint(
             >>> modelexport.verify("ckpt").ok
             True
     """
-    directory = Path(directory)
+    directory = directory_of(directory)
     if not directory.is_dir():
         found = "a file" if directory.exists() else "no such directory"
         raise UsageError(f"{directory}: {found}; give the directory of a checkpoint")
