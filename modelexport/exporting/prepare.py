@@ -28,7 +28,7 @@ from modelexport.models.engines import warnings as engine_warnings
 from modelexport.models.in_memory import is_gathered
 from modelexport.models.multipliers import multiplied
 from modelexport.models.opening import open_model
-from modelexport.models.stacked import experts_apart, held
+from modelexport.models.stacked import experts_apart, experts_stacked, held
 from modelexport.models.structure import by_structure, check_whole
 from modelexport.models.target_plan import TargetPlan, check_source, plan_target
 from modelexport.models.ties import untie
@@ -113,6 +113,8 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> PreparedExpor
             checkpoint = _with_experts_apart(recipe, decoded(checkpoint))
         elif checkpoint_formats.wants_experts_apart(recipe.format):
             checkpoint = experts_apart(checkpoint)
+        elif checkpoint_formats.has_experts_apart(checkpoint.format):
+            checkpoint = experts_stacked(checkpoint)
         checkpoint, merged = adapted(checkpoint, adapters)
         if checkpoint_formats.wants_multiplied(recipe.format):
             checkpoint = multiplied(checkpoint)
@@ -203,9 +205,13 @@ def _device_memory(recipe: ExportRecipe, checkpoint: Checkpoint, plan: ExportPla
 
 def _with_experts_apart(recipe: ExportRecipe, checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint with linears of each expert in place of stacks, if the recipe rounds any of them, or its format
-    has no stacks of transformers'."""
+    has no stacks of transformers'. Without them, if the source's format has none either."""
     apart = experts_apart(checkpoint)
-    if apart is checkpoint or recipe.of_kind("assign") or checkpoint_formats.wants_experts_apart(recipe.format):
+    if recipe.of_kind("assign") or checkpoint_formats.wants_experts_apart(recipe.format):
+        return apart
+    if checkpoint_formats.has_experts_apart(checkpoint.format):
+        checkpoint = experts_stacked(checkpoint)
+    if apart is checkpoint:
         return apart
     assignment = parse_assignment(recipe)
     assert assignment is not None
