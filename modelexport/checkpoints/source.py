@@ -56,6 +56,20 @@ def is_local(model: str | None) -> bool:
     return model is None or Path(os.path.expanduser(model)).exists()
 
 
+def directory_of(path: str | os.PathLike[str]) -> Path:
+    """Returns the directory of a checkpoint that is named by its one file, a GGUF file; other paths as they are.
+
+    Raises:
+        CheckpointError: other weights lie beside the file, and would be read.
+    """
+    path = Path(path)
+    if path.suffix != ".gguf" or not path.is_file():
+        return path
+    if any(name.endswith(".safetensors") for name in os.listdir(path.parent)):
+        raise CheckpointError(f"{path}: safetensors lie beside it, and would be read: give it a directory of its own")
+    return path.parent
+
+
 def source_bytes(model: str | None) -> int | None:
     """Returns the size of the files of ``model``; None where it is not known before a download or a walk."""
     from modelexport.assets import demo_model_path
@@ -83,8 +97,9 @@ def resolve_source(model: str | None, revision: str | None = None) -> Source:
 
         return Source(demo_model_path(), "modelexport demo model", is_demo=True)
     path = Path(os.path.expanduser(model))
-    if path.is_dir():
-        return Source(path.resolve(), path.resolve().name)
+    directory = directory_of(path)
+    if directory.is_dir():
+        return Source(directory.resolve(), path.resolve().name)
     if path.is_file():
         raise UsageError(f"--model {model} is a file; give the directory that holds it: --model {path.parent}")
     if not _HUB_ID.fullmatch(model):

@@ -28,10 +28,11 @@ from modelexport.models.engines import warnings as engine_warnings
 from modelexport.models.in_memory import is_gathered
 from modelexport.models.multipliers import multiplied
 from modelexport.models.opening import open_model
-from modelexport.models.stacked import experts_apart, held
+from modelexport.models.stacked import experts_apart, experts_stacked, held
 from modelexport.models.structure import by_structure, check_whole
 from modelexport.models.target_plan import TargetPlan, check_source, plan_target
 from modelexport.models.ties import untie
+from modelexport.models.tokenizers import may_be_restored, tokenizer_of
 from modelexport.quantization import algorithms, devices
 from modelexport.quantization.assignment import KEEP, Assignment
 from modelexport.quantization.calibration.cut import ROWS
@@ -112,6 +113,8 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> PreparedExpor
             checkpoint = _with_experts_apart(recipe, decoded(checkpoint))
         elif checkpoint_formats.wants_experts_apart(recipe.format):
             checkpoint = experts_apart(checkpoint)
+        elif checkpoint_formats.has_experts_apart(checkpoint.format):
+            checkpoint = experts_stacked(checkpoint)
         checkpoint, merged = adapted(checkpoint, adapters)
         if checkpoint_formats.wants_multiplied(recipe.format):
             checkpoint = multiplied(checkpoint)
@@ -202,9 +205,13 @@ def _device_memory(recipe: ExportRecipe, checkpoint: Checkpoint, plan: ExportPla
 
 def _with_experts_apart(recipe: ExportRecipe, checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint with linears of each expert in place of stacks, if the recipe rounds any of them, or its format
-    has no stacks of transformers'."""
+    has no stacks of transformers'. Without them, if the source's format has none either."""
     apart = experts_apart(checkpoint)
-    if apart is checkpoint or recipe.of_kind("assign") or checkpoint_formats.wants_experts_apart(recipe.format):
+    if recipe.of_kind("assign") or checkpoint_formats.wants_experts_apart(recipe.format):
+        return apart
+    if checkpoint_formats.has_experts_apart(checkpoint.format):
+        checkpoint = experts_stacked(checkpoint)
+    if apart is checkpoint:
         return apart
     assignment = parse_assignment(recipe)
     assert assignment is not None
@@ -481,17 +488,23 @@ def check_early(recipe: ExportRecipe, source: Source | None = None) -> None:
         _check_text(recipe, source)
 
 
-def _check_text(recipe: ExportRecipe, source: Source) -> None:
+def _check_text(recipe: ExportRecipe, source: Source, checkpoint: Checkpoint | None = None) -> None:
     """Checks that what reads the calibration text is there.
+
+    Args:
+        checkpoint: the source, where it has been opened: its format may make a tokenizer.
 
     Raises:
         UsageError: a text, the tokenizer or the processor is missing, or an image; or a text has no share of the
             samples.
     """
+    place = source.directory if checkpoint is None else tokenizer_of(checkpoint, source.directory)
+    later = checkpoint is None and may_be_restored(source.directory)
     for share in shares(recipe.calib, recipe.calib_samples):
-        documents = TokenDocuments(share.text, source.directory, 1)
+        documents = TokenDocuments(share.text, place, 1)
         try:
-            documents.check()
+            if not later:
+                documents.check()
         except UsageError as error:
             if source.checkpoint is None or has_tokenizer(source.directory):
                 raise
@@ -517,7 +530,7 @@ def _check_calibration(recipe: ExportRecipe, source: Source, checkpoint: Checkpo
             f"{checkpoint.directory}: {refusal}: calibration runs language models only; choose --algorithm "
             f"{' or '.join(plain)}, a --quant without static scales, and no --kv-cache"
         )
-    _check_text(recipe, source)
+    _check_text(recipe, source, checkpoint)
 
 
 def _check_apart(recipe: ExportRecipe, source: Source) -> None:

@@ -168,6 +168,12 @@ def wants_experts_apart(name: str) -> bool:
     return bool(getattr(get(name), "EXPERTS_APART", False))
 
 
+def has_experts_apart(name: str) -> bool:
+    """Returns whether checkpoints of the format that one was read from have each expert's linears where their model's
+    own have stacks: its module's ``EXPERTS_APART``."""
+    return bool(getattr(source(name), "EXPERTS_APART", False))
+
+
 def wants_multiplied(name: str) -> bool:
     """Returns whether a ``--format`` is given weights with config.json's multipliers in them: its module's
     ``FOLDS_MULTIPLIERS``.

@@ -209,7 +209,14 @@ _TRANSFORMERS_RAN = {
 }
 _TRANSFORMERS_TEST = "tests/conformance/test_transformers_formats.py"
 _PACKED_TEST = "tests/conformance/test_awq_gptq.py"
-_LLAMA_CPP_ALL = ("none", "int8-wo:32", "int4:32", "mxfp4-wo", *(each.number_format for each in LAYOUTS.values()))
+_LLAMA_CPP_ALL = (
+    "none",
+    "int8-wo:32",
+    "int4:32",
+    "mxfp4-wo",
+    "nvfp4-wo",
+    *(each.number_format for each in LAYOUTS.values()),
+)
 _LLAMA_CPP_TWO = dict.fromkeys(("mistral", "qwen2", "mixtral", "phi3"), ("none", "int4:32"))
 
 LOADINGS: tuple[Loading, ...] = (

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from modelexport.checkpoints.safetensors.file import Checkpoint, Reader, open_checkpoint
+from modelexport.checkpoints.source import directory_of
 from modelexport.errors import CheckpointError, ModelExportError
 from modelexport.models.architecture import Family, declared_family, family_of
 from modelexport.models.checkpoint_formats import sources
@@ -26,7 +27,7 @@ def open_model(directory: str | os.PathLike[str], config: str | os.PathLike[str]
     """Open a checkpoint, whatever its format and parallelism.
 
     Args:
-        directory: of the checkpoint.
+        directory: of the checkpoint, or a GGUF file that is alone in it.
         config: the model's config.json, or the directory that holds it, where the checkpoint's own lacks one; it
             wins where both have one.
 
@@ -34,7 +35,7 @@ def open_model(directory: str | os.PathLike[str], config: str | os.PathLike[str]
         CheckpointError: no checkpoint that is known, one that is damaged or not whole, or one that needs a
             ``config`` and has none.
     """
-    directory = Path(directory)
+    directory = directory_of(directory)
     given = None if config is None else read_config(config)
     if directory.is_dir():
         try:

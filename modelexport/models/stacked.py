@@ -1,4 +1,4 @@
-"""Stacks of experts taken apart: every expert has linears of its own, read where they lie in the stack.
+"""Stacks of experts taken apart: each has linears of its own, read where they lie in the stack; and the inverse.
 
 The view of a checkpoint whose experts of a layer are one tensor (``experts.gate_up_proj``, ``[experts, 2 *
 intermediate, hidden]``), in the way of :mod:`modelexport.models.decoded`: whatever works on linears works on it, with
@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from modelexport.checkpoints.safetensors.file import Checkpoint, Reader, TensorInfo, tensor_nbytes
+from modelexport.checkpoints.safetensors.file import Checkpoint, Reader, TensorInfo, tensor_nbytes, torch_dtype
 from modelexport.checkpoints.safetensors.placement import Placement, whole_place
 from modelexport.errors import CheckpointError, PlanError
 from modelexport.models.architecture import family_of, read_dimensions
@@ -21,13 +21,23 @@ from modelexport.models.in_memory import MemoryTensor
 from modelexport.models.matching import ModelDescription, too_many_blocks
 from modelexport.quantization.methods import read_quantization_config
 from modelexport.sharding.plan import Range
+from modelexport.system.dtypes import FLOATS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from modelexport.checkpoints.safetensors.reader import ComputedTensor
 
-__all__ = ["TransposedLinear", "apart_as", "as_written", "experts_apart", "held"]
+__all__ = [
+    "JoinedStack",
+    "TransposedLinear",
+    "apart_as",
+    "as_written",
+    "experts_apart",
+    "experts_stacked",
+    "held",
+    "stacked_as",
+]
 
 
 @dataclass(frozen=True)
@@ -61,6 +71,106 @@ class TransposedLinear:
         found = reader.read_stored(self.stored, rows=cols, cols=(first, last))
         weight = found[:, :: self.step].t().contiguous()
         return weight if self.scaled is None else self.scaled.decoded(reader, weight)
+
+
+@dataclass(frozen=True)
+class JoinedStack:
+    """A stack whose experts' linears (or their biases) lie each by itself.
+
+    Attributes:
+        stack: which they are, and how they lie in it.
+        weight: the stack, which lies nowhere.
+        parts: for each expert its linears', in their order, and what they are computed by, where they are.
+    """
+
+    stack: ExpertStack
+    weight: TensorInfo
+    parts: tuple[tuple[tuple[TensorInfo, ComputedTensor | None], ...], ...]
+
+    @property
+    def sources(self) -> Collection[TensorInfo]:
+        """The tensors that it is read from."""
+        found: list[TensorInfo] = []
+        for own in self.parts:
+            for info, computed in own:
+                found += [info] if computed is None else computed.sources
+        return found
+
+    def read(self, reader: Reader, rows: Range, cols: Range, out: Tensor | None = None) -> Tensor:
+        """A part of dim 0 and of dim 1, in its dtype.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+        """
+        import torch
+
+        height = 1 if self.stack.joined is None else self.weight.shape[0] // len(self.parts)
+        found = []
+        for e in range(rows[0] // height, -(-rows[1] // height)):
+            expert = self._expert(reader, e)
+            expert = expert.unsqueeze(0) if self.stack.joined is None else expert
+            found.append(expert[max(0, rows[0] - e * height) : rows[1] - e * height, cols[0] : cols[1]])
+        if not found:
+            return torch.empty(0, cols[1] - cols[0], *self.weight.shape[2:], dtype=torch_dtype(self.weight.dtype))
+        return torch.cat(found, out=out) if out is not None else torch.cat(found)
+
+    def _expert(self, reader: Reader, number: int) -> Tensor:
+        import torch
+
+        own = []
+        for info, computed in self.parts[number]:
+            spans = [(0, size) for size in (*info.shape, 1)[:2]]
+            own.append(reader.read_stored(info) if computed is None else computed.read(reader, spans[0], spans[1]))
+        whole = torch.stack(own, dim=1).flatten(0, 1) if self.stack.interleaved else torch.cat(own)
+        return whole.t() if self.stack.transposed and self.stack.parameter != "bias" else whole
+
+
+def experts_stacked(checkpoint: Checkpoint) -> Checkpoint:
+    """The same model with the stacks that checkpoints of its type have in place of linears of each expert.
+
+    A model whose experts are quantised, one by one, is returned as it is, and so is one whose checkpoints have no
+    stacks, or of which any expert is missing.
+
+    Raises:
+        CheckpointError: config.json lacks a number.
+        PlanError: the architecture is unknown.
+    """
+    config = checkpoint.config
+    family = None if config is None else family_of(config)
+    if config is None or family is None or not family.has_stacks or family.as_in(checkpoint.infos) is family:
+        return checkpoint
+    dimensions = read_dimensions(config, family)
+    if too_many_blocks(dimensions, len(checkpoint.infos)):  # whoever plans says so
+        return checkpoint
+    joined: dict[str, JoinedStack] = {}
+    for place in ModelDescription(config, family, dimensions, None).places():
+        experts = place.module.experts
+        if experts is not None:
+            name, shape = place.tensor(place.module.parameter), dimensions.weight_shape(place.module)
+            parts = _parts_of(checkpoint, experts, place.name.removesuffix(place.path), experts.by_expert(shape)[0])
+            dtypes = {info.dtype for own in parts for info, _ in own}
+            if len(dtypes) != 1 or not dtypes <= set(FLOATS):
+                return checkpoint
+            (dtype,) = dtypes
+            weight = TensorInfo(name, dtype, shape, checkpoint.directory, 0, tensor_nbytes(dtype, shape))
+            joined[name] = JoinedStack(experts, weight, parts)
+    taken = {info.name for stack in joined.values() for own in stack.parts for info, _ in own}
+    infos = {name: info for name, info in checkpoint.infos.items() if name not in taken}
+    if family.as_in(infos) is not family:
+        return checkpoint
+    infos |= {name: stack.weight for name, stack in joined.items()}
+    computed = {name: each for name, each in checkpoint.computed.items() if name not in taken}
+    return replace(checkpoint, infos=infos, computed={**computed, **joined})
+
+
+def _parts_of(
+    checkpoint: Checkpoint, experts: ExpertStack, prefix: str, count: int
+) -> tuple[tuple[tuple[TensorInfo, ComputedTensor | None], ...], ...]:
+    """The linears of each expert of a layer; none where one is missing."""
+    names = [[f"{prefix}{path.format(e=e)}.{experts.parameter}" for _, path in experts.linears] for e in range(count)]
+    if any(name not in checkpoint.infos for own in names for name in own):
+        return ()
+    return tuple(tuple((checkpoint.infos[name], checkpoint.computed.get(name)) for name in own) for own in names)
 
 
 def experts_apart(checkpoint: Checkpoint) -> Checkpoint:
@@ -116,6 +226,16 @@ def apart_as(checkpoint: Checkpoint, other: Checkpoint) -> Checkpoint:
         return checkpoint
     fresh = {name.rpartition(".")[0] for name in apart.infos if name not in checkpoint.infos}
     return checkpoint if fresh.isdisjoint(name.rpartition(".")[0] for name in other.infos) else apart
+
+
+def stacked_as(checkpoint: Checkpoint, other: Checkpoint) -> Checkpoint:
+    """The checkpoint with stacks of experts where another one of the same model has them, and else as it is; so, too,
+    where nothing here knows the model."""
+    try:
+        stacked = experts_stacked(checkpoint)
+    except (CheckpointError, PlanError):
+        return checkpoint
+    return stacked if stacked.infos.keys() - checkpoint.infos.keys() <= other.infos.keys() else checkpoint
 
 
 def as_written(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:

@@ -17,7 +17,7 @@ from modelexport.models.draft_layers import without_drafts
 from modelexport.models.multipliers import multiplied
 from modelexport.models.opening import open_model
 from modelexport.models.rules import tensor_rules
-from modelexport.models.stacked import experts_apart
+from modelexport.models.stacked import experts_apart, experts_stacked
 from modelexport.models.structure import check_whole
 from modelexport.models.target_plan import TargetPlan, check_source, plan_target
 from modelexport.models.ties import check_ties
@@ -69,6 +69,8 @@ def _prepare(recipe: ReshardRecipe) -> PreparedReshard:
     _check_encoding(recipe, checkpoint)
     if formats.wants_experts_apart(recipe.format):
         checkpoint = experts_apart(checkpoint)
+    elif formats.has_experts_apart(checkpoint.format):
+        checkpoint = experts_stacked(checkpoint)
     if formats.wants_multiplied(recipe.format):
         checkpoint = multiplied(checkpoint)
     rules = tensor_rules(checkpoint)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,9 @@ from tests.helpers.gguf_models import NOT_IN_TRANSFORMERS, gguf_tiny_config
 TYPES = [kind for kind in model_types() if kind not in NOT_IN_TRANSFORMERS]
 
 
-def tiny(kind: str, block_type: str | None = None) -> Model:
+def tiny(kind: str, block_type: str | None = None, changes: Mapping[str, Any] | None = None) -> Model:
     """A model of random numbers; the linears that may be are blocks of a type."""
-    config = gguf_tiny_config(kind)
+    config = {**gguf_tiny_config(kind), **(changes or {})}
     if block_type is not None:
         places = ModelDescription.read(config, "config.json").places()
         ignore = [place.name for place in places if place.module.why or place.module.kind != "linear"]

@@ -2,7 +2,7 @@
 
 llama-cpp-python brings llama.cpp and the gguf package; they live in an environment of their own, named by the variable
 MODELEXPORT_LLAMA_PYTHON (its interpreter). For Q8_0 and Q4_0 llama.cpp rounds activations to 8 bits in blocks of 32
-(for MXFP4 too; of 256 for the K types), for BF16 to bfloat16: so much it differs from float32.
+(for MXFP4 and NVFP4 too; of 256 for the K types), for BF16 to bfloat16: so much it differs from float32.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from transformers import AutoModelForCausalLM
 
 from modelexport.assets import demo_documents, demo_model_path
 from modelexport.checkpoints.formats import gguf as container
+from modelexport.checkpoints.gguf.architectures import SCALED
 from modelexport.checkpoints.gguf.file import encode_header, read_gguf, read_values, type_of
 from modelexport.checkpoints.gguf.metadata import model_types
 from modelexport.checkpoints.gguf.tokenizer import read_tokenizer
 from modelexport.checkpoints.gguf.tokenizer.carried import ARRAYS
 from modelexport.checkpoints.gguf.tokenizer.pretokenizers import BY_NAME, PRE_TOKENIZERS
-from modelexport.checkpoints.safetensors.file import Reader
+from modelexport.checkpoints.safetensors.file import Checkpoint, Reader
 from modelexport.checkpoints.safetensors.sharded import stored_form
 from modelexport.exporting import export
 from modelexport.exporting.prepare import prepare
 from modelexport.inspection.evaluate.models import load_dequantised
 from modelexport.models.opening import open_model
-from modelexport.quantization import mixtures
+from modelexport.quantization import formats, mixtures
 from modelexport.quantization.formats import of_scheme
 from modelexport.quantization.ggml_layouts import LAYOUTS
 from modelexport.quantization.methods import WeightSlice, gguf, read_quantization_config
@@ -48,7 +49,7 @@ from tests.helpers.small_tokenizers import ROWS, SCRIPTS, byte_level, ids, sente
 
 LLAMA = os.environ.get("MODELEXPORT_LLAMA_PYTHON")
 BLOCKS = {layout.number_format: layout.name for layout in LAYOUTS.values()}
-QUANTS = {"none": "BF16", "int8-wo": "Q8_0", "int4": "Q4_0", "mxfp4-wo": "MXFP4", **BLOCKS}
+QUANTS = {"none": "BF16", "int8-wo": "Q8_0", "int4": "Q4_0", "mxfp4-wo": "MXFP4", "nvfp4-wo": "NVFP4", **BLOCKS}
 LINEARS = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -177,11 +178,31 @@ def in_their_order(name: str, weight: torch.Tensor, config: dict[str, Any]) -> t
     return weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
+def without_scales(directory: Path) -> dict[str, torch.Tensor]:
+    """The linears' weights, of NVFP4, before they are multiplied by the number beside the blocks."""
+    found = open_model(directory)
+    form, weights = formats.get("nvfp4-wo"), {}
+    with Reader(found) as reader:
+        for name, info in found.infos.items():
+            if info.dtype == "U8":
+                blocks = reader.read(info)
+                part = WeightSlice.whole((blocks.shape[0], blocks.shape[1] * 64))
+                native = gguf.decode(form, {"weight": blocks, "scale": torch.tensor(1.0)}, part)
+                weights[name] = form.dequantise(native)
+    return weights
+
+
 def assert_same_floats(directory: Path, answer: dict[str, Any], kind: str) -> None:
-    """The gguf package dequantises every linear to what we do."""
+    """The gguf package dequantises every linear to what we do; of NVFP4, what is multiplied by the scale beside it (we
+    divide by its reciprocal)."""
     found = open_model(directory)
     assert found.config is not None
     state = load_dequantised(directory).state_dict()
+    if kind == "NVFP4":
+        for name, weight in without_scales(directory).items():
+            scale = float(reader_of(found, name.replace("weight", "scale")))
+            assert ((weight * scale - state[name]).abs() <= 2.0**-22 * state[name].abs()).all(), name
+            state[name] = weight
     seen = 0
     for layer in range(found.config["num_hidden_layers"]):
         for ours, theirs in LINEARS.items():
@@ -192,6 +213,11 @@ def assert_same_floats(directory: Path, answer: dict[str, Any], kind: str) -> No
     assert seen == 28
     norm = state["model.norm.weight"]
     assert answer["tensors"]["output_norm.weight"] == ["F32", list(norm.shape), digest(norm)]
+
+
+def reader_of(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+    with Reader(checkpoint) as reader:
+        return reader.read(checkpoint.infos[name])
 
 
 def test_the_gguf_package_reads_the_same_numbers(demos: dict[str, Path]) -> None:
@@ -433,3 +459,37 @@ def test_every_architecture(tmp_path: Path, kind: str) -> None:
     print(f"{kind}: {difference.mean():.5f} on average, {difference.max():.5f} at most; spread {expected.std():.2f}")
     routed = "expert" in str(open_model(out).infos.keys())  # a token may go to other experts, and is seen by later ones
     assert (difference.median() if routed else difference.mean()) <= EXACT
+
+
+def scaled_linears(source: Path) -> list[str]:
+    """The linears and the head of a model that NVFP4's blocks hold, and by whose scale llama.cpp multiplies."""
+    prepared = prepare(ExportRecipe(model=str(source), quant="none", format="gguf", dry_run=True, quiet=True))
+    plan, config = prepared.target.plan, prepared.checkpoint.config or {}
+    read = SCALED[str(container.header_values(plan, config)["general.architecture"])]
+    return [
+        rule.module
+        for name, held in container.matrices(plan, config).items()
+        for rule in held
+        if re.sub(r"^blk\.\d+\.|\.weight$", "", name) in read and rule.shape[1] % 64 == 0 and rule.role != "embedding"
+    ]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in model_types() if kind not in NOT_IN_TRANSFORMERS])
+def test_llama_cpp_multiplies_by_the_scales_of_nvfp4(tmp_path: Path, kind: str) -> None:
+    """Of every tensor that the table has, in a tiny model of every type: as with the same weights in float32. Without
+    their scale weights are thousands of times too large."""
+    source, out, plain = (tmp_path / name for name in ("source", "out", "plain"))
+    gguf_tiny_model(kind).save_pretrained(source)
+    linears = scaled_linears(source)
+    if not linears:
+        pytest.skip("it is too narrow for blocks of 64")
+    quant = ",".join(f"{name}=nvfp4-wo" for name in linears)
+    export(model=str(source), out=str(out), quant=quant, format="gguf", evaluate=False, quiet=True)
+    exported(plain, "none", str(out), tp=1)
+    ids = torch.randint(3, 200, (24,), generator=torch.Generator().manual_seed(2)).tolist()
+    got, expected = torch.tensor(ask("logprobs", out / "model.gguf", plain / "model.gguf", given=ids)).double()
+    difference = (got - expected).abs()
+    print(f"{kind}: {difference.mean():.5f} on average, {difference.max():.5f} at most; spread {expected.std():.2f}")
+    print(*sorted({re.sub(r"\d+", "*", name) for name in linears}))
+    routed = "expert" in str(open_model(out).infos.keys())
+    assert (difference.median() if routed else difference.mean()) <= BOUND

@@ -78,6 +78,7 @@ def test_scales_are_those_that_are_stored(tmp_path: Path) -> None:
         ({"quant": "int4-asym", "group_size": 32, "format": "awq"}, 32, range(1, 16)),
         ({"quant": "int4", "group_size": 32, "format": "gguf"}, 32, range(1, 9)),
         ({"quant": "mxfp4-wo", "format": "gguf"}, 32, E2M1),
+        ({"quant": "nvfp4-wo", "format": "gguf"}, 16, E2M1),
         ({"quant": "int8-wo", "group_size": 32, "format": "gptq"}, 32, range(1, 129)),
         ({"quant": "mxfp4-wo"}, 32, E2M1),
         ({"quant": "nvfp4-wo"}, 16, E2M1),

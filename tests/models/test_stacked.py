@@ -23,7 +23,7 @@ from modelexport.inspection.verify import verify_checkpoint
 from modelexport.models.architecture import family_of
 from modelexport.models.decoded import decoded
 from modelexport.models.opening import open_model
-from modelexport.models.stacked import experts_apart
+from modelexport.models.stacked import experts_apart, experts_stacked
 from modelexport.resharding import reshard
 from tests.helpers.marks import few
 from tests.helpers.models import copy_checkpoint
@@ -132,6 +132,45 @@ def test_every_expert_has_its_own_linears(model_type: str) -> None:
     wanted = by_hand(model_type, load_file(source / "model.safetensors"))
     assert set(found) == {name for name, tensor in wanted.items() if tensor.dim() < 3}
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
+
+
+@pytest.mark.parametrize("model_type", few(list(CUTS), "dbrx", "gpt_oss", "granitemoe"))
+def test_linears_of_each_expert_make_up_the_stacks_again(model_type: str) -> None:
+    """Read whole, and in parts that begin and end within an expert."""
+    source = tiny_checkpoint(model_type)
+    found = experts_stacked(experts_apart(open_model(source)))
+    wanted = load_file(source / "model.safetensors")
+    assert found.infos.keys() == wanted.keys()
+    with Reader(found) as reader:
+        for name in found.computed:
+            info, stack = found.infos[name], wanted[name]
+            assert torch.equal(reader.read(info), stack)
+            rows, cols = (1, info.shape[0] - 1), (3, info.shape[1] - 2)
+            out = torch.empty_like(stack[1:-1, 3:-2])
+            assert torch.equal(reader.read(info, rows=rows, cols=cols, out=out), stack[1:-1, 3:-2])
+
+
+def test_a_model_with_a_missing_expert_is_as_it_is(tmp_path: Path) -> None:
+    checkpoint = open_model(apart("granitemoe", tmp_path / "apart"))
+    del checkpoint.infos["model.layers.0.block_sparse_moe.experts.3.down_proj.weight"]
+    assert experts_stacked(checkpoint) is checkpoint
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("model_type", ["gpt_oss", "granitemoe"])
+def test_what_a_gguf_file_has_apart_is_stacked_in_its_model_s_own_format(model_type: str, tmp_path: Path) -> None:
+    """Unless experts are quantised: these are linears of their own in every format."""
+    source = tiny_checkpoint(model_type)
+    settings: dict[str, Any] = {"evaluate": False, "quiet": True}
+    export(model=str(source), out=str(tmp_path / "file"), quant="none", format="gguf", **settings)
+    export(model=str(tmp_path / "file"), out=str(tmp_path / "plain"), quant="none", tp=2, **settings)
+    assert diff_checkpoints(tmp_path / "plain", source).equal
+    assert open_model(tmp_path / "plain").infos.keys() == open_model(source).infos.keys()
+    assert verify_checkpoint(tmp_path / "plain", against=tmp_path / "file").ok
+    reshard(checkpoint=str(tmp_path / "file"), out=str(tmp_path / "again"), format="hf", quiet=True)
+    assert weights(tmp_path / "again") == weights(tmp_path / "plain")
+    export(model=str(tmp_path / "file"), out=str(tmp_path / "quantised"), quant="int8", **settings)
+    assert any(".experts.0." in name for name in open_model(tmp_path / "quantised").infos)
 
 
 @pytest.mark.parametrize("cols", [(0, 5), (32, 96)])

@@ -11,6 +11,8 @@ Names and forms are those of llama.cpp's own conversion; which models, and the n
   of projections that are fused head by head;
 - linears, the embedding and the head are F16, BF16 or F32 as the model is, or blocks (see
   :mod:`modelexport.quantization.methods.gguf`); tied embeddings are stored once;
+- beside blocks of NVFP4 stand the numbers that llama.cpp multiplies their products by, ``attn_q.scale``, one for a
+  linear; and a value of the file keeps it from rounding their inputs to 4 bits;
 - the factors of Llama 3.1's and Phi-3's rotary embeddings are tensors, computed from config.json.
 
 llama.cpp looks at nothing but the file. Its tokenizer is translated where that can be done
@@ -23,16 +25,26 @@ import math
 import os
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from modelexport.checkpoints.engine_reading import Rules, open_arrays
-from modelexport.checkpoints.gguf.architectures import FLOAT32, ROLES, ROPE_FACTORS, TENSORS, GgufArchitecture, Stored
+from modelexport.checkpoints.gguf.architectures import (
+    FLOAT32,
+    ROLES,
+    ROPE_FACTORS,
+    SCALED,
+    SCALED_BEFORE_BIAS,
+    TENSORS,
+    GgufArchitecture,
+    Stored,
+)
 from modelexport.checkpoints.gguf.file import (
     MOST_PARTS,
+    SCALED_TYPE,
     TYPES,
     Entry,
     GgufFile,
@@ -91,6 +103,11 @@ MAX_SHARD_BYTES = 1 << 63  # one file, unless parts are asked for: not every pro
 FILE = "model.gguf"
 _SUFFIX = ".gguf"
 _LAYER = "blk.{layer}."
+_SCALE = "scale"
+_INPUT_SCALE = ".input_scale"
+_UNSCALED = "NVFP4 (scale 1)"
+"""A linear's blocks without a scale beside them, as :mod:`modelexport.quantization.methods.gguf` has them."""
+_EXTRA = "general.tensor_extra"
 _WIDE = "modelexport.float32"
 """The key of the names of those tensors of a model of 16 bits that are float32 in the model, too, one a line."""
 
@@ -129,6 +146,8 @@ class _Target:
                 if key in names:
                     found = names[key]
                     stored = found if isinstance(found, Stored) else Stored((found,))
+                    if rule.parameter == _SCALE and key != full:  # one number, whatever becomes of the weight's rows
+                        return Stored(tuple(_full_name(name, rule) for name in stored.names))
                     if self.architecture.pairs and rule.role in ("attention.q", "attention.k"):
                         stored = replace(stored, rows="pairs")
                     if stored.is_norm and stored.names[0].endswith("norm") and rule.parameter == "weight":
@@ -140,6 +159,10 @@ class _Target:
         """Returns whether a tensor belongs to a weight of another number format."""
         full = f"{rule.path}.{rule.parameter}"
         return rule.parameter not in ("weight", "bias") and full not in {**TENSORS, **self.architecture.tensors}
+
+    def scaled(self) -> frozenset[str]:
+        """Names of the arrays, without their block, by whose scale its graph multiplies."""
+        return SCALED.get(self.architecture.name, frozenset())
 
     def heads(self, rule: TensorRule) -> int:
         """Heads along the rows of a tensor."""
@@ -198,7 +221,14 @@ def _check(
     if unknown:
         roles = ", ".join(dict.fromkeys(rule.role for rule in unknown))
         problems.append(f"{len(unknown)} tensors have no name in GGUF ({roles}), the first {unknown[0].name}")
-    alien = [r for r in rules if r.name in named and (type_of(r.dtype, r.shape) is None or target.is_scale(r))]
+    scaled = _scaled(rules)
+    alien = [
+        rule
+        for rule in rules
+        if rule.name in named
+        and (type_of(rule.dtype, rule.shape) is None or target.is_scale(rule))
+        and not _is_block_scale(rule, scaled)
+    ]
     if alien:
         problems.append(
             f"{len(alien)} tensors are of no type that GGUF has, the first {alien[0].name}, {alien[0].dtype} "
@@ -212,11 +242,74 @@ def _check(
         turned = stored.transposed or stored.rows == "heads of kv_b"
         if turned and first.dtype == "U8":
             problems.append(f"{first.name} is quantised by rows, and llama.cpp wants its columns: keep it as it is")
+        if _is_block_scale(first, scaled) and len(stored.names) > 1:
+            problems.append(f"{first.name} is one scale of {' and '.join(stored.names)}, which have one each: {_OTHER}")
         twice = first.expert is None and len(group) > 1
         if twice:
             problems.append(f"{name}: {first.name} and {group[1][0].name} both go there")
     if problems:
         raise PlanError(f"--format {NAME}: " + "; ".join(problems[:8]))
+
+
+_OTHER = "give the linear another number format, e.g. mxfp4-wo or q4_k"
+
+
+def _scaled(rules: Iterable[TensorRule]) -> frozenset[str]:
+    """The modules that are held in blocks with a scale beside them."""
+    return frozenset(rule.module for rule in rules if type_of(rule.dtype, rule.shape) == SCALED_TYPE)
+
+
+def _is_block_scale(rule: TensorRule, scaled: Collection[str]) -> bool:
+    return rule.parameter == _SCALE and rule.module in scaled
+
+
+def _check_scales(plan: ShardPlan, target: _Target) -> None:
+    """Refuse scales that llama.cpp would not multiply by, or in the wrong place.
+
+    Raises:
+        PlanError: there are such; says which and what to do instead.
+    """
+    rules = plan.rules.values()
+    scaled = _scaled(rules)
+    unread: dict[str, str] = {}
+    biased: dict[str, str] = {}
+    biases = {rule.module for rule in rules if rule.parameter == "bias"}
+    for rule in rules:
+        stored = target.stored(rule) if _is_block_scale(rule, scaled) else None
+        for name in () if stored is None else stored.names:
+            stem = _stem(name.rpartition(".")[0])
+            if stem not in target.scaled():
+                unread.setdefault(rule.path, stem)
+            elif stem in SCALED_BEFORE_BIAS and rule.module in biases:
+                biased.setdefault(rule.path, stem)
+    problems = []
+    if unread:
+        read = ", ".join(sorted(target.scaled())) or "none"
+        problems.append(
+            f"{', '.join(unread)} {_are(unread)} {SCALED_TYPE}, and llama.cpp's graph of '{target.architecture.name}' "
+            f"multiplies by the scales of {read} only, not by those of {', '.join(dict.fromkeys(unread.values()))}"
+        )
+    if biased:
+        problems.append(
+            f"{', '.join(biased)} {_are(biased)} {SCALED_TYPE} with a bias, behind which llama.cpp would multiply "
+            "by the scale"
+        )
+    if problems:
+        ends = dict.fromkeys(path.rpartition(".")[2] for path in (*unread, *biased))
+        instead = ",".join(f"*{end}=mxfp4-wo" for end in ends)
+        raise PlanError(
+            f"--format {NAME}: {'; '.join(problems)}: give them another number format, e.g. --quant "
+            f"'{instead},*=nvfp4-wo'"
+        )
+
+
+def _are(found: Collection[str]) -> str:
+    return "is" if len(found) == 1 else "are"
+
+
+def _stem(module: str) -> str:
+    """The name of an array's module without its block."""
+    return module.rpartition("blk.")[2].partition(".")[2] if module.startswith("blk.") else module
 
 
 def _is_float32(name: str, shape: Sequence[int]) -> bool:
@@ -226,7 +319,7 @@ def _is_float32(name: str, shape: Sequence[int]) -> bool:
         shape: of the array, or of one of those that are stacked in it.
     """
     module, _, parameter = name.rpartition(".")
-    stem = module.rpartition("blk.")[2].partition(".")[2] if module.startswith("blk.") else module
+    stem = _stem(module)
     return parameter != "weight" or len(shape) == 1 or stem.endswith("_norm") or stem in FLOAT32
 
 
@@ -244,6 +337,8 @@ def _array(name: str, group: Sequence[tuple[TensorRule, Stored]], target: _Targe
                 shares.append(share)
     first, stored = group[0]
     form = _form(stored, first, shape, target)
+    if not stacked and not form:
+        form = (1,)  # ggml has no numbers without a dim
     whole_shape = ((len(group),) if stacked else ()) + shape
     stored_shape = None if form == shape else form
     if _is_float32(name, form) and (first.dtype != "F32" or stored.function != "value"):
@@ -271,6 +366,9 @@ def _parts(rule: TensorRule, stored: Stored, target: _Target) -> Iterator[_Part]
         yield from _latent_parts(rule, stored, target)
         return
     shape, box = rule.shape, whole(rule.shape)
+    if not shape:
+        yield from (_Part(name, (), Share(rule.name, (), ())) for name in stored.names)
+        return
     transposed = stored.transposed and len(shape) > 1  # and not a bias
     dim = len(shape) - 1 if transposed else 0
     rows = shape[dim]
@@ -361,6 +459,7 @@ def lay_out(
             more parts than it counts.
         CheckpointError: a file of the tokenizer is damaged.
     """
+    _check_scales(plan, _Target.of(config))
     found = divide(arrays(plan, config), max_bytes=max_shard_bytes, name=part_name)
     parts: dict[str, list[Array]] = {}
     for array in found:
@@ -370,7 +469,7 @@ def lay_out(
             f"--format {NAME}: --max-shard-bytes {max_shard_bytes} makes {len(parts):,} parts, and llama.cpp counts to "
             f"{MOST_PARTS:,}: give a larger number"
         )
-    values = _values(plan, config, source)
+    values = {**_values(plan, config, source), **_extra_values(found)}
     files = []
     places: dict[int, tuple[Path, int]] = {}
     for number, (name, held) in enumerate(parts.items()):
@@ -430,7 +529,12 @@ def _values(plan: ShardPlan, config: dict[str, Any], source: Path | None) -> dic
             kind = type_of(rule.dtype, rule.shape)
             assert kind is not None
             kinds[kind] += tensor_info(rule.name, rule.dtype, rule.shape, Path()).nbytes
-    wide = [rule.name for rule in plan.rules.values() if rule.dtype == "F32" and _is_narrow(plan)]
+    scaled = _scaled(plan.rules.values())
+    wide = [
+        rule.name
+        for rule in plan.rules.values()
+        if rule.dtype == "F32" and _is_narrow(plan) and not _is_block_scale(rule, scaled)
+    ]
     said = (config.get("quantization_config") or {}).get("file_type")
     return {
         **header_values(plan, config),
@@ -438,6 +542,12 @@ def _values(plan: ShardPlan, config: dict[str, Any], source: Path | None) -> dic
         **({_WIDE: "\n".join(wide)} if wide else {}),
         **read_tokenizer(source, config, _vocabulary(plan)).values,
     }
+
+
+def _extra_values(found: Sequence[Array]) -> dict[str, Value]:
+    """Values that keep llama.cpp from rounding the inputs of 4-bit weights to 4 bits, as it does on some GPUs."""
+    names = [array.name for array in found if type_of(*stored_form(array)) == SCALED_TYPE]
+    return {f"{_EXTRA}.name": names, f"{_EXTRA}.prec_a4": [False] * len(names)} if names else {}
 
 
 def _vocabulary(plan: ShardPlan) -> int:
@@ -499,6 +609,20 @@ def open(directory: Path, config: dict[str, Any] | None, rules: Rules) -> Checkp
     """
     rules = partial(rules, apart=True)
     found = read_gguf(*_the_file(directory))
+    unread = dict.fromkeys(_input_scales(found), "a scale of activations that llama.cpp does not multiply by")
+    found = replace(found, infos={name: info for name, info in found.infos.items() if name not in unread})
+    checkpoint = _open_model(directory, found, config, rules)
+    return replace(checkpoint, left_out={**checkpoint.left_out, **unread})
+
+
+def _input_scales(found: GgufFile) -> list[str]:
+    """The scales of activations of 4 bits beside a file's blocks: llama.cpp reads them and computes without them."""
+    scaled = {name for name, info in found.infos.items() if type_of(info.dtype, info.shape) == SCALED_TYPE}
+    ends = [name for name in found.infos if name.endswith(_INPUT_SCALE)]
+    return [name for name in ends if f"{name.removesuffix(_INPUT_SCALE)}.weight" in scaled]
+
+
+def _open_model(directory: Path, found: GgufFile, config: dict[str, Any] | None, rules: Rules) -> Checkpoint:
     if config is not None or has_file(directory, "config.json"):
         return _open(directory, found, config or read_json(directory / "config.json", largest=LARGEST_CONFIG), rules)
     config = restore_config(found)
@@ -527,11 +651,22 @@ def _open(directory: Path, found: GgufFile, config: dict[str, Any], rules: Rules
     embedding = found.infos.get("token_embd.weight")
     narrow = "F32" if embedding is None else _model_dtype(config, embedding)
     wide = frozenset(str(found.values.get(_WIDE, "")).split("\n"))
+    scales = {
+        f"{name.removesuffix('weight')}{_SCALE}"
+        for name, info in found.infos.items()
+        if type_of(info.dtype, info.shape) == SCALED_TYPE
+    }
 
     def dtype_of(rule: TensorRule, info: TensorInfo) -> str:
         """Norms and biases are small: they are read, to see whether they are a model's of 16 bits."""
         stored = target.stored(rule)
-        if stored is None or info.dtype != "F32" or narrow == "F32" or not _is_float32(stored.names[0], info.shape):
+        if (
+            info.name in scales
+            or stored is None
+            or info.dtype != "F32"
+            or narrow == "F32"
+            or not _is_float32(stored.names[0], info.shape)
+        ):
             return info.dtype
         if rule.name in wide:
             return "F32"
@@ -603,6 +738,9 @@ def _with_types(config: dict[str, Any], found: GgufFile, rules: Rules) -> dict[s
     plain = {key: value for key, value in config.items() if key not in ("quantization_config", "compression_config")}
     kinds = {name: type_of(info.dtype, info.shape) for name, info in found.infos.items()}
     blocks = {name: kind for name, kind in kinds.items() if kind is not None and TYPES[kind].block > 1}
+    for name, kind in blocks.items():
+        if kind == SCALED_TYPE and f"{name.removesuffix('weight')}{_SCALE}" not in found.infos:
+            blocks[name] = _UNSCALED
     if not blocks:
         return plain
     types: dict[str, list[str]] = {}

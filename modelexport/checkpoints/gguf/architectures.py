@@ -229,6 +229,42 @@ TENSORS: Mapping[str, str | Stored] = {
 FLOAT32 = frozenset({_ROUTER, "ffn_gate_inp_shexp", "position_embd", "ssm_conv1d", "shortconv.conv"})
 """Arrays that llama.cpp wants in float32, beside norms, biases and whatever else has one dim or is no ``weight``."""
 
+_ATTENTION_SCALES = frozenset({"attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output", "output"})
+_MLP_SCALES = frozenset({"ffn_gate", "ffn_up", "ffn_down"})
+_EXPERT_SCALES = frozenset(f"{name}_exps" for name in _MLP_SCALES)
+_SHARED_SCALES = frozenset(f"{name}_shexp" for name in _MLP_SCALES)
+_SSM_SCALES = frozenset({"ssm_in", "ssm_out"})
+
+SCALED: Mapping[str, frozenset[str]] = {
+    **dict.fromkeys(
+        (
+            *("arcee", "bloom", "command-r", "dots1", "ernie4_5", "ernie4_5-moe", "exaone-moe", "exaone4", "falcon"),
+            *("gemma", "gemma2", "gemma3", "glm4", "glm4moe", "gpt-oss", "gpt2", "gptneox", "granite", "granitemoe"),
+            *("hunyuan-dense", "hunyuan-moe", "jais2", "lfm2", "lfm2moe", "minimax-m2", "mpt", "nemotron", "olmo"),
+            *("olmo2", "olmoe", "phi2", "phi3", "qwen2", "qwen2moe", "seed_oss", "smollm3", "stablelm", "starcoder"),
+            "starcoder2",
+        ),
+        _ATTENTION_SCALES,
+    ),
+    "llama": _ATTENTION_SCALES | _MLP_SCALES | _EXPERT_SCALES,
+    "qwen3": _ATTENTION_SCALES | _MLP_SCALES,
+    "qwen3moe": _ATTENTION_SCALES | _EXPERT_SCALES,
+    "cohere2": _ATTENTION_SCALES | _MLP_SCALES,
+    "qwen3next": _ATTENTION_SCALES - {"attn_qkv"} | _EXPERT_SCALES | _SHARED_SCALES,
+    "deepseek2": frozenset({"attn_output"}),
+    **dict.fromkeys(("mamba", "mamba2"), _SSM_SCALES | {"output"}),
+    **dict.fromkeys(("falcon-h1", "granitehybrid", "jamba"), _ATTENTION_SCALES | _SSM_SCALES),
+    "nemotron_h": _ATTENTION_SCALES | _SSM_SCALES | _MLP_SCALES,
+    "nemotron_h_moe": _ATTENTION_SCALES | _SSM_SCALES | _EXPERT_SCALES | _SHARED_SCALES,
+}
+"""By llama.cpp's name of the architecture: the tensors whose products its graph multiplies by a ``scale`` beside them.
+
+Its loader reads the scales of more tensors than its graphs multiply by. An architecture that is not listed has none.
+"""
+
+SCALED_BEFORE_BIAS = _MLP_SCALES | _SHARED_SCALES
+"""Those of them whose scale would be applied behind the bias, which llama.cpp refuses."""
+
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Arrays of factors of the rotary embedding."""
 

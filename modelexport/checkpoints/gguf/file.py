@@ -85,6 +85,7 @@ TYPES = {
     "IQ4_XS": BlockType(23, 256, 136),
     "BF16": BlockType(30, 1, 2, "BF16"),
     "MXFP4": BlockType(39, 32, 17),
+    "NVFP4": BlockType(40, 64, 36),
 }
 _BY_NUMBER = {kind.number: name for name, kind in TYPES.items()}
 _OTHER_TYPES = {
@@ -104,12 +105,15 @@ _OTHER_TYPES = {
     29: "IQ1_M",
     34: "TQ1_0",
     35: "TQ2_0",
-    40: "NVFP4",
 }
 
 # The types of values: their numbers, and how struct spells them.
 _UINT8, _UINT16, _UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY = 0, 2, 4, 5, 6, 7, 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+
+
+SCALED_TYPE = "NVFP4"
+"""The type whose tensors have one more beside them, of the numbers that they are multiplied by."""
 
 
 def type_of(dtype: str, shape: Sequence[int]) -> str | None:

@@ -45,6 +45,7 @@ _FILE_TYPES = {
     "IQ4_XS": 30,
     "BF16": 32,
     "MXFP4": 38,
+    "NVFP4": 39,
 }
 
 

@@ -12,10 +12,11 @@ from modelexport.distributed import collectives, ranks
 from modelexport.errors import UsageError
 from modelexport.models.architecture import language_config
 from modelexport.models.in_memory import gather_layers, is_gathered
+from modelexport.models.tokenizers import tokenizer_of
 from modelexport.quantization.calibration.cut import ForwardShard
 from modelexport.quantization.calibration.images import ImageRow, image_rows, load_processor, processed
 from modelexport.quantization.calibration.ranges import token_batches_from
-from modelexport.quantization.calibration.text import TextShare, file_of, shares
+from modelexport.quantization.calibration.text import TextShare, TokenizerFiles, file_of, shares
 from modelexport.recipe import ExportRecipe
 
 if TYPE_CHECKING:
@@ -69,10 +70,11 @@ def samples_of(source: Checkpoint, recipe: ExportRecipe, tokenizer: Path, reader
     import torch
 
     windows, embedded = [], []
+    place = tokenizer_of(source, tokenizer)
     for share in shares(recipe.calib, recipe.calib_samples):
         rows = _drawn(list(image_rows(file_of(share.text))), share.samples, recipe.calib_seed)
         embedded.append(_embedded(source, recipe, tokenizer, reader, share, rows) if rows else ())
-        windows.append(_windows(source, recipe, tokenizer, share, len(rows)))
+        windows.append(_windows(source, recipe, place, share, len(rows)))
     order = _turns([len(each) for each in windows])
     mixed = torch.stack([windows[text][place] for text, place in order]) if order else windows[0]
     return Samples(mixed, tuple(embedded[text][place] for text, place in _turns([len(each) for each in embedded])))
@@ -94,7 +96,9 @@ def _drawn(rows: list[ImageRow], wanted: int, seed: int) -> list[ImageRow]:
     return [rows[place] for place in places.sort().values.tolist()]
 
 
-def _windows(source: Checkpoint, recipe: ExportRecipe, tokenizer: Path, share: TextShare, images: int) -> Tensor:
+def _windows(
+    source: Checkpoint, recipe: ExportRecipe, tokenizer: Path | TokenizerFiles, share: TextShare, images: int
+) -> Tensor:
     import torch
 
     wanted = share.samples - images

@@ -14,8 +14,9 @@ from modelexport.errors import UsageError, error_text
 from modelexport.inspection.evaluate.text import CACHE_NOTES, DTypeName, opened_model
 from modelexport.inspection.record.reading import is_figure
 from modelexport.models.architecture import language_config
+from modelexport.models.tokenizers import tokenizer_of
 from modelexport.quantization import devices
-from modelexport.quantization.calibration.text import has_tokenizer, load_tokenizer
+from modelexport.quantization.calibration.text import TokenizerFiles, has_tokenizer, load_tokenizer
 from modelexport.quantization.methods import read_quantization_config
 from modelexport.system.tables import table
 
@@ -221,15 +222,17 @@ def _harness() -> Any:
         ) from error
 
 
-def _with_tokenizer(checkpoint: Checkpoint, source: Checkpoint | None, config: str | os.PathLike[str] | None) -> Path:
-    """Returns the directory of the tokenizer: the source's, or the checkpoint's own, or beside ``--config``.
+def _with_tokenizer(
+    checkpoint: Checkpoint, source: Checkpoint | None, config: str | os.PathLike[str] | None
+) -> Path | TokenizerFiles:
+    """Returns the place of the tokenizer: the source's, or the checkpoint's own, or beside ``--config``.
 
     Raises:
         UsageError: there is none.
     """
-    directories = [opened.directory for opened in (source, checkpoint) if opened is not None]
-    directories += [] if config is None else [Path(config)]
-    found = next(filter(has_tokenizer, directories), None)
+    places = [tokenizer_of(opened) for opened in (source, checkpoint) if opened is not None]
+    places += [] if config is None else [Path(config)]
+    found = next(filter(has_tokenizer, places), None)
     if found is None:
         raise UsageError(
             f"{checkpoint.directory} has no tokenizer, which is needed to read the tasks: give the source that has one "

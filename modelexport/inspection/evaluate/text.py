@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from modelexport.assets import demo_model_path
+from modelexport.checkpoints.source import directory_of
 from modelexport.errors import CheckpointError, PlanError, UsageError
 from modelexport.models.architecture import language_config, why_no_language_model
 from modelexport.models.opening import open_model
+from modelexport.models.tokenizers import tokenizer_of
 from modelexport.quantization import devices
 from modelexport.quantization.calibration.text import TokenDocuments, has_tokenizer
 from modelexport.quantization.kv_caches import CACHES, NOT_ROUNDED
@@ -227,7 +229,7 @@ def opened_model(path: str | os.PathLike[str], config: str | os.PathLike[str] | 
         CheckpointError: it has no config.json, or is damaged.
         PlanError: it is no language model.
     """
-    directory = Path(path)
+    directory = directory_of(path)
     if os.fspath(path) == DEMO and not directory.exists():
         directory = demo_model_path()
     if not directory.is_dir():
@@ -249,7 +251,7 @@ def _documents(
     checkpoint: Checkpoint, source: Checkpoint | None, text: str | os.PathLike[str] | None
 ) -> TokenDocuments:
     """The text, tokenised as the source does, or the checkpoint where only that one can."""
-    candidates = [opened.directory for opened in (source, checkpoint) if opened is not None]
+    candidates = [tokenizer_of(opened) for opened in (source, checkpoint) if opened is not None]
     known = filter(has_tokenizer, candidates)
     vocabulary = language_config(checkpoint.config or {}, checkpoint.infos)["vocab_size"]
     return TokenDocuments(text, next(known, candidates[0]), vocabulary, split="heldout", flag="--text")

@@ -38,6 +38,7 @@ _EXPONENTS = ("U8", "F8_E8M0")
 _DIVISORS = ("weight_global_scale",)  # compressed-tensors: the scale of the scales, which divides them
 _FACTORS = ("weight_scale_2", "weights_scaling_factor_2")  # modelopt, TensorRT-LLM: multiplies them
 _GGUF_EXPONENT_BLOCK = 17  # bytes of an MXFP4 block of GGUF
+_GGUF_LOCAL_BLOCK, _GGUF_LOCALS = 36, 4  # bytes of one of NVFP4, and its e4m3 scales, with which it begins
 _GGUF_SCALES = {layout.nbytes: layout.d for layout in LAYOUTS.values()}
 """Bytes of a block of another type -> where in it its float16 scale begins."""
 
@@ -151,7 +152,9 @@ def _in_blocks(module: StoredModule) -> bool:
 
 
 def _scales_in(module: StoredModule, info: TensorInfo) -> int:
-    return math.prod(info.shape[:2]) if _in_blocks(module) else math.prod(info.shape)
+    if not _in_blocks(module):
+        return math.prod(info.shape)
+    return math.prod(info.shape[:2]) * (_GGUF_LOCALS if info.shape[2] == _GGUF_LOCAL_BLOCK else 1)
 
 
 def _spread(sizes: Sequence[int], most: int) -> tuple[int, int]:
@@ -184,7 +187,9 @@ def _count(reader: Reader, module: StoredModule, info: TensorInfo, counts: Scale
     factor = _factor(reader, module)
     for rows in _row_spans(info, blocks, most):
         values = reader.read(info, rows=rows)
-        if blocks:
+        if blocks and info.shape[2] == _GGUF_LOCAL_BLOCK:
+            values = values[..., :_GGUF_LOCALS].contiguous().view(torch.float8_e4m3fn)
+        elif blocks:
             at = 0 if counts.powers else _GGUF_SCALES[info.shape[2]]
             held = values.flatten(2)[..., at : at + (1 if counts.powers else 2)].contiguous()
             values = held if counts.powers else held.view(torch.float16)
@@ -204,7 +209,8 @@ def _powers(stored: Tensor) -> Tensor:
 
 def _factor(reader: Reader, module: StoredModule) -> float:
     """Returns the factor of the stored scales; 1 where they have no scale of their own."""
-    for names, power in ((_FACTORS, 1), (_DIVISORS, -1)):
+    beside_blocks = ("scale",) if _in_blocks(module) else ()
+    for names, power in (((*_FACTORS, *beside_blocks), 1), (_DIVISORS, -1)):
         for name in names:
             info = module.tensors.get(name)
             if info is not None and info.dtype in _FLOATS and math.prod(info.shape) == 1:

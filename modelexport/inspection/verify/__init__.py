@@ -20,6 +20,7 @@ from modelexport.checkpoints.adapters import parse_setting, read_adapter
 from modelexport.checkpoints.formats.hf import RECORD
 from modelexport.checkpoints.replicas import odd_replicas
 from modelexport.checkpoints.safetensors.file import Checkpoint
+from modelexport.checkpoints.source import directory_of
 from modelexport.errors import CheckpointError, PlanError, UsageError, shown
 from modelexport.inspection.record.reading import ExportRecord, read_record
 from modelexport.inspection.verify.comparison import HeaderComparison, compare_headers, plan_items
@@ -30,7 +31,7 @@ from modelexport.models.decoded import decoded
 from modelexport.models.matching import places, too_many_blocks
 from modelexport.models.modules import Architecture, StoredModule, read_architecture, read_modules
 from modelexport.models.opening import open_model
-from modelexport.models.stacked import apart_as, as_written
+from modelexport.models.stacked import apart_as, as_written, stacked_as
 from modelexport.models.structure import described_as
 from modelexport.quantization import algorithms
 from modelexport.quantization.methods import QuantizationConfig, methods, read_quantization_config
@@ -129,7 +130,7 @@ def verify_checkpoint(
             >>> modelexport.verify("ckpt").ok
             True
     """
-    directory = Path(directory)
+    directory = directory_of(directory)
     if not directory.is_dir():
         found = "a file" if directory.exists() else "no such directory"
         raise UsageError(f"{directory}: {found}; give the directory of a checkpoint")
@@ -181,7 +182,8 @@ def verify_checkpoint(
 def _plain(source: Checkpoint, checkpoint: Checkpoint, adapters: Sequence[str]) -> Checkpoint:
     """The source to compare a checkpoint with: decoded, with experts as that has them, and adapters merged into it."""
     merged = [read_adapter(*parse_setting(text)) for text in adapters]
-    return adapted(apart_as(decoded(described_as(source, checkpoint)), checkpoint), merged)[0]
+    model = decoded(described_as(source, checkpoint))
+    return adapted(stacked_as(apart_as(model, checkpoint), checkpoint), merged)[0]
 
 
 def _check_adapters(directory: Path, record: ExportRecord, adapters: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TextIO
 
 from modelexport.assets import Split, demo_documents
@@ -22,7 +23,7 @@ from modelexport.quantization.calibration.images import shows_images
 from modelexport.quantization.calibration.rows import COLUMNS, Chat, read_row
 from modelexport.settings import with_weight
 from modelexport.system.json_values import JsonValues
-from modelexport.system.small_files import LARGEST_JSON, check_regular, has_file, open_regular, read_json
+from modelexport.system.small_files import LARGEST_JSON, check_regular, has_file, open_regular, read_json, write_small
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,6 +36,7 @@ __all__ = [
     "TOKENIZER_FILES",
     "TextShare",
     "TokenDocuments",
+    "TokenizerFiles",
     "file_of",
     "has_tokenizer",
     "load_tokenizer",
@@ -61,6 +63,21 @@ DATASET = "hf:"
 """What the name of a data set begins with: ``hf:NAME``, ``hf:NAME:SPLIT`` or ``hf:NAME:CONFIGURATION:SPLIT``."""
 OWN_TEXT = "modelexport's own text"
 """The name that records have for the text of the package."""
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """A tokenizer whose files are on no disk: made from what is known of it.
+
+    Attributes:
+        directory: of the model.
+        files: name -> content; none where it could not be made.
+        missing: why it could not.
+    """
+
+    directory: Path
+    files: Mapping[str, bytes]
+    missing: str = ""
 
 
 @dataclass(frozen=True)
@@ -168,7 +185,7 @@ def _dataset(text: str, flag: str) -> tuple[str, str | None, str]:
 
 def token_batches_from(
     text: str | os.PathLike[str] | None,
-    tokenizer: str | os.PathLike[str],
+    tokenizer: str | os.PathLike[str] | TokenizerFiles,
     *,
     vocabulary: int,
     samples: int = SAMPLES,
@@ -183,8 +200,9 @@ def token_batches_from(
             ``"input_ids"`` (see :mod:`~modelexport.quantization.calibration.rows`); a ``.parquet`` file, or a data set
             (see :data:`DATASET`), with such rows, of which no more is read than is needed; None: the text that comes
             with the package.
-        tokenizer: directory that holds the model's tokenizer; not opened where every line gives ``input_ids``. Before
-            each document stands its beginning-of-text token, or its end-of-text token, if it has one.
+        tokenizer: directory that holds the model's tokenizer, or its files; not opened where every line gives
+            ``input_ids``. Before each document stands its beginning-of-text token, or its end-of-text token, if it has
+            one.
         vocabulary: rows of the model's embedding. Tokens of a text beyond it (tokenizers may know more than the model)
             are folded into it; ``input_ids`` beyond it are refused.
         samples, length: how many windows, of how many tokens.
@@ -202,7 +220,8 @@ def token_batches_from(
         if value < 1:
             raise UsageError(f"--calib-{name} {value}: at least 1 is needed")
     needed = samples * length
-    documents = TokenDocuments(text, Path(tokenizer), vocabulary)
+    place = tokenizer if isinstance(tokenizer, TokenizerFiles) else Path(tokenizer)
+    documents = TokenDocuments(text, place, vocabulary)
     ids = documents.first(_POOL * needed)
     if len(ids) < needed:
         raise UsageError(
@@ -224,6 +243,7 @@ class TokenDocuments:
     people.
 
     Attributes:
+        directory: of the tokenizer, or of the model that its files were made for.
         label: what the text is, for people.
         documents: how many have been begun so far.
     """
@@ -231,7 +251,7 @@ class TokenDocuments:
     def __init__(
         self,
         text: str | os.PathLike[str] | None,
-        directory: Path,
+        tokenizer: Path | TokenizerFiles,
         vocabulary: int,
         *,
         split: Split = "calibration",
@@ -242,7 +262,8 @@ class TokenDocuments:
         kind = {"calibration": "calibration", "heldout": "held-out"}[split]
         self.label = f"the {kind} text of the package" if text is None else f"{flag} {self.path or text}"
         self.split, self.flag = split, flag
-        self.directory = directory
+        self.place = tokenizer
+        self.directory = tokenizer.directory if isinstance(tokenizer, TokenizerFiles) else tokenizer
         self.vocabulary = vocabulary
         self.documents = 0
         self._tokenizer: Any = None
@@ -254,12 +275,14 @@ class TokenDocuments:
             UsageError: there is no tokenizer.
         """
         is_plain = self.dataset is None and (self.path is None or self.path.suffix not in (_LINES, _TABLE))
-        if is_plain and not has_tokenizer(self.directory):
+        if is_plain and not has_tokenizer(self.place):
             raise self._no_tokenizer()
 
     def _no_tokenizer(self) -> UsageError:
+        missing = self.place.missing if isinstance(self.place, TokenizerFiles) else ""
+        why = f" ({missing})" if missing else ""
         return UsageError(
-            f"{self.directory} has no tokenizer, which is needed to read {self.label}: copy the model's tokenizer "
+            f"{self.directory} has no tokenizer{why}, which is needed to read {self.label}: copy the model's tokenizer "
             f'files there, or give {self.flag} FILE.jsonl with a list of "input_ids" on each line'
         )
 
@@ -387,9 +410,9 @@ class TokenDocuments:
         return [token % self.vocabulary for token in ids]
 
     def _load(self) -> Any:
-        if not has_tokenizer(self.directory):
+        if not has_tokenizer(self.place):
             raise self._no_tokenizer()
-        return load_tokenizer(self.directory)
+        return load_tokenizer(self.place)
 
 
 def rendered(
@@ -447,17 +470,31 @@ def _whole_lines(file: TextIO) -> str:
     return "".join(lines)
 
 
-def has_tokenizer(directory: Path) -> bool:
+def has_tokenizer(place: Path | TokenizerFiles) -> bool:
     """Returns whether one of the files that a tokenizer is kept in is there."""
-    return any(has_file(directory, name) for name in TOKENIZER_FILES)
+    if isinstance(place, TokenizerFiles):
+        return bool(place.files)
+    return any(has_file(place, name) for name in TOKENIZER_FILES)
 
 
-def load_tokenizer(directory: Path) -> Any:
+def load_tokenizer(place: Path | TokenizerFiles) -> Any:
     """A model's tokenizer, as transformers loads it; no code of the model's is run.
+
+    Args:
+        place: its directory, or its files.
 
     Raises:
         CheckpointError: a file of it is missing, damaged, no regular file, or larger than any tokenizer is.
     """
+    if isinstance(place, TokenizerFiles):
+        with TemporaryDirectory(prefix="modelexport-tokenizer-") as temporary:
+            for name, content in place.files.items():
+                write_small(Path(temporary) / name, content)
+            return _loaded(Path(temporary), str(place.directory))
+    return _loaded(place, str(place))
+
+
+def _loaded(directory: Path, label: str) -> Any:
     from transformers import AutoTokenizer
 
     for name in TOKENIZER_FILES:
@@ -475,4 +512,4 @@ def load_tokenizer(directory: Path) -> Any:
         return tokenizer
     except Exception as error:  # of any kind: what a damaged file leads to is not foreseen there
         what = f"{type(error).__name__}: {error_text(error)}"
-        raise CheckpointError(f"{directory}: its tokenizer cannot be loaded ({what})") from error
+        raise CheckpointError(f"{label}: its tokenizer cannot be loaded ({what})") from error

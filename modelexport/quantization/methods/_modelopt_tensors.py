@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +15,7 @@ from modelexport.quantization.methods._nibbles import (
     words_to_int8,
     words_to_row_pairs,
 )
-from modelexport.quantization.methods._reciprocal import divisor_of, multiplier_of
+from modelexport.quantization.methods._reciprocal import divisor_of, inverted_scale, multiplier_of
 from modelexport.quantization.methods.base import WeightSlice
 from modelexport.system.dtypes import FLOATS, dtype_name
 
@@ -53,9 +52,9 @@ def encode(number_format: NumberFormatProtocol, native: Mapping[str, Tensor], pa
         scale = scale.view(torch.uint8)
     tensors = {"weight": weight, "weight_scale": scale}
     if "weight_global_scale" in native:
-        tensors["weight_scale_2"] = _inverted(native, "weight_global_scale", multiplier_of, ())
+        tensors["weight_scale_2"] = inverted_scale(native, "weight_global_scale", multiplier_of, ())
     if "input_global_scale" in native:
-        tensors["input_scale"] = _inverted(native, "input_global_scale", multiplier_of, ())
+        tensors["input_scale"] = inverted_scale(native, "input_global_scale", multiplier_of, ())
     elif "input_scale" in native:
         tensors["input_scale"] = native["input_scale"].float().reshape(())
     return tensors
@@ -88,21 +87,9 @@ def decode(number_format: NumberFormatProtocol, stored: Mapping[str, Tensor], pa
     if packed:
         tensors["weight_shape"] = torch.tensor(part.shape, dtype=torch.int64, device=weight.device)
     if strategy == "tensor_group":
-        tensors["weight_global_scale"] = _inverted(stored, "weight_scale_2", divisor_of, (1,))
+        tensors["weight_global_scale"] = inverted_scale(stored, "weight_scale_2", divisor_of, (1,))
     if number_format.has_static_inputs and strategy == "tensor_group":
-        tensors["input_global_scale"] = _inverted(stored, "input_scale", divisor_of, (1,))
+        tensors["input_global_scale"] = inverted_scale(stored, "input_scale", divisor_of, (1,))
     elif number_format.has_static_inputs:
         tensors["input_scale"] = stored["input_scale"].reshape(1)
     return tensors
-
-
-def _inverted(
-    tensors: Mapping[str, Tensor], suffix: str, rule: Callable[[float], float], shape: tuple[int, ...]
-) -> Tensor:
-    """A tensor's one scale by a rule that inverts it. A multiplier of 0 is a divisor of infinity: all values are 0."""
-    scale = tensors[suffix]
-    number = float(scale.float())
-    inverse = rule(number) if number > 0 or (number == 0 and rule is divisor_of) else math.nan
-    if math.isnan(inverse) or (math.isinf(inverse) and number != 0):
-        raise CheckpointError(f"{suffix} is {number:g}: it has no reciprocal among the float32 above zero")
-    return torch.full(shape, inverse, dtype=torch.float32, device=scale.device)

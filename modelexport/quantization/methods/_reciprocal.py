@@ -1,4 +1,4 @@
-"""NVFP4's second scale: compressed-tensors divides by it, modelopt multiplies; from one to the other and back.
+"""NVFP4's second scale: compressed-tensors divides by it, modelopt and ggml multiply; from one to the other and back.
 
 Both are made of one magnitude: the divisor is 2688 / amax, the multiplier amax / 2688 (2688 = 6 * 448, the largest
 FP4 times the largest E4M3). In float32 the reciprocal of a reciprocal is not always the number itself, and no rounding
@@ -12,6 +12,13 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from modelexport.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TOP = 2688.0
 _BITS = 14  # of an amax: bfloat16 has 8, float16 11; modelopt's 4/6 variant has amax / 1536, which is 1.75 of them
@@ -45,6 +52,24 @@ def divisor_of(multiplier: float) -> float:
         return math.inf
     amax = _short(TOP * multiplier)
     return _carried(multiplier, _float32(amax / TOP), _float32(TOP / amax))
+
+
+def inverted_scale(
+    tensors: Mapping[str, Tensor], suffix: str, rule: Callable[[float], float], shape: tuple[int, ...]
+) -> Tensor:
+    """A tensor's one scale by either rule, float32; a multiplier of 0 is a divisor of infinity: all values are 0.
+
+    Raises:
+        CheckpointError: the scale is negative or NaN.
+    """
+    import torch
+
+    scale = tensors[suffix]
+    number = float(scale.float())
+    inverse = rule(number) if number > 0 or (number == 0 and rule is divisor_of) else math.nan
+    if math.isnan(inverse) or (math.isinf(inverse) and number != 0):
+        raise CheckpointError(f"{suffix} is {number:g}: it has no reciprocal among the float32 above zero")
+    return torch.full(shape, inverse, dtype=torch.float32, device=scale.device)
 
 
 def _carried(number: float, nearest: float, other: float) -> float:

@@ -2,7 +2,7 @@
 
 Follows ggml's block layouts (ggml-common.h, and the gguf package's dequantisation). A linear is one tensor of bytes,
 ``weight`` uint8 ``[out, in / block, bytes of a block]``. Each block type is a number format of its own, whose native
-tensor that is: see :mod:`modelexport.quantization.ggml_layouts`. Three hold numbers that engines besides llama.cpp
+tensor that is: see :mod:`modelexport.quantization.ggml_layouts`. Four hold numbers that engines besides llama.cpp
 have, too, and are made of these and read as these:
 
 - ``Q8_0``, 34 bytes: d, float16, and 32 int8; value = q * d. int8-wo in groups of 32.
@@ -10,6 +10,9 @@ have, too, and are made of these and read as these:
   (code - 8) * d. int4 in groups of 32.
 - ``MXFP4``, 17 bytes: an exponent (E8M0), codes as in Q4_0; value = e2m1(code) * 2^(e - 127). (ggml doubles the codes
   and halves the scale.) mxfp4-wo.
+- ``NVFP4``, 36 bytes: 4 scales (e4m3, never negative), each of 16 weights; for each 16 weights 8 bytes of codes, the
+  low halves the first 8, the high ones the others; value = e2m1(code) * scale * ``scale``, a tensor of one float32
+  beside the blocks. nvfp4-wo, whose global scale divides: the reciprocal, by :mod:`._reciprocal`.
 
 ``IQ4_NL`` has as many bytes as Q4_0: its tensor has one dim more, of 1, by which a file's header is told from that.
 """
@@ -21,7 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 from modelexport.errors import CheckpointError, shown
 from modelexport.quantization.ggml_layouts import LAYOUTS
+from modelexport.quantization.methods._arguments import NVFP4
+from modelexport.quantization.methods._reciprocal import divisor_of, inverted_scale, multiplier_of
 from modelexport.quantization.methods.base import (
+    Axes,
     ModelQuantization,
     QuantizationConfig,
     QuantizationFiles,
@@ -52,11 +58,18 @@ READS_TIED = True  # llama.cpp looks rows up in the blocks that it multiplies by
 FUSES_LINEARS = False
 
 BLOCK = 32
-"""Weights of a block of the types that other number formats are held in."""
-BLOCK_BYTES = {**{layout.name: layout.nbytes for layout in LAYOUTS.values()}, "MXFP4": 17}
-_CODES = {"Q8_0": 2, "Q4_0": 2, "MXFP4": 1}  # where in a block they begin
+"""Weights of a block of Q8_0, Q4_0 and MXFP4."""
+SCALED_BLOCK = "NVFP4"
+"""The block type whose weights are multiplied by one number more, that of all of them."""
+SCALE = "scale"
+"""The tensor of that number."""
+UNSCALED = "NVFP4 (scale 1)"
+"""The same without such a tensor, as others write it: read, and never written."""
+BLOCK_BYTES = {**{layout.name: layout.nbytes for layout in LAYOUTS.values()}, "MXFP4": 17, SCALED_BLOCK: 36}
+_CODES = {"Q8_0": 2, "Q4_0": 2, "MXFP4": 1, SCALED_BLOCK: 4}  # where in a block they begin
 _WHAT_HOLDS = (
-    "a block type of llama.cpp (--quant q4_k and its like), int4 --group-size 32, int8-wo --group-size 32 or mxfp4-wo"
+    "a block type of llama.cpp (--quant q4_k and its like), int4 --group-size 32, int8-wo --group-size 32, mxfp4-wo or "
+    "nvfp4-wo"
 )
 
 
@@ -72,23 +85,25 @@ def _weights(bits: int, kind: str = "int") -> dict[str, Any]:
     }
 
 
-_ARGUMENTS = {"Q8_0": _weights(8), "Q4_0": _weights(4), "MXFP4": _weights(4, "float")}
-_COMPRESSED = {"MXFP4": "mxfp4-pack-quantized"}
+_ARGUMENTS = {"Q8_0": _weights(8), "Q4_0": _weights(4), "MXFP4": _weights(4, "float"), SCALED_BLOCK: NVFP4}
+_COMPRESSED = {"MXFP4": "mxfp4-pack-quantized", SCALED_BLOCK: "nvfp4-pack-quantized"}
+_DECIDING = ("num_bits", "type", "symmetric", "strategy", "group_size")
 _MARKED = "IQ4_NL"
 _OWN = {layout.number_format: layout for layout in LAYOUTS.values()}
 
 
 def _scheme(name: str, targets: tuple[str, ...]) -> Scheme | None:
     """The scheme of a type, as ``quantization_config`` or a file has it; None for others."""
-    if name in _ARGUMENTS:
-        return Scheme(name, targets, _COMPRESSED.get(name, "pack-quantized"), _ARGUMENTS[name], None, None, METHOD)
+    kind = SCALED_BLOCK if name == UNSCALED else name
+    if kind in _ARGUMENTS:
+        return Scheme(name, targets, _COMPRESSED.get(kind, "pack-quantized"), _ARGUMENTS[kind], None, None, METHOD)
     layout = _OWN.get(name) or LAYOUTS.get(name)
     return None if layout is None else Scheme(name, targets, layout.name, layout.arguments(), None, None, METHOD)
 
 
 def read(value: Mapping[str, Any]) -> QuantizationConfig:
     """Reads a ``quantization_config``: ``types``, a number format or a block type -> the modules that it means (or
-    ``"Linear"``). Q8_0, Q4_0 and MXFP4 are the numbers that other engines have, too; q8-0 and q4-0 the blocks.
+    ``"Linear"``). Q8_0, Q4_0, MXFP4 and NVFP4 are the numbers that other engines have, too; q8-0 and q4-0 the blocks.
 
     That is ours: llama.cpp itself looks at the tensors.
 
@@ -106,7 +121,7 @@ def read(value: Mapping[str, Any]) -> QuantizationConfig:
 
 
 def tensor_specs(scheme: Scheme, shape: tuple[int, int]) -> dict[str, StoredTensorSpec]:
-    """The tensor of blocks.
+    """The tensor of blocks, and the one number beside NVFP4's.
 
     Raises:
         CheckpointError: no block type holds the scheme, or blocks do not divide the shape.
@@ -121,11 +136,16 @@ def tensor_specs(scheme: Scheme, shape: tuple[int, int]) -> dict[str, StoredTens
         )
     more = (1,) if found == _MARKED else ()
     blocks = (shape[0], shape[1] // block, BLOCK_BYTES[found], *more)
-    return {"weight": StoredTensorSpec(("U8",), (blocks,), ((0, 1), (1, block), None, *(None for _ in more)))}
+    axes: Axes = ((0, 1), (1, block), None, *(None for _ in more))
+    has_scale = found == SCALED_BLOCK and scheme.name != UNSCALED
+    scale = {SCALE: StoredTensorSpec(("F32",), ((), (1,)))} if has_scale else {}
+    return {"weight": StoredTensorSpec(("U8",), (blocks,), axes), **scale}
 
 
 def _block(block_type: str) -> int:
     """Weights of a block."""
+    if block_type == SCALED_BLOCK:
+        return 2 * BLOCK
     return LAYOUTS[block_type].block if block_type in LAYOUTS else BLOCK
 
 
@@ -134,13 +154,10 @@ def _block_type(scheme: Scheme) -> str | None:
     weights = scheme.weights
     if weights.get("type") in LAYOUTS:
         return str(weights["type"]) if scheme.inputs is None else None
-    if scheme.inputs is not None or weights.get("strategy") != "group" or weights.get("group_size") != BLOCK:
+    if scheme.inputs is not None or weights.get("actorder"):
         return None
-    if weights.get("actorder"):
-        return None
-    wanted = (weights.get("num_bits"), weights.get("type"), bool(weights.get("symmetric", True)))
     for name, own in _ARGUMENTS.items():
-        if wanted == (own["num_bits"], own["type"], own["symmetric"]):
+        if all(weights.get(key, True if key == "symmetric" else None) == own[key] for key in _DECIDING):
             return name
     return None
 
@@ -166,7 +183,12 @@ def refusal(number_format: NumberFormatProtocol, shape: tuple[int, int]) -> str 
 
 
 def embedding_refusal(number_format: NumberFormatProtocol) -> str | None:
-    """None: llama.cpp looks rows up in blocks of any type, and :func:`refusal` says which there are."""
+    """llama.cpp looks rows up in blocks of any type, but does not multiply them by the number beside NVFP4's."""
+    if _block_type(number_format.scheme(METHOD)) == SCALED_BLOCK:
+        return (
+            f"llama.cpp looks rows up in blocks of {SCALED_BLOCK} without their scale: choose mxfp4-wo or a block type "
+            "(--quant q4_k and its like) for it"
+        )
     return None
 
 
@@ -197,10 +219,11 @@ def quantization_files(announced: ModelQuantization) -> QuantizationFiles:
 
 
 def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice) -> dict[str, Tensor]:
-    """Native tensors as ``weight`` uint8 ``[rows, cols / block, bytes of a block]``.
+    """Native tensors as ``weight`` uint8 ``[rows, cols / block, bytes of a block]``, NVFP4's with ``scale`` float32
+    ``[]``.
 
     Raises:
-        CheckpointError: a scale is no float16 number: the weight must be quantised anew.
+        CheckpointError: a scale is no number of the block type's: the weight must be quantised anew.
     """
     if _is_own(number_format):
         return {"weight": tensors["weight"].unsqueeze(-1) if _is_marked(number_format) else tensors["weight"]}
@@ -210,6 +233,8 @@ def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], p
     assert found is not None, f"{number_format.name}: refusal() has let it pass"
     rows, cols = part.extent
     scales = tensors["weight_scale"]
+    if found == SCALED_BLOCK:
+        return _encode_scaled(tensors, rows, cols)
     packed = tensors["weight_packed"].contiguous().view(torch.uint8).view(rows, cols // BLOCK, -1)
     out = torch.empty((rows, cols // BLOCK, BLOCK_BYTES[found]), dtype=torch.uint8, device=packed.device)
     codes = out[..., _CODES[found] :]
@@ -228,10 +253,11 @@ def encode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], p
 
 
 def decode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], part: WeightSlice) -> dict[str, Tensor]:
-    """The blocks in native form, scales float16 (MXFP4: E8M0).
+    """The blocks in native form, scales float16 (MXFP4: E8M0, NVFP4: e4m3 and one float32 for all).
 
     Raises:
-        CheckpointError: an exponent of MXFP4's that E8M0 has no code for.
+        CheckpointError: an exponent of MXFP4's that E8M0 has no code for, or a scale of NVFP4's that e4m3 has none for;
+            or the number beside NVFP4's has no reciprocal.
     """
     if _is_own(number_format):
         return {"weight": tensors["weight"].squeeze(-1) if _is_marked(number_format) else tensors["weight"]}
@@ -241,6 +267,8 @@ def decode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], p
     assert found is not None
     rows, cols = part.extent
     blocks = tensors["weight"]
+    if found == SCALED_BLOCK:
+        return _decode_scaled(tensors, rows, cols)
     codes = blocks[..., _CODES[found] :]
     packed = torch.empty((rows, cols // BLOCK, codes.shape[-1]), dtype=torch.uint8, device=blocks.device)
     if found == "Q8_0":
@@ -259,18 +287,61 @@ def decode(number_format: NumberFormatProtocol, tensors: Mapping[str, Tensor], p
     }
 
 
+_SUB = 16  # weights of NVFP4 that share an e4m3
+_NAN, _SIGN = 0x7F, 0x80  # of an e4m3; ggml reads the former as 0
+
+
+def _encode_scaled(tensors: Mapping[str, Tensor], rows: int, cols: int) -> dict[str, Tensor]:
+    import torch
+
+    scales = tensors["weight_scale"].contiguous().view(torch.uint8)
+    beyond = (scales >= _NAN) & (scales != _SIGN)  # a zero of either sign is one
+    if bool(beyond.any()):
+        raise CheckpointError(
+            f"{int(beyond.sum()):,} of {scales.numel():,} scales of {_SUB} weights are negative or NaN, which GGUF's "
+            f"{SCALED_BLOCK} has no code for: export the model that was quantised with --format gguf instead"
+        )
+    begin, per_block = _CODES[SCALED_BLOCK], 2 * BLOCK
+    out = torch.empty((rows, cols // per_block, BLOCK_BYTES[SCALED_BLOCK]), dtype=torch.uint8, device=scales.device)
+    out[..., :begin] = scales.view(rows, -1, begin) & _NAN
+    halves = torch.empty((rows, cols // _SUB, _SUB // 2), dtype=torch.uint8, device=scales.device)
+    _halves_of_pairs(tensors["weight_packed"].contiguous().view(torch.uint8).view(halves.shape), halves)
+    out[..., begin:] = halves.view(rows, cols // per_block, -1)
+    return {"weight": out, SCALE: inverted_scale(tensors, "weight_global_scale", multiplier_of, ())}
+
+
+def _decode_scaled(tensors: Mapping[str, Tensor], rows: int, cols: int) -> dict[str, Tensor]:
+    import torch
+
+    begin = _CODES[SCALED_BLOCK]
+    given = {SCALE: torch.ones((), device=tensors["weight"].device), **tensors}
+    scales = tensors["weight"][..., :begin].contiguous().view(rows, -1)
+    if bool((scales == _SIGN | _NAN).any()):
+        raise CheckpointError("a scale of 16 weights is 255: 480 to GGUF, which e4m3 has no code for")
+    scales = torch.where(scales == _NAN, 0, scales & _NAN)  # as ggml reads them
+    halves = tensors["weight"][..., begin:].contiguous().view(rows, cols // _SUB, -1)
+    pairs = torch.empty_like(halves)
+    _pairs_of_halves(halves, pairs)
+    return {
+        "weight_packed": pairs.view(rows, cols // 2),
+        "weight_scale": scales.view(torch.float8_e4m3fn),
+        "weight_global_scale": inverted_scale(given, SCALE, divisor_of, (1,)),
+    }
+
+
 def _halves_of_pairs(pairs: Tensor, out: Tensor) -> None:
-    """Codes 0 and 1 in the first of 16 bytes, low half first -> codes 0 and 16 there, as ggml has them."""
-    first, second = pairs[..., :8], pairs[..., 8:]
+    """Codes 0 and 1 in the first of 2n bytes, low half first -> codes 0 and 2n there, as ggml has them."""
+    middle = pairs.shape[-1] // 2
+    first, second = pairs[..., :middle], pairs[..., middle:]
     out[..., 0::2] = (first & 15) | (second << 4)
     out[..., 1::2] = (first >> 4) | (second & 0xF0)
 
 
 def _pairs_of_halves(halves: Tensor, out: Tensor) -> None:
     """The inverse of :func:`_halves_of_pairs`."""
-    even, odd = halves[..., 0::2], halves[..., 1::2]
-    out[..., :8] = (even & 15) | (odd << 4)
-    out[..., 8:] = (even >> 4) | (odd & 0xF0)
+    even, odd, middle = halves[..., 0::2], halves[..., 1::2], halves.shape[-1] // 2
+    out[..., :middle] = (even & 15) | (odd << 4)
+    out[..., middle:] = (even >> 4) | (odd & 0xF0)
 
 
 def _float16_bytes(values: Tensor, what: str) -> Tensor:

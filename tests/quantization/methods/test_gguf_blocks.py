@@ -17,12 +17,13 @@ from modelexport.quantization.methods import gguf, of_method, read_quantization_
 from modelexport.quantization.methods.base import ModelQuantization, WeightSlice
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-QUANTS = {"Q8_0": "int8-wo", "Q4_0": "int4", "MXFP4": "mxfp4-wo"}
-BITS = {"Q8_0": 8, "Q4_0": 4, "MXFP4": 4}
+QUANTS = {"Q8_0": "int8-wo", "Q4_0": "int4", "MXFP4": "mxfp4-wo", "NVFP4": "nvfp4-wo"}
+BITS = {"Q8_0": 8, "Q4_0": 4, "MXFP4": 4, "NVFP4": 4}
+WIDTH = {"Q8_0": 32, "Q4_0": 32, "MXFP4": 32, "NVFP4": 64}
 
 
 def number_format(kind: str) -> NumberFormat:
-    size = None if kind == "MXFP4" else 32
+    size = None if "FP4" in kind else 32
     return formats.get(QUANTS[kind], group_size=size, scale_dtype=torch.float16)
 
 
@@ -33,6 +34,14 @@ def native(kind: str, rows: int, cols: int, seed: int = 0) -> dict[str, torch.Te
     if kind == "MXFP4":
         exponents = torch.randint(0, 255, (rows, cols // 32), generator=generator, dtype=torch.uint8)
         return {"weight_packed": octets, "weight_scale": exponents}
+    if kind == "NVFP4":  # a power of two, by which no product is rounded
+        local = torch.randint(0, 127, (rows, cols // 16), generator=generator, dtype=torch.uint8)
+        factor = torch.tensor([2.0**10])
+        return {
+            "weight_packed": octets,
+            "weight_scale": local.view(torch.float8_e4m3fn),
+            "weight_global_scale": factor,
+        }
     scales = torch.randn(rows, cols // 32, generator=generator).mul(0.01).to(torch.float16)
     return {
         "weight_packed": octets.view(torch.int32),
@@ -41,8 +50,20 @@ def native(kind: str, rows: int, cols: int, seed: int = 0) -> dict[str, torch.Te
     }
 
 
+def e4m3(code: int) -> float:
+    exponent, mantissa = code >> 3, code & 7
+    return 2.0**-9 * mantissa if exponent == 0 else 2.0 ** (exponent - 7) * (1 + mantissa / 8)
+
+
 def values(kind: str, block: bytes) -> list[float]:
-    """The 32 numbers of a block."""
+    """The numbers of a block; of NVFP4 before they are multiplied by the one beside it."""
+    if kind == "NVFP4":
+        found = []
+        for number, scale in enumerate(block[:4]):
+            codes = block[4 + 8 * number : 12 + 8 * number]
+            both = [byte & 15 for byte in codes] + [byte >> 4 for byte in codes]
+            found += [(-1 if code & 8 else 1) * E2M1[code & 7] * e4m3(scale) for code in both]
+        return found
     if kind == "Q8_0":
         (d,) = struct.unpack_from("<e", block)
         return [d * q for q in struct.unpack_from("<32b", block, 2)]
@@ -56,19 +77,21 @@ def values(kind: str, block: bytes) -> list[float]:
 
 @pytest.mark.parametrize("kind", QUANTS)
 def test_a_block_says_what_the_number_format_does(kind: str) -> None:
-    rows, cols = 5, 96
-    form, tensors = number_format(kind), native(kind, 5, 96)
-    weight = gguf.encode(form, tensors, WeightSlice.whole((rows, cols)))["weight"]
+    rows, cols = 5, 3 * WIDTH[kind]
+    form, tensors = number_format(kind), native(kind, rows, cols)
+    stored = gguf.encode(form, tensors, WeightSlice.whole((rows, cols)))
+    weight = stored["weight"]
     assert weight.dtype == torch.uint8
-    assert weight.shape == (rows, cols // 32, gguf.BLOCK_BYTES[kind])
+    assert weight.shape == (rows, 3, gguf.BLOCK_BYTES[kind])
     blocks = [values(kind, bytes(block.tolist())) for block in weight.view(-1, weight.shape[-1])]
-    expected = torch.tensor(blocks, dtype=torch.float64).view(rows, cols)
+    expected = torch.tensor(blocks, dtype=torch.float64).view(rows, cols) * float(stored.get("scale", 1.0))
     assert torch.equal(form.dequantise(tensors), expected.float())
 
 
 @pytest.mark.parametrize("kind", QUANTS)
-@pytest.mark.parametrize(("rows", "cols"), [(1, 32), (16, 160), (11, 64)])
-def test_there_and_back(kind: str, rows: int, cols: int) -> None:
+@pytest.mark.parametrize(("rows", "blocks"), [(1, 1), (16, 5), (11, 2)])
+def test_there_and_back(kind: str, rows: int, blocks: int) -> None:
+    cols = blocks * WIDTH[kind]
     form, tensors, part = number_format(kind), native(kind, rows, cols, seed=1), WeightSlice.whole((rows, cols))
     back = gguf.decode(form, gguf.encode(form, tensors, part), part)
     assert back.keys() == tensors.keys()
@@ -85,26 +108,28 @@ def test_parts_make_up_the_whole(kind: str) -> None:
     part = WeightSlice((12, 192), (3, 64), (7, 64))
     packed, scales = tensors["weight_packed"], tensors["weight_scale"]
     each = packed.shape[1] // 3
-    own = {**tensors, "weight_packed": packed[3:10, each : 2 * each], "weight_scale": scales[3:10, 2:4]}
+    first, last = 64 * scales.shape[1] // 192, 128 * scales.shape[1] // 192
+    own = {**tensors, "weight_packed": packed[3:10, each : 2 * each], "weight_scale": scales[3:10, first:last]}
     written = gguf.encode(form, own, part)
-    assert torch.equal(written["weight"], whole[3:10, 2:4])
-    back = gguf.decode(form, {"weight": whole[3:10, 2:4]}, part)
+    blocks = slice(64 // WIDTH[kind], 128 // WIDTH[kind])
+    assert torch.equal(written["weight"], whole[3:10, blocks])
+    back = gguf.decode(form, {**written, "weight": whole[3:10, blocks]}, part)
     assert torch.equal(back["weight_packed"], own["weight_packed"])
     assert torch.equal(back["weight_scale"], own["weight_scale"])
 
 
-@pytest.mark.parametrize("quant", ["int8-wo", "int4", "mxfp4-wo"])
+@pytest.mark.parametrize("quant", QUANTS.values())
 def test_a_weight_quantised_for_it_goes_in(quant: str) -> None:
     """Zeros, the largest and the smallest numbers among them: float16 holds every scale."""
     weight = torch.randn(8, 128, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
     weight[0] = 0
     weight[1, :32] = 1e-8
     weight[2, 40] = 3000
-    form = formats.get(quant, group_size=None if quant == "mxfp4-wo" else 32, scale_dtype=torch.float16)
+    form = formats.get(quant, group_size=None if "fp4" in quant else 32, scale_dtype=torch.float16)
     tensors, part = form.quantise(weight), WeightSlice.whole((8, 128))
     stored = gguf.encode(form, tensors, part)
     assert {name: (str(t.dtype), tuple(t.shape)) for name, t in stored.items()} == {
-        name: ("torch.uint8", promise.shapes[0])
+        name: ("torch.uint8" if name == "weight" else "torch.float32", promise.shapes[0])
         for name, promise in gguf.tensor_specs(form.scheme("gguf"), (8, 128)).items()
     }
     assert torch.equal(form.dequantise(gguf.decode(form, stored, part)), form.dequantise(tensors))
@@ -132,6 +157,27 @@ def test_what_float16_does_not_hold_is_refused() -> None:
         gguf.encode(number_format("MXFP4"), tensors, part)
 
 
+def test_scales_that_nvfp4_s_blocks_have_no_code_for_are_refused() -> None:
+    """The sign is not among them: ggml reads -1 as 1."""
+    form, part, tensors = number_format("NVFP4"), WeightSlice.whole((1, 64)), native("NVFP4", 1, 64)
+    tensors["weight_scale"] = torch.tensor([[1.0, -0.0, -1.0, torch.nan]]).to(torch.float8_e4m3fn)
+    with pytest.raises(CheckpointError, match="2 of 4 scales of 16 weights are negative or NaN"):
+        gguf.encode(form, tensors, part)
+    tensors["weight_scale"] = torch.tensor([[1.0, -0.0, 2.0, 448.0]]).to(torch.float8_e4m3fn)
+    stored = gguf.encode(form, tensors, part)
+    assert stored["weight"][0, 0, :4].tolist() == [0x38, 0, 0x40, 0x7E]
+    stored["weight"][0, 0, :4] = torch.tensor([0xB8, 0x7F, 0, 0])
+    assert gguf.decode(form, stored, part)["weight_scale"].float().tolist() == [[1.0, 0.0, 0.0, 0.0]]
+    stored["weight"][0, 0, 3] = 255
+    with pytest.raises(CheckpointError, match="is 255: 480 to GGUF"):
+        gguf.decode(form, stored, part)
+
+
+def test_an_embedding_has_no_scale_beside_its_blocks() -> None:
+    assert "looks rows up in blocks of NVFP4 without their scale" in str(gguf.embedding_refusal(number_format("NVFP4")))
+    assert gguf.embedding_refusal(number_format("MXFP4")) is None
+
+
 @pytest.mark.parametrize(
     ("quant", "group", "why"),
     [
@@ -139,7 +185,7 @@ def test_what_float16_does_not_hold_is_refused() -> None:
         ("int4-asym", 32, "no blocks for int4 asymmetric weights per group of 32"),
         ("fp8", None, "no blocks for fp8 weights per channel"),
         ("mxfp4", None, "no blocks for fp4 weights per group of 32, fp4 activations"),
-        ("nvfp4-wo", None, "no blocks for fp4 weights per group of 16"),
+        ("nvfp4", None, "no blocks for fp4 weights per group of 16, fp4 activations"),
         ("mxfp8", None, "no blocks for fp8 weights"),
     ],
 )
@@ -154,8 +200,10 @@ def test_what_has_no_blocks_is_refused_before(quant: str, group: int | None, why
 def test_what_has_blocks_is_not_refused(kind: str) -> None:
     assert gguf.refusal(number_format(kind), (64, 128)) is None
     assert "72 input features" in str(gguf.refusal(number_format(kind), (64, 72)))
-    (promise,) = gguf.tensor_specs(number_format(kind).scheme("gguf"), (64, 128)).values()
-    assert (promise.shapes, promise.axes) == (((64, 4, gguf.BLOCK_BYTES[kind]),), ((0, 1), (1, 32), None))
+    width = WIDTH[kind]
+    promise = gguf.tensor_specs(number_format(kind).scheme("gguf"), (64, 128))["weight"]
+    expected = ((64, 128 // width, gguf.BLOCK_BYTES[kind]),)
+    assert (promise.shapes, promise.axes) == (expected, ((0, 1), (1, width), None))
 
 
 def announced(quants: dict[str, str]) -> dict[str, Any]:
