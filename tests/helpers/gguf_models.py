@@ -16,6 +16,31 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "olmoe": {"num_key_value_heads": 4},
     "dots1": {"num_key_value_heads": 4},
+    "llama4_text": {
+        "num_hidden_layers": 4,
+        "layer_types": [*["chunked_attention"] * 3, "full_attention"],
+        "no_rope_layers": [1, 1, 1, 0],
+        "interleave_moe_layer_step": 2,
+        "moe_layers": [1, 3],
+    },
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 16.0,
+            "original_max_position_embeddings": 8,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        }
+    },
+    "afmoe": {
+        "num_hidden_layers": 4,
+        "layer_types": [*["sliding_attention"] * 3, "full_attention"],
+        "mup_enabled": True,
+    },
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention"]},
 }
 """Model type -> settings of config.json beside those of :mod:`tests.helpers.tiny_overrides`."""

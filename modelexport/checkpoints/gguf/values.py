@@ -395,13 +395,54 @@ class Says:
 
 @dataclass(frozen=True)
 class EveryFourth:
-    """A list that is 1 for each layer but every fourth."""
+    """A list that has one value for each layer but every fourth, and another one for these.
 
-    def read(self, config: JsonValues) -> tuple[int, ...]:
-        return tuple(int((i + 1) % 4 != 0) for i in range(LAYERS.read(config)))
+    Attributes:
+        usual: of all layers but every fourth.
+        other: of every fourth.
+    """
+
+    usual: int | str = 1
+    other: int | str = 0
+
+    def read(self, config: JsonValues) -> tuple[int | str, ...]:
+        return tuple(self.usual if (i + 1) % 4 else self.other for i in range(LAYERS.read(config)))
 
     def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
         return {}
+
+
+@dataclass(frozen=True)
+class LastOfEach:
+    """The numbers of the layers that are the last of as many as a key says."""
+
+    key: str
+
+    def read(self, config: JsonValues) -> tuple[int, ...]:
+        each = config.whole(self.key)
+        return tuple(range(each - 1, LAYERS.read(config), each))
+
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        return {}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A number for each of the words that a key may have."""
+
+    key: str
+    numbers: Mapping[str, int]
+
+    def read(self, config: JsonValues) -> int:
+        found = config.text(self.key)
+        if found not in self.numbers:
+            known = " or ".join(self.numbers)
+            raise CheckpointError(f"{config.where}: {self.key} is '{shown(found)}'; {known} is needed")
+        return self.numbers[found]
+
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        words = [word for word, number in self.numbers.items() if number == value]
+        return {self.key: words[0]} if words else {}
 
 
 @dataclass(frozen=True)
@@ -503,17 +544,26 @@ class Where:
 
 @dataclass(frozen=True)
 class Leading:
-    """The number of the first layers that are of a kind."""
+    """The number of the first layers that are of a kind.
+
+    Attributes:
+        kind: theirs.
+        kinds: of all layers.
+        others: the one kind of all other layers; "" where another key says it as well.
+    """
 
     kind: str
     kinds: Kinds
+    others: str = ""
 
     def read(self, config: JsonValues) -> int | None:
         found = self.kinds.read(config)
         return None if found is None else next((i for i, kind in enumerate(found) if kind != self.kind), len(found))
 
     def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
-        return {}
+        if not self.others or not isinstance(value, int) or not _is_told(LAYERS, known):
+            return {}
+        return {self.kinds.key: [self.kind if i < value else self.others for i in range(LAYERS.read(known))]}
 
 
 @dataclass(frozen=True)
