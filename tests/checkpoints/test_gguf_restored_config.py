@@ -26,6 +26,7 @@ READ_AS = {
     **dict.fromkeys(("mistral", "internlm3", "iquestcoder"), "llama"),
     "granitemoeshared": "granitemoe",
     "glm4_moe_lite": "deepseek_v3",
+    "qwen2_5_vl_text": "qwen2_vl_text",
 }
 """Types that llama.cpp does not tell from others, which compute the same."""
 NO_NUMBERS = {

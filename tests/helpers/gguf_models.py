@@ -6,7 +6,13 @@ import functools
 import json
 from typing import Any
 
+_TURNED = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]}
+
 CHANGES: dict[str, dict[str, Any]] = {
+    "qwen2_vl_text": {"rope_parameters": _TURNED},
+    "qwen2_5_vl_text": {"rope_parameters": _TURNED},
+    "qwen3_vl_text": {"rope_parameters": _TURNED},
+    "qwen3_vl_moe_text": {"rope_parameters": _TURNED},
     "qwen3_moe": {"norm_topk_prob": True},
     "exaone4": {
         "sliding_window": None,
@@ -47,6 +53,23 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 NOT_IN_TRANSFORMERS = ("kimi_k2",)
 """Types of the table whose models have code of their own."""
+
+WRAPPED: dict[str, dict[str, Any]] = {
+    "gemma3": {},
+    "mistral3": {"text_config": {"sliding_window": None}},
+    "qwen2_vl": {"text_config": {"rope_parameters": _TURNED}},
+    "qwen2_5_vl": {"text_config": {"rope_parameters": _TURNED}},
+    "qwen3_vl": {"text_config": {"rope_parameters": {**_TURNED, "mrope_interleaved": True}}},
+    "qwen3_vl_moe": {"text_config": {"rope_parameters": {**_TURNED, "mrope_interleaved": True}}},
+    "voxtral": {},
+}
+"""Models that also see or hear, and the settings of their parts; their language models are of types of the table."""
+_SEEN = {"vision_config": {"out_hidden_size": 128, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}}
+for _kind in ("qwen3_vl", "qwen3_vl_moe"):
+    WRAPPED[_kind] |= _SEEN
+
+ONLY_WRAPPED = ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text")
+"""Types of the table whose models transformers has as parts of others alone."""
 
 EXPERTS = 4
 """Of every tiny model that has any."""
@@ -96,7 +119,7 @@ def gguf_tiny_model(kind: str) -> Any:
     from tests.helpers import tiny_models
     from tests.helpers.tiny_overrides import OVERRIDES
 
-    own = {**OVERRIDES.get(kind, {}), **CHANGES.get(kind, {}), **CONFORMANCE.get(kind, {})}
+    own = {**OVERRIDES.get(kind, {}), **CHANGES.get(kind, {}), **CONFORMANCE.get(kind, {}), **WRAPPED.get(kind, {})}
     config = tiny_models.tiny_config(kind, own)
     seed = zlib.crc32(kind.encode())
     with torch.random.fork_rng(devices=[]):

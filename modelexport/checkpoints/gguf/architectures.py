@@ -38,6 +38,7 @@ from modelexport.checkpoints.gguf.values import (
     Quotient,
     Requirement,
     Says,
+    Sections,
     Sum,
     ValueSource,
     Where,
@@ -269,6 +270,11 @@ _GROUPS: dict[str, ValueSource | None] = {
     "expert_group_used_count": whole("topk_group", optional=True),
 }
 _AS_MANY_KEYS = Requirement("num_key_value_heads", (None,), equal=HEADS, why="has as many heads of keys as of queries")
+_MROPE: dict[str, ValueSource | None] = {"rope.dimension_sections": Sections("rope_parameters.mrope_section")}
+_DEEPSTACK: dict[str, ValueSource | None] = {
+    **_MROPE,
+    "n_deepstack_layers": First((whole("num_deepstack_layers", optional=True, least=0), Fixed(0))),
+}
 _UNTIED_HEAD = Requirement("tie_word_embeddings", (True,), why="has no head of its own in such a model")
 _GRANITE: dict[str, ValueSource | None] = {
     "attention.scale": number("attention_multiplier"),
@@ -1033,6 +1039,14 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
         rules=(Requirement("rope_parameters.rope_type", ("yarn",)),),
     ),
     _LLAMA4,
+    GgufArchitecture(name="qwen2vl", model_types=("qwen2_vl_text", "qwen2_5_vl_text"), values=_MROPE),
+    GgufArchitecture(name="qwen3vl", model_types=("qwen3_vl_text",), values=_DEEPSTACK),
+    GgufArchitecture(
+        name="qwen3vlmoe",
+        model_types=("qwen3_vl_moe_text",),
+        values={**_DEEPSTACK, **_MOE, "expert_feed_forward_length": _EXPERT_WIDTH},
+        rules=_EVERY_LAYER_ROUTES,
+    ),
     GgufArchitecture(name="chatglm", model_types=("glm",)),
     replace(
         _DEEPSEEK,

@@ -22,6 +22,7 @@ from modelexport.system.json_values import JsonValues
 
 MOST_HEAD_DIM = 1 << 16  # each feature has a frequency
 MOST_LAYERS = 1 << 16
+MOST_SECTIONS = 4
 _NO_LETTERS: tuple[str, Mapping[str, str]] = ("", MappingProxyType({}))
 
 
@@ -443,6 +444,27 @@ class Choice:
     def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
         words = [word for word, number in self.numbers.items() if number == value]
         return {self.key: words[0]} if words else {}
+
+
+@dataclass(frozen=True)
+class Sections:
+    """The frequencies that turn by each of four positions of a token: text's, an image's, its rows and columns."""
+
+    key: str
+
+    def read(self, config: JsonValues) -> tuple[int, ...]:
+        holder, key = _inside(config, self.key)
+        found = holder.numbers(key)
+        if len(found) > MOST_SECTIONS or not all(each.is_integer() and 0 <= each <= MOST_HEAD_DIM for each in found):
+            raise CheckpointError(
+                f"{holder.where}: {key} is {shown(list(found))}; at most {MOST_SECTIONS} whole numbers are needed"
+            )
+        return (*map(int, found), *(0,) * (MOST_SECTIONS - len(found)))
+
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        if not isinstance(value, (list, tuple)):
+            return {}
+        return {self.key: list(value[:3] if len(value) == MOST_SECTIONS and not value[3] else value)}
 
 
 @dataclass(frozen=True)
