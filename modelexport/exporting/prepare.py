@@ -26,6 +26,7 @@ from modelexport.models.draft_layers import without_drafts
 from modelexport.models.engines import Linear
 from modelexport.models.engines import warnings as engine_warnings
 from modelexport.models.in_memory import is_gathered
+from modelexport.models.language_part import language_part_alone
 from modelexport.models.multipliers import multiplied
 from modelexport.models.opening import open_model
 from modelexport.models.stacked import experts_apart, experts_stacked, held
@@ -116,6 +117,9 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> PreparedExpor
         elif checkpoint_formats.has_experts_apart(checkpoint.format):
             checkpoint = experts_stacked(checkpoint)
         checkpoint, merged = adapted(checkpoint, adapters)
+        if checkpoint_formats.wants_language_part(recipe.format):
+            checkpoint, beside = language_part_alone(checkpoint)
+            dropped = [*dropped, *beside]
         if checkpoint_formats.wants_multiplied(recipe.format):
             checkpoint = multiplied(checkpoint)
         chosen = None

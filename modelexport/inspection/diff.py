@@ -19,6 +19,7 @@ from modelexport.checkpoints import raw_io
 from modelexport.checkpoints.replicas import CHUNK_BYTES, chunks, odd_replica
 from modelexport.checkpoints.safetensors.file import Checkpoint, Reader
 from modelexport.errors import CheckpointError, PlanError
+from modelexport.models.language_part import part_as
 from modelexport.models.opening import open_model
 from modelexport.models.rules import left_out
 from modelexport.models.stacked import apart_as
@@ -107,6 +108,7 @@ def diff_checkpoints(
     result = Diff(os.fspath(a), os.fspath(b), (left.format, right.format))
     left, right = described_as(left, right), described_as(right, left)
     left, right = apart_as(left, right), apart_as(right, left)
+    left, right = part_as(left, right), part_as(right, left)
     common = []
     for name, info in left.infos.items():
         other = right.infos.get(name)

@@ -29,6 +29,7 @@ __all__ = [
     "known_model_types",
     "language_config",
     "part_of",
+    "part_place",
     "read_dimensions",
     "ties_embeddings",
     "why_no_language_model",
@@ -86,14 +87,14 @@ def family_of(config: Mapping[str, Any], names: Collection[str] = ()) -> Family:
     family = declared_family(model_type)
     if family is not None:
         return family.as_in(names)
-    from modelexport.models.derived import KEY, causal_types, derive, derive_by_structure, is_known
+    from modelexport.models.derived import KEY, causal_types, derive, derive_by_structure, is_known, is_text_part
 
     if config.get(KEY) is not None:
         return derive_by_structure(config)
     part = part_of(config)
     if is_known(model_type):
         try:
-            return derive(config, names)
+            return derive(config, names, part=is_text_part(model_type))
         except CheckpointError as error:  # transformers cannot build the rest: it needs a package, or another version
             if part is None:
                 raise
@@ -137,6 +138,24 @@ def _family_of_part(part: Mapping[str, Any], names: Collection[str]) -> Family:
         CheckpointError: it is not there, or is there twice.
     """
     family = family_of(part)
+    prefix, inside = part_place(family, names)
+    family = family_of(part, {inside + name.removeprefix(prefix) for name in names if name.startswith(prefix)})
+    return family.below(prefix, inside, read_dimensions(part, family), names)
+
+
+def part_place(family: Family, names: Collection[str]) -> tuple[str, str]:
+    """The place of a language model in a checkpoint of which it is a part.
+
+    Args:
+        family: its own.
+        names: every tensor of the checkpoint.
+
+    Returns:
+        (what its tensors' names begin with there, what that stands in place of in its own names).
+
+    Raises:
+        CheckpointError: it is not there, or is there twice.
+    """
     tokens = next(f"{module.path}.weight" for module in family.before if module.kind == "embedding")
     layers = family.layer_prefix.format(i=0)
     base = f"{tokens.partition('.')[0]}."
@@ -154,9 +173,7 @@ def _family_of_part(part: Mapping[str, Any], names: Collection[str]) -> Family:
             f"the checkpoint has {several if places else 'no language model'}, and config.json makes one of it, a "
             f"{family.name} ({tokens}, {layers})"
         )
-    prefix, inside = places[0]
-    family = family_of(part, {inside + name.removeprefix(prefix) for name in names if name.startswith(prefix)})
-    return family.below(prefix, inside, read_dimensions(part, family), names)
+    return places[0]
 
 
 _CHOSEN = re.compile(r"experts?_per_tok|moe_top_?k|top_k_experts")

@@ -184,6 +184,16 @@ def wants_multiplied(name: str) -> bool:
     return bool(getattr(get(name), "FOLDS_MULTIPLIERS", False))
 
 
+def wants_language_part(name: str) -> bool:
+    """Returns whether a ``--format`` is given the language model alone of a model that also sees or hears: its module's
+    ``LANGUAGE_PART``.
+
+    Raises:
+        UsageError: there is no such format; the message has the nearest.
+    """
+    return bool(getattr(get(name), "LANGUAGE_PART", False))
+
+
 def method_of(name: str) -> Method:
     """The quantisation method by which a ``--format`` encodes quantised linears.
 

@@ -14,6 +14,7 @@ from modelexport.errors import UsageError
 from modelexport.inspection.record.reading import ExportRecord, read_record
 from modelexport.models import checkpoint_formats as formats
 from modelexport.models.draft_layers import without_drafts
+from modelexport.models.language_part import language_part_alone
 from modelexport.models.multipliers import multiplied
 from modelexport.models.opening import open_model
 from modelexport.models.rules import tensor_rules
@@ -71,6 +72,9 @@ def _prepare(recipe: ReshardRecipe) -> PreparedReshard:
         checkpoint = experts_apart(checkpoint)
     elif formats.has_experts_apart(checkpoint.format):
         checkpoint = experts_stacked(checkpoint)
+    if formats.wants_language_part(recipe.format):
+        checkpoint, beside = language_part_alone(checkpoint)
+        dropped = [*dropped, *beside]
     if formats.wants_multiplied(recipe.format):
         checkpoint = multiplied(checkpoint)
     rules = tensor_rules(checkpoint)

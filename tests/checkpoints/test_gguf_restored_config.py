@@ -22,7 +22,12 @@ from tests.helpers.gguf_models import NOT_IN_TRANSFORMERS, gguf_tiny_config
 from tests.helpers.shard_plans import layers_of
 
 REFUSED = ("jamba", "nemotron_h")
-READ_AS = {"mistral": "llama", "internlm3": "llama", "granitemoeshared": "granitemoe", "glm4_moe_lite": "deepseek_v3"}
+READ_AS = {
+    **dict.fromkeys(("mistral", "internlm3", "iquestcoder"), "llama"),
+    "granitemoeshared": "granitemoe",
+    "glm4_moe_lite": "deepseek_v3",
+    "qwen2_5_vl_text": "qwen2_vl_text",
+}
 """Types that llama.cpp does not tell from others, which compute the same."""
 NO_NUMBERS = {
     *("architectures", "transformers_version", "dtype", "mamba_chunk_size", "chunk_size"),
@@ -35,6 +40,7 @@ SAID_OTHERWISE = {
     "falcon": {"num_kv_heads", "ffn_hidden_size"},  # there is one, whatever this says
     "exaone4": {"sliding_window_pattern"},  # no layer has a window
     "dots1": {"sliding_window"},  # as here
+    "cohere2_moe": {"prefix_dense_intermediate_size"},  # as wide as the experts, which null means
 }
 
 

@@ -43,7 +43,7 @@ from modelexport.quantization.methods import WeightSlice, gguf, read_quantizatio
 from modelexport.recipe import ExportRecipe
 from tests.checkpoints.test_gguf_architectures import TYPES, tiny
 from tests.helpers.format_models import write
-from tests.helpers.gguf_models import NOT_IN_TRANSFORMERS, gguf_tiny_model
+from tests.helpers.gguf_models import NOT_IN_TRANSFORMERS, ONLY_WRAPPED, WRAPPED, gguf_tiny_model
 from tests.helpers.models import copy_checkpoint, make_llama
 from tests.helpers.small_tokenizers import ROWS, SCRIPTS, byte_level, ids, sentencepiece, unigram
 
@@ -445,9 +445,11 @@ EXACT = 0.01
 """Of a log-probability, on average: in float32 llama.cpp rounds only what it caches, to float16."""
 
 
-@pytest.mark.parametrize("kind", [kind for kind in model_types() if kind not in NOT_IN_TRANSFORMERS])
+@pytest.mark.parametrize(
+    "kind", [*(kind for kind in model_types() if kind not in (*NOT_IN_TRANSFORMERS, *ONLY_WRAPPED)), *WRAPPED]
+)
 def test_every_architecture(tmp_path: Path, kind: str) -> None:
-    """A tiny model of every type of the table, in float32."""
+    """A tiny model of every type of the table, in float32, and language models of what also sees or hears."""
     model = gguf_tiny_model(kind)
     source, out = tmp_path / "source", tmp_path / "out"
     model.save_pretrained(source)

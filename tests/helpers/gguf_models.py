@@ -6,7 +6,13 @@ import functools
 import json
 from typing import Any
 
+_TURNED = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]}
+
 CHANGES: dict[str, dict[str, Any]] = {
+    "qwen2_vl_text": {"rope_parameters": _TURNED},
+    "qwen2_5_vl_text": {"rope_parameters": _TURNED},
+    "qwen3_vl_text": {"rope_parameters": _TURNED},
+    "qwen3_vl_moe_text": {"rope_parameters": _TURNED},
     "qwen3_moe": {"norm_topk_prob": True},
     "exaone4": {
         "sliding_window": None,
@@ -16,12 +22,54 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "olmoe": {"num_key_value_heads": 4},
     "dots1": {"num_key_value_heads": 4},
+    "llama4_text": {
+        "num_hidden_layers": 4,
+        "layer_types": [*["chunked_attention"] * 3, "full_attention"],
+        "no_rope_layers": [1, 1, 1, 0],
+        "interleave_moe_layer_step": 2,
+        "moe_layers": [1, 3],
+    },
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 16.0,
+            "original_max_position_embeddings": 8,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        }
+    },
+    "afmoe": {
+        "num_hidden_layers": 4,
+        "layer_types": [*["sliding_attention"] * 3, "full_attention"],
+        "mup_enabled": True,
+    },
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention"]},
 }
 """Model type -> settings of config.json beside those of :mod:`tests.helpers.tiny_overrides`."""
 
 NOT_IN_TRANSFORMERS = ("kimi_k2",)
 """Types of the table whose models have code of their own."""
+
+WRAPPED: dict[str, dict[str, Any]] = {
+    "gemma3": {},
+    "mistral3": {"text_config": {"sliding_window": None}},
+    "qwen2_vl": {"text_config": {"rope_parameters": _TURNED}},
+    "qwen2_5_vl": {"text_config": {"rope_parameters": _TURNED}},
+    "qwen3_vl": {"text_config": {"rope_parameters": {**_TURNED, "mrope_interleaved": True}}},
+    "qwen3_vl_moe": {"text_config": {"rope_parameters": {**_TURNED, "mrope_interleaved": True}}},
+    "voxtral": {},
+}
+"""Models that also see or hear, and the settings of their parts; their language models are of types of the table."""
+_SEEN = {"vision_config": {"out_hidden_size": 128, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}}
+for _kind in ("qwen3_vl", "qwen3_vl_moe"):
+    WRAPPED[_kind] |= _SEEN
+
+ONLY_WRAPPED = ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text")
+"""Types of the table whose models transformers has as parts of others alone."""
 
 EXPERTS = 4
 """Of every tiny model that has any."""
@@ -71,7 +119,7 @@ def gguf_tiny_model(kind: str) -> Any:
     from tests.helpers import tiny_models
     from tests.helpers.tiny_overrides import OVERRIDES
 
-    own = {**OVERRIDES.get(kind, {}), **CHANGES.get(kind, {}), **CONFORMANCE.get(kind, {})}
+    own = {**OVERRIDES.get(kind, {}), **CHANGES.get(kind, {}), **CONFORMANCE.get(kind, {}), **WRAPPED.get(kind, {})}
     config = tiny_models.tiny_config(kind, own)
     seed = zlib.crc32(kind.encode())
     with torch.random.fork_rng(devices=[]):

@@ -98,6 +98,7 @@ LOADS_TENSOR_PARALLEL = False
 SIDE_FILES = ()
 EXPERTS_APART = True
 FOLDS_MULTIPLIERS = True
+LANGUAGE_PART = True  # what sees and hears is another file to llama.cpp
 READS_SOURCE = True  # its tokenizer is part of the file: lay_out wants the source's directory
 MAX_SHARD_BYTES = 1 << 63  # one file, unless parts are asked for: not every program on llama.cpp takes parts
 FILE = "model.gguf"

@@ -20,6 +20,7 @@ from modelexport.checkpoints.gguf.values import (
     KV_HEADS,
     LAYERS,
     AdjustedWidth,
+    Choice,
     Count,
     EachLayer,
     EveryFourth,
@@ -29,6 +30,7 @@ from modelexport.checkpoints.gguf.values import (
     FusedKvHeads,
     If,
     Kinds,
+    LastOfEach,
     Leading,
     NoLayer,
     Only,
@@ -36,6 +38,7 @@ from modelexport.checkpoints.gguf.values import (
     Quotient,
     Requirement,
     Says,
+    Sections,
     Sum,
     ValueSource,
     Where,
@@ -93,6 +96,9 @@ class GgufArchitecture:
         rules: what its graph takes for granted.
         rotated: the features of a head that are rotated, before ``partial_rotary_factor``; None: no rotary embedding.
         plain_rope: whether it is told that the rotary embedding is not scaled.
+        longrope: whether its graph has LongRoPE's factors.
+        yarn: what its graph makes of the factors that YaRN's settings have for the attention: nothing, or it computes
+            with ``mscale_all_dim`` where ``mscale`` is the same, or 1.
         output: whether the head is stored as well where it is the embedding.
         assumed: what llama.cpp takes for values that a file lacks, beside what it takes in every architecture.
         implied: keys of config.json that have no value in the file, and what they are by others.
@@ -109,6 +115,8 @@ class GgufArchitecture:
     rules: tuple[Requirement, ...] = ()
     rotated: ValueSource | None = HEAD_DIM
     plain_rope: bool = False
+    longrope: bool = False
+    yarn: Literal["", "mscale alike", "mscale 1"] = ""
     output: bool = False
     assumed: Mapping[str, Value] = field(default_factory=dict)
     implied: Mapping[str, ValueSource] = field(default_factory=dict)
@@ -201,9 +209,9 @@ TENSORS: Mapping[str, str | Stored] = {
             **_under("shared_expert", _SHARED),
             **_under("shared_experts", _SHARED),
             **_under("shared_mlp", _SHARED),
-            **dict.fromkeys(("gate", "router", "gate.wg"), _ROUTER),
+            **dict.fromkeys(("gate", "router", "gate.wg", "router.gate"), _ROUTER),
             "shared_expert_gate": Stored(("ffn_gate_inp_shexp",), shape=(0,)),
-            "gate.e_score_correction_bias": _CORRECTION,
+            **dict.fromkeys(("gate.e_score_correction_bias", "expert_bias"), _CORRECTION),
             "moe_statics.e_score_correction_bias": Stored((_CORRECTION,), shape=(0,)),
             "fc1": "ffn_up",
             "fc2": "ffn_down",
@@ -222,7 +230,18 @@ TENSORS: Mapping[str, str | Stored] = {
             "e_score_correction_bias": _CORRECTION,
         },
     ),
-    **_under("feed_forward", {**_MLP, **_NUMBERED, **_NUMBERED_EXPERTS, "gate": _ROUTER, "expert_bias": _CORRECTION}),
+    **_under(
+        "feed_forward",
+        {
+            **_MLP,
+            **_NUMBERED,
+            **_EXPERTS,
+            **_NUMBERED_EXPERTS,
+            **_under("shared_expert", _SHARED),
+            **dict.fromkeys(("gate", "router"), _ROUTER),
+            "expert_bias": _CORRECTION,
+        },
+    ),
 }
 """Names of most architectures: of modules within a layer, and of parameters that are no ``weight`` or ``bias``."""
 
@@ -280,12 +299,18 @@ _MOE: dict[str, ValueSource | None] = {"expert_count": _EXPERT_COUNT, "expert_us
 _EXPERT_WIDTH = whole("moe_intermediate_size")
 _SHARED_COUNT: ValueSource = whole("n_shared_experts", least=0)
 _LEADING_DENSE = First((Leading("dense", Kinds("mlp_layer_types")), whole("first_k_dense_replace", least=0)))
+_LEADING_OR_SPARSE = Leading("dense", Kinds("mlp_layer_types"), others="sparse")
 _SIGMOID = Fixed(2)
 _GROUPS: dict[str, ValueSource | None] = {
     "expert_group_count": whole("n_group", optional=True),
     "expert_group_used_count": whole("topk_group", optional=True),
 }
 _AS_MANY_KEYS = Requirement("num_key_value_heads", (None,), equal=HEADS, why="has as many heads of keys as of queries")
+_MROPE: dict[str, ValueSource | None] = {"rope.dimension_sections": Sections("rope_parameters.mrope_section")}
+_DEEPSTACK: dict[str, ValueSource | None] = {
+    **_MROPE,
+    "n_deepstack_layers": First((whole("num_deepstack_layers", optional=True, least=0), Fixed(0))),
+}
 _UNTIED_HEAD = Requirement("tie_word_embeddings", (True,), why="has no head of its own in such a model")
 _GRANITE: dict[str, ValueSource | None] = {
     "attention.scale": number("attention_multiplier"),
@@ -394,6 +419,7 @@ _DEEPSEEK = GgufArchitecture(
         "expert_gating_func": _SIGMOID,
     },
     rotated=whole("qk_rope_head_dim"),
+    yarn="mscale alike",
     implied={"num_key_value_heads": HEADS},
     rules=(Requirement("rope_interleave", (True, None)),),
 )
@@ -527,7 +553,6 @@ _JAMBA = GgufArchitecture(
         "ssm.time_step_rank": whole("mamba_dt_rank"),
     },
     tensors={
-        **_under("feed_forward", {**_EXPERTS, "router": _ROUTER}),
         **_under(
             "mamba", {**_SSM, "dt_layernorm": "ssm_dt_norm", "b_layernorm": "ssm_b_norm", "c_layernorm": "ssm_c_norm"}
         ),
@@ -606,13 +631,50 @@ _QWEN3_NEXT = GgufArchitecture(
     rules=(Requirement("norm_topk_prob", (True,)), *_EVERY_LAYER_ROUTES),
 )
 
+_GLM4_MOE = GgufArchitecture(
+    name="glm4moe", model_types=("glm4_moe",), values=_ROUTED_BY_SIGMOID, tensors=_POST_ATTENTION
+)
+_LLAMA4 = GgufArchitecture(
+    name="llama4",
+    model_types=("llama4_text",),
+    values={
+        **_MOE,
+        "feed_forward_length": whole("intermediate_size_mlp"),
+        "expert_feed_forward_length": whole("intermediate_size"),
+        "interleave_moe_layer_step": whole("interleave_moe_layer_step"),
+    },
+    implied={"layer_types": EveryFourth("chunked_attention", "full_attention")},
+    rules=(
+        Requirement(
+            "layer_types",
+            (None,),
+            equal=EveryFourth("chunked_attention", "full_attention"),
+            why="attends to chunks in all layers but every fourth",
+        ),
+        Requirement("no_rope_layers", (None, []), equal=EveryFourth(), why="rotates all layers but every fourth"),
+        Requirement("no_rope_layer_interval", (4,), why="rotates all layers but every fourth"),
+        Requirement(
+            "moe_layers",
+            (None,),
+            equal=LastOfEach("interleave_moe_layer_step"),
+            why="has experts in each last of interleave_moe_layer_step layers",
+        ),
+        Requirement("attention_chunk_size", (8192,)),
+        Requirement("attn_temperature_tuning", (True,)),
+        Requirement("attn_scale", (0.1,)),
+        Requirement("floor_scale", (8192,)),
+        Requirement("use_qk_norm", equal=Fixed(True), unless=("num_local_experts", 128), otherwise=Fixed(False)),
+    ),
+)
+
 ARCHITECTURES: tuple[GgufArchitecture, ...] = (
-    GgufArchitecture(name="llama", model_types=("llama", "mistral", "internlm3"), pairs=True),
+    GgufArchitecture(name="llama", model_types=("llama", "mistral", "internlm3", "iquestcoder"), pairs=True),
     GgufArchitecture(name="llama", model_types=("mixtral",), values=_MOE, pairs=True),
     GgufArchitecture(name="qwen2", model_types=("qwen2",)),
     GgufArchitecture(
         name="phi3",
         model_types=("phi3",),
+        longrope=True,
         values={"attention.sliding_window": First((whole("sliding_window", optional=True), Fixed(0)))},
     ),
     GgufArchitecture(
@@ -712,7 +774,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
             "post_mlp_layernorm": "post_ffw_norm",
         },
     ),
-    GgufArchitecture(name="glm4moe", model_types=("glm4_moe",), values=_ROUTED_BY_SIGMOID, tensors=_POST_ATTENTION),
+    _GLM4_MOE,
     _COHERE,
     replace(
         _COHERE,
@@ -1003,6 +1065,154 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
             _PATTERN: Where(("sliding_attention",), Kinds(period="sliding_window_pattern")),
         },
         tensors={"mlp.e_score_correction_bias": _CORRECTION},
+    ),
+    GgufArchitecture(
+        name="mistral3",
+        model_types=("ministral3",),
+        values={"attention.temperature_scale": number("rope_parameters.llama_4_scaling_beta")},
+        pairs=True,
+        yarn="mscale 1",
+        rules=(Requirement("rope_parameters.rope_type", ("yarn",)),),
+    ),
+    _LLAMA4,
+    GgufArchitecture(name="qwen2vl", model_types=("qwen2_vl_text", "qwen2_5_vl_text"), values=_MROPE),
+    GgufArchitecture(name="qwen3vl", model_types=("qwen3_vl_text",), values=_DEEPSTACK),
+    GgufArchitecture(
+        name="qwen3vlmoe",
+        model_types=("qwen3_vl_moe_text",),
+        values={**_DEEPSTACK, **_MOE, "expert_feed_forward_length": _EXPERT_WIDTH},
+        rules=_EVERY_LAYER_ROUTES,
+    ),
+    GgufArchitecture(name="chatglm", model_types=("glm",)),
+    replace(
+        _DEEPSEEK,
+        model_types=("youtu",),
+        values={
+            **_LATENT,
+            "leading_dense_block_count": LAYERS,
+            "expert_feed_forward_length": whole("intermediate_size"),
+            "expert_shared_count": Fixed(0),
+        },
+    ),
+    replace(
+        _GLM4_MOE,
+        model_types=("solar_open",),
+        values={**_ROUTED_BY_SIGMOID, "leading_dense_block_count": Fixed(0), "feed_forward_length": Fixed(0)},
+        tensors={**_POST_ATTENTION},
+    ),
+    GgufArchitecture(
+        name="minicpm3",
+        model_types=("minicpm3",),
+        values={
+            **{key: _LATENT[key] for key in ("attention.q_lora_rank", "attention.kv_lora_rank")},
+            "attention.key_length": _LATENT["attention.key_length_mla"],
+            "attention.value_length": _LATENT["attention.value_length_mla"],
+            "rope.dimension_count": whole("qk_rope_head_dim"),
+        },
+        tensors={"self_attn.kv_b_proj": "attn_kv_b"},
+        rotated=whole("qk_rope_head_dim"),
+        longrope=True,
+        rules=(
+            Requirement("scale_emb", (12, None)),
+            Requirement("scale_depth", (1.4,)),
+            Requirement("dim_model_base", (256,)),
+        ),
+    ),
+    GgufArchitecture(
+        name="dbrx",
+        model_types=("dbrx",),
+        values={
+            "attention.layer_norm_rms_epsilon": None,
+            "attention.layer_norm_epsilon": Fixed(1e-5),
+            "embedding_length": whole("d_model"),
+            "feed_forward_length": whole("ffn_config.ffn_hidden_size"),
+            "attention.clamp_kqv": number("attn_config.clip_qkv"),
+            "expert_count": whole("ffn_config.moe_num_experts"),
+            "expert_used_count": whole("ffn_config.moe_top_k"),
+            "rope.freq_base": number("attn_config.rope_theta", "rope_parameters.rope_theta"),
+        },
+        tensors={
+            **_under(
+                "norm_attn_norm",
+                {"norm_1": "attn_norm", "attn.Wqkv": "attn_qkv", "attn.out_proj": "attn_output"},
+            ),
+            "norm_attn_norm.norm_2": "attn_output_norm",
+            "ffn.router.layer": _ROUTER,
+            **_under(
+                "ffn.experts.mlp.{e}",
+                {"w1": "ffn_gate_exps", "v1": "ffn_up_exps", "w2": "ffn_down_exps"},
+            ),
+        },
+        rules=(
+            Requirement("ffn_config.ffn_act_fn", (None, {"name": "silu"})),
+            Requirement("ffn_config.moe_normalize_expert_weights", (1,)),
+        ),
+    ),
+    GgufArchitecture(
+        name="hy_v3",
+        model_types=("hy_v3",),
+        values={
+            **_MOE,
+            "expert_feed_forward_length": _EXPERT_WIDTH,
+            "expert_shared_feed_forward_length": Product((_EXPERT_WIDTH, "num_shared_experts")),
+            "leading_dense_block_count": First((_LEADING_OR_SPARSE, Fixed(1))),
+            "expert_weights_scale": number("router_scaling_factor"),
+            "expert_weights_norm": Fixed(True),
+            "expert_gating_func": _SIGMOID,
+        },
+        tensors={"mlp.expert_bias": "exp_probs_b."},
+    ),
+    GgufArchitecture(
+        name="afmoe",
+        model_types=("afmoe",),
+        values={
+            **_MOE,
+            "expert_feed_forward_length": _EXPERT_WIDTH,
+            "expert_shared_count": whole("num_shared_experts", least=0),
+            "leading_dense_block_count": whole("num_dense_layers", least=0),
+            "expert_weights_scale": number("route_scale"),
+            "expert_weights_norm": Fixed(True),
+            "expert_gating_func": _SIGMOID,
+            "attention.sliding_window": _WINDOW,
+            _PATTERN: _SLIDING,
+        },
+        tensors={
+            "post_attention_layernorm": "post_attention_norm",
+            "pre_mlp_layernorm": "ffn_norm",
+            "post_mlp_layernorm": "post_ffw_norm",
+            "self_attn.gate_proj": "attn_gate",
+        },
+        assumed={_PATTERN: 4},
+        rules=(
+            Requirement("mup_enabled", (True,)),
+            Requirement(
+                "layer_types",
+                (None,),
+                equal=EveryFourth("sliding_attention", "full_attention"),
+                why="rotates all layers but every fourth, which has no window",
+            ),
+        ),
+    ),
+    replace(
+        _COHERE,
+        name="cohere2moe",
+        model_types=("cohere2_moe",),
+        values={
+            **_COHERE.values,
+            "attention.layer_norm_rms_epsilon": number("rms_norm_eps", optional=True),
+            "feed_forward_length": First(
+                (whole("prefix_dense_intermediate_size", optional=True), whole("intermediate_size"))
+            ),
+            "attention.sliding_window": _WINDOW,
+            _PATTERN: Where(("sliding_attention",), Kinds(period="sliding_window_pattern")),
+            **_MOE,
+            "expert_feed_forward_length": whole("intermediate_size"),
+            "leading_dense_block_count": First((_LEADING_OR_SPARSE, whole("first_k_dense_replace", least=0))),
+            "expert_shared_count": whole("num_shared_experts", least=0),
+            "expert_weights_norm": Flag("norm_topk_prob"),
+            "expert_gating_func": Choice("expert_selection_fn", {"softmax": 1, "sigmoid": 2}),
+        },
+        rules=(Requirement("shared_expert_combination_strategy", ("average",), unless=("num_shared_experts", 0)),),
     ),
 )
 """Every architecture; of those of one model type, the first whose ``applies`` suit."""

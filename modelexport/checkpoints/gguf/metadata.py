@@ -26,8 +26,9 @@ _ROPE_KEYS = {
     "rotary_emb_base": "rope_theta",
     "rotary_pct": "partial_rotary_factor",
     "rope_pct": "partial_rotary_factor",
+    "attn_config.rope_theta": "rope_theta",
 }
-"""Names that older models have for settings of the rotary embedding."""
+"""Names that older models have for settings of the rotary embedding; a dot leads into a part."""
 _FILE_TYPES = {
     "F32": 0,
     "F16": 1,
@@ -73,7 +74,11 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     """config.json with what transformers assumes of such a model where it is silent."""
     # Null says something of its own (no window), but for what no model is without.
     said = {key: value for key, value in config.items() if value is not None or key not in _NEVER_NULL}
-    said |= {usual: said[key] for key, usual in _ROPE_KEYS.items() if key in said and usual not in said}
+    for key, usual in _ROPE_KEYS.items():
+        part, _, name = key.rpartition(".")
+        holder = said.get(part) if part else said
+        if isinstance(holder, Mapping) and name in holder and usual not in said:
+            said[usual] = holder[name]
     assumed = DEFAULTS.get(str(config.get("model_type")), {})
     content = {**assumed, **said}
     for key, part in assumed.items():
@@ -199,7 +204,7 @@ def _scaled(
             return Rope(values | _yarn(target, found, read))
         if kind == "llama3":
             return Rope(values, {"rope_freqs.weight": _llama3(found, base, features)})
-        if kind in ("longrope", "su") and target.name == "phi3":
+        if kind in ("longrope", "su") and target.longrope:
             return _longrope(found, read, values)
     model_type = read.content.get("model_type")
     raise PlanError(f"--format gguf: llama.cpp has no rotary embedding of type '{shown(kind)}' for '{model_type}'")
@@ -209,10 +214,15 @@ def _yarn(target: GgufArchitecture, found: JsonValues, read: JsonValues) -> dict
     """YaRN (Peng et al., 2023); llama.cpp derives the attention's factor from the scale, as YaRN does."""
     own = [key for key in ("attention_factor", "mscale", "mscale_all_dim") if found.has(key)]
     values: dict[str, Value] = {"rope.scaling.type": "yarn", "rope.scaling.factor": found.number("factor")}
-    if target.name == "deepseek2" and own:
-        if own != ["mscale", "mscale_all_dim"] or found.number("mscale") != found.number("mscale_all_dim"):
-            raise PlanError("--format gguf: rope_scaling has mscale and mscale_all_dim that differ, or one of them")
-        own, values["rope.scaling.yarn_log_multiplier"] = [], 0.1 * found.number("mscale_all_dim")
+    if target.yarn and own:
+        alike = target.yarn == "mscale alike"
+        wanted = found.number("mscale_all_dim", 1.0) if alike else 1.0
+        if own != ["mscale", "mscale_all_dim"] or found.number("mscale") != wanted:
+            needed = "mscale and mscale_all_dim that are the same" if alike else "mscale 1 and an mscale_all_dim"
+            listed = ", ".join(f"{key} {shown(found.content[key])}" for key in own)
+            raise PlanError(f"--format gguf: rope_scaling has {listed}, and llama.cpp computes with {needed}")
+        scale = 0.1 if alike else 1.0  # deepseek2's loader divides by it
+        own, values["rope.scaling.yarn_log_multiplier"] = [], scale * found.number("mscale_all_dim")
     if own or (found.content.get("truncate") is False and target.name != "gpt-oss"):
         what = ", ".join(own) or "truncate false"
         raise PlanError(f"--format gguf: rope_scaling of type yarn has {what}, which llama.cpp cannot be told")
@@ -283,7 +293,10 @@ def _restored_yarn(target: GgufArchitecture, said: JsonValues) -> dict[str, Any]
             found[key] = shortest_float32(said.number(f"rope.scaling.yarn_{key}"))
     if said.has("rope.scaling.yarn_log_multiplier"):
         scale = shortest_float32(said.number("rope.scaling.yarn_log_multiplier"))
-        found |= dict.fromkeys(("mscale", "mscale_all_dim"), shortest_float32(10 * scale))
+        if target.yarn == "mscale 1":
+            found |= {"mscale": 1.0, "mscale_all_dim": scale}
+        else:
+            found |= dict.fromkeys(("mscale", "mscale_all_dim"), shortest_float32(10 * scale))
     if target.name == "gpt-oss":  # of every such model, and llama.cpp has no word for it
         found["truncate"] = False
     return found

@@ -135,7 +135,8 @@ def _beside(found: GgufFile) -> dict[str, Any]:
     """The dtype of the numbers that are not in blocks, and the special tokens."""
     tokens = {key: found.values.get(f"tokenizer.ggml.{own}") for own, key in _TOKENS.items()}
     dtype = _DTYPES.get(found.infos["token_embd.weight"].dtype, "float32")
-    return {"dtype": dtype, **{key: value for key, value in tokens.items() if isinstance(value, int)}}
+    said = {key: value for key, value in tokens.items() if isinstance(value, int)}
+    return {"dtype": dtype, "pad_token_id": None, **said}  # some classes assume one that is in their own vocabulary
 
 
 def _made(target: GgufArchitecture, kind: str, contents: _Contents) -> dict[str, Any]:
@@ -148,7 +149,7 @@ def _made(target: GgufArchitecture, kind: str, contents: _Contents) -> dict[str,
         for key, source in sources.items():
             _add(config, source.write(values.get(key), read_config(config)))
     config["tie_word_embeddings"] = "output.weight" not in contents.arrays
-    for key in filter(DEFAULTS.get(kind, {}).__contains__, _FLAGS):
+    for key in filter(DEFAULTS.get(kind, {}).__contains__, _FLAGS.keys() - {rule.key for rule in target.rules}):
         _add(config, {key: contents.in_a_layer(_FLAGS[key])})
     activation = next(filter(read_config(config).has, ACTIVATIONS), None)
     if activation is not None and read_config(config).content[activation] not in target.activations:
@@ -158,7 +159,10 @@ def _made(target: GgufArchitecture, kind: str, contents: _Contents) -> dict[str,
     for key, source in target.implied.items():
         value = source.read(read_config(config))
         _add(config, {key: list(value) if isinstance(value, tuple) else value})
+    told = config.get("rope_parameters", {})
     config |= restore_rope(target, read_config(config), values, contents.factors)
+    if told:
+        config["rope_parameters"] = {**told, **config["rope_parameters"]}
     _check(target, config, values, contents)
     return config
 

@@ -22,6 +22,7 @@ from modelexport.system.json_values import JsonValues
 
 MOST_HEAD_DIM = 1 << 16  # each feature has a frequency
 MOST_LAYERS = 1 << 16
+MOST_SECTIONS = 4
 _NO_LETTERS: tuple[str, Mapping[str, str]] = ("", MappingProxyType({}))
 
 
@@ -395,13 +396,75 @@ class Says:
 
 @dataclass(frozen=True)
 class EveryFourth:
-    """A list that is 1 for each layer but every fourth."""
+    """A list that has one value for each layer but every fourth, and another one for these.
 
-    def read(self, config: JsonValues) -> tuple[int, ...]:
-        return tuple(int((i + 1) % 4 != 0) for i in range(LAYERS.read(config)))
+    Attributes:
+        usual: of all layers but every fourth.
+        other: of every fourth.
+    """
+
+    usual: int | str = 1
+    other: int | str = 0
+
+    def read(self, config: JsonValues) -> tuple[int | str, ...]:
+        return tuple(self.usual if (i + 1) % 4 else self.other for i in range(LAYERS.read(config)))
 
     def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
         return {}
+
+
+@dataclass(frozen=True)
+class LastOfEach:
+    """The numbers of the layers that are the last of as many as a key says."""
+
+    key: str
+
+    def read(self, config: JsonValues) -> tuple[int, ...]:
+        each = config.whole(self.key)
+        return tuple(range(each - 1, LAYERS.read(config), each))
+
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        return {}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A number for each of the words that a key may have."""
+
+    key: str
+    numbers: Mapping[str, int]
+
+    def read(self, config: JsonValues) -> int:
+        found = config.text(self.key)
+        if found not in self.numbers:
+            known = " or ".join(self.numbers)
+            raise CheckpointError(f"{config.where}: {self.key} is '{shown(found)}'; {known} is needed")
+        return self.numbers[found]
+
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        words = [word for word, number in self.numbers.items() if number == value]
+        return {self.key: words[0]} if words else {}
+
+
+@dataclass(frozen=True)
+class Sections:
+    """The frequencies that turn by each of four positions of a token: text's, an image's, its rows and columns."""
+
+    key: str
+
+    def read(self, config: JsonValues) -> tuple[int, ...]:
+        holder, key = _inside(config, self.key)
+        found = holder.numbers(key)
+        if len(found) > MOST_SECTIONS or not all(each.is_integer() and 0 <= each <= MOST_HEAD_DIM for each in found):
+            raise CheckpointError(
+                f"{holder.where}: {key} is {shown(list(found))}; at most {MOST_SECTIONS} whole numbers are needed"
+            )
+        return (*map(int, found), *(0,) * (MOST_SECTIONS - len(found)))
+
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        if not isinstance(value, (list, tuple)):
+            return {}
+        return {self.key: list(value[:3] if len(value) == MOST_SECTIONS and not value[3] else value)}
 
 
 @dataclass(frozen=True)
@@ -503,17 +566,26 @@ class Where:
 
 @dataclass(frozen=True)
 class Leading:
-    """The number of the first layers that are of a kind."""
+    """The number of the first layers that are of a kind.
+
+    Attributes:
+        kind: theirs.
+        kinds: of all layers.
+        others: the one kind of all other layers; "" where another key says it as well.
+    """
 
     kind: str
     kinds: Kinds
+    others: str = ""
 
     def read(self, config: JsonValues) -> int | None:
         found = self.kinds.read(config)
         return None if found is None else next((i for i, kind in enumerate(found) if kind != self.kind), len(found))
 
     def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
-        return {}
+        if not self.others or not isinstance(value, int) or not _is_told(LAYERS, known):
+            return {}
+        return {self.kinds.key: [self.kind if i < value else self.others for i in range(LAYERS.read(known))]}
 
 
 @dataclass(frozen=True)

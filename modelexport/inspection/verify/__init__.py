@@ -28,6 +28,7 @@ from modelexport.inspection.verify.record import check_record
 from modelexport.inspection.verify.structure import check_structure
 from modelexport.models.adapted import adapted
 from modelexport.models.decoded import decoded
+from modelexport.models.language_part import part_as
 from modelexport.models.matching import places, too_many_blocks
 from modelexport.models.modules import Architecture, StoredModule, read_architecture, read_modules
 from modelexport.models.opening import open_model
@@ -183,7 +184,7 @@ def _plain(source: Checkpoint, checkpoint: Checkpoint, adapters: Sequence[str]) 
     """The source to compare a checkpoint with: decoded, with experts as that has them, and adapters merged into it."""
     merged = [read_adapter(*parse_setting(text)) for text in adapters]
     model = decoded(described_as(source, checkpoint))
-    return adapted(stacked_as(apart_as(model, checkpoint), checkpoint), merged)[0]
+    return part_as(adapted(stacked_as(apart_as(model, checkpoint), checkpoint), merged)[0], checkpoint)
 
 
 def _check_adapters(directory: Path, record: ExportRecord, adapters: Sequence[str]) -> None:

@@ -30,6 +30,7 @@ __all__ = [
     "derive_by_structure",
     "is_known",
     "is_language_part",
+    "is_text_part",
     "language_part",
     "model_types",
     "skeleton_of",
@@ -118,6 +119,13 @@ def is_language_part(model_type: object) -> bool:
     from modelexport.quantization.calibration.model import causal_class
 
     return causal_class(model_type) is not None
+
+
+def is_text_part(model_type: str) -> bool:
+    """Returns whether transformers has models of that type as the ``text_config`` of others."""
+    from transformers import CONFIG_MAPPING
+
+    return getattr(CONFIG_MAPPING[model_type], "base_config_key", "") == "text_config"
 
 
 def model_types() -> dict[str, str]:

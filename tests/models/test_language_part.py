@@ -1,0 +1,42 @@
+"""The language model of a checkpoint whose model also sees or hears, as a checkpoint of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from modelexport.checkpoints.safetensors.file import Reader
+from modelexport.models.language_part import language_part_alone, part_as
+from modelexport.models.opening import open_model
+from modelexport.models.rules import expected_rules
+from tests.helpers.models import make_llama
+from tests.helpers.tiny_models import tiny_checkpoint
+
+
+def test_it_is_a_model_of_its_own_type() -> None:
+    whole = open_model(tiny_checkpoint("gemma3"))
+    found, (warning,) = language_part_alone(whole)
+    assert found.config is not None
+    assert found.config["model_type"] == "gemma3_text"
+    assert {rule.name for rule in expected_rules(found.config, "BF16")} == found.infos.keys()
+    assert len(found.infos) + len(found.left_out) == len(whole.infos)
+    assert all(name.startswith(("vision_tower.", "multi_modal_projector.")) for name in found.left_out)
+    assert (
+        f"{len(found.left_out)} tensors beside the language model are not written (multi_modal_projector, " in warning
+    )
+    with Reader(whole) as theirs, Reader(found) as ours:
+        name = "model.layers.1.mlp.up_proj.weight"
+        assert torch.equal(ours.read(found.infos[name]), theirs.read(whole.infos[f"language_model.{name}"]))
+
+
+def test_a_language_model_is_left_as_it_is() -> None:
+    found = open_model(make_llama())
+    assert language_part_alone(found) == (found, [])
+
+
+def test_it_is_compared_with_its_own_type_alone() -> None:
+    whole = open_model(tiny_checkpoint("gemma3"))
+    part, _ = language_part_alone(whole)
+    assert part_as(whole, part).infos == part.infos
+    assert part_as(whole, replace(part, config={"model_type": "llama"})) is whole
