@@ -109,7 +109,7 @@ def prepare(recipe: ExportRecipe, source: Source | None = None) -> PreparedExpor
         ranks = {"tp": recipe.tp, "target-tp": recipe.target_tp, "target-pp": recipe.target_pp}
         check_whole(opened.config, {**ranks, "target-ep": recipe.target_ep})
         _check_gathered(recipe, opened)
-        checkpoint, dropped = without_drafts(opened, _why_no_drafts(recipe))
+        checkpoint, dropped = without_drafts(opened, _why_no_drafts(recipe, opened.config))
         if recipe.quant != KEEP or recipe.of_kind("assign"):
             checkpoint = _with_experts_apart(recipe, decoded(checkpoint))
         elif checkpoint_formats.wants_experts_apart(recipe.format):
@@ -252,13 +252,13 @@ def _unmerged(source: Source, adapters: Collection[Adapter]) -> Iterator[str]:
             yield f"an adapter lies in {directory}, and is not merged: --adapter {named} merges it"
 
 
-def _why_no_drafts(recipe: ExportRecipe) -> str:
+def _why_no_drafts(recipe: ExportRecipe, config: Mapping[str, Any] | None) -> str:
     """The reason why draft layers are not written; ``""`` where they are."""
     if recipe.draft == "drop":
         return "--draft drop"
     if recipe.of_kind("rotate"):
         return f"--algorithm {recipe.algorithm} rotates the hidden states that they read"
-    return checkpoint_formats.why_no_drafts(recipe.format)
+    return checkpoint_formats.why_no_drafts(recipe.format, config)
 
 
 def _second_rounding(checkpoint: Checkpoint, plan: ExportPlan) -> Iterator[str]:

@@ -149,14 +149,19 @@ def _described(name: str) -> CheckpointFormat | Method | None:
     return formats().get(name) or of_format(name)
 
 
-def why_no_drafts(name: str) -> str:
-    """The reason why a ``--format`` cannot hold draft layers; ``""`` where it can: its module's ``HOLDS_DRAFTS``.
+def why_no_drafts(name: str, config: Mapping[str, Any] | None) -> str:
+    """The reason why a ``--format`` cannot hold a model's draft layers; ``""`` where it can.
+
+    Its module's ``HOLDS_DRAFTS`` says it of all models; ``draft_refusal(config)``, where there is one, of each.
 
     Raises:
         UsageError: there is no such format; the message has the nearest.
     """
-    held = getattr(get(name), "HOLDS_DRAFTS", False)
-    return "" if held else f"--format {name} has no place for them"
+    module = get(name)
+    if not getattr(module, "HOLDS_DRAFTS", False):
+        return f"--format {name} has no place for them"
+    refusal = getattr(module, "draft_refusal", None)
+    return "" if refusal is None or config is None else refusal(config)
 
 
 def wants_experts_apart(name: str) -> bool:

@@ -17,7 +17,7 @@ from modelexport.models.architecture import Dimensions, Family, Module, family_o
 from modelexport.models.families.drafts import draft_counts, without_counts
 from modelexport.system.dtypes import FLOATS
 
-__all__ = ["DraftModule", "draft_modules", "draft_tensors", "without_drafts"]
+__all__ = ["DraftModule", "draft_modules", "draft_tensors", "usual_drafts", "without_drafts"]
 
 _JOINS = "of a draft layer: it joins two inputs, whose sizes differ"
 _UNKNOWN = "of a draft layer, and of no decoder layer that is known"
@@ -34,6 +34,7 @@ class DraftModule:
         path: its name within its decoder layer; ``""`` of what stands around that.
         expert: its number.
         twin: the module in full that it is like, of the last decoder layer of its kind; ``""`` where there is none.
+        number: of its draft layer, from 0; what several of them share is the first one's.
     """
 
     name: str
@@ -42,6 +43,7 @@ class DraftModule:
     path: str = ""
     expert: int | None = None
     twin: str = ""
+    number: int = 0
 
 
 def draft_modules(family: Family, dimensions: Dimensions, infos: Mapping[str, TensorInfo]) -> list[DraftModule]:
@@ -57,20 +59,51 @@ def draft_modules(family: Family, dimensions: Dimensions, infos: Mapping[str, Te
     found: list[DraftModule] = []
     for root, modules in stacks.items():
         layers: list[DraftModule] = []
+        numbers: dict[str, int] = {}
         for prefix, own in _decoder_layers(root, modules, kinds).items():
+            numbers[prefix] = _number(root, family, dimensions, len(numbers))
             kind = max(kinds, key=lambda kind: (kind.likeness(own), kind.number))
             if kind.likeness(own) > 0:
-                twin = family.layer_prefix.format(i=kind.number)
-                layers += (
-                    DraftModule(f"{prefix}.{path}", module, root, path, expert, f"{twin}.{path}")
-                    for path, expert, module in kind.modules
-                    if path
-                )
+                layers += kind.draft_layer(family, root, prefix, numbers[prefix])
         known = {module.name for module in layers}
         for name, tensors in modules.items():
             if name not in known:
-                found += _around(name, root, tensors, frame, dimensions)
+                inside = (number for prefix, number in numbers.items() if name.startswith(f"{prefix}."))
+                number = next(inside, _number(root, family, dimensions, 0))
+                found += (replace(each, number=number) for each in _around(name, root, tensors, frame, dimensions))
         found += layers
+    return found
+
+
+def _number(root: str, family: Family, dimensions: Dimensions, before: int) -> int:
+    """The number of a draft layer: its root's behind the decoder layers, or as many as the root has before it."""
+    number = root.removeprefix(family.layer_prefix.partition("{i}")[0])
+    return int(number) - dimensions.layers if number.isdecimal() else before
+
+
+_AROUND_NUMBERED = ("eh_proj", "enorm", "hnorm", "embed_tokens", "shared_head.norm", "shared_head.head")
+_AROUND_BELOW = ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+
+
+def usual_drafts(family: Family, dimensions: Dimensions, twins: Sequence[int], *, below: str = "") -> list[DraftModule]:
+    """The modules that draft layers may have where they are written as DeepSeek-V3 or as Qwen3-Next writes them.
+
+    Args:
+        twins: of each draft layer, the number of the decoder layer that has the same modules.
+        below: the module that they are below; ``""``: they are numbered on behind the decoder layers.
+
+    Returns:
+        What may stand around a decoder layer (no ``path``) and the decoder layer's own modules, layer by layer.
+    """
+    frame = {module.path: module for module in _frame(dimensions)}
+    found: list[DraftModule] = []
+    for number, twin in enumerate(twins):
+        root = below or family.layer_prefix.format(i=dimensions.layers + number)
+        for path in () if below and number else _AROUND_BELOW if below else _AROUND_NUMBERED:
+            name = f"{root}.{path}"
+            found.append(DraftModule(name, replace(frame[path], path=name, bias=False), root, number=number))
+        kind = _Kind.of(family, dimensions, twin)
+        found += kind.draft_layer(family, root, f"{below}.layers.{number}" if below else root, number)
     return found
 
 
@@ -82,6 +115,20 @@ class _Kind:
     modules: Sequence[tuple[str, int | None, Module]]
     paths: frozenset[str]
 
+    @classmethod
+    def of(cls, family: Family, dimensions: Dimensions, number: int) -> _Kind:
+        """The kind of a decoder layer; transformers has no draft layers, and so their modules no names there."""
+        plain = {id(module): replace(module, in_memory="") for module in family.layer}
+        modules = [(path, e, plain[id(module)]) for path, e, module in family.modules_of_layer(dimensions, number)]
+        return cls(number, modules, frozenset(path for path, _, _ in modules if path))
+
+    def draft_layer(self, family: Family, root: str, prefix: str, number: int) -> Iterator[DraftModule]:
+        """The modules of a draft's decoder layer of this kind."""
+        twin = family.layer_prefix.format(i=self.number)
+        for path, expert, module in self.modules:
+            if path:
+                yield DraftModule(f"{prefix}.{path}", module, root, path, expert, f"{twin}.{path}", number)
+
     def likeness(self, paths: Iterable[str]) -> int:
         """Modules that a layer of these paths has in common with them, less those that it lacks."""
         common = len(self.paths.intersection(paths))
@@ -92,10 +139,8 @@ def _kinds(family: Family, dimensions: Dimensions) -> Iterator[_Kind]:
     numbers: dict[tuple[bool, ...], int] = {}
     for i in range(dimensions.layers):
         numbers[tuple(dimensions.has(module, i) for module in family.layer)] = i
-    plain = {id(module): replace(module, in_memory="") for module in family.layer}  # transformers has no draft layers
     for number in numbers.values():
-        modules = [(path, e, plain[id(module)]) for path, e, module in family.modules_of_layer(dimensions, number)]
-        yield _Kind(number, modules, frozenset(path for path, _, _ in modules if path))
+        yield _Kind.of(family, dimensions, number)
 
 
 def _decoder_layers(root: str, modules: Iterable[str], kinds: Sequence[_Kind]) -> dict[str, set[str]]:

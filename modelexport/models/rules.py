@@ -8,13 +8,14 @@ word), all of its tensors are cut there and nowhere else.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from modelexport.checkpoints.safetensors.file import Checkpoint
 from modelexport.errors import CheckpointError
 from modelexport.models.architecture import Dimensions, Module, read_dimensions
+from modelexport.models.draft_layers import usual_drafts
 from modelexport.models.families.base import AxisSize
 from modelexport.models.matching import ModelDescription, Place, blocks, match, refuse
 from modelexport.quantization.methods.base import Axes
@@ -58,6 +59,8 @@ def expected_rules(
     *,
     has: Callable[[str], bool] | None = None,
     apart: bool = False,
+    drafts: Sequence[int] = (),
+    drafts_below: str = "",
 ) -> list[TensorRule]:
     """The same for a model of which only config.json is known: its tensors must be these, with these shapes.
 
@@ -65,8 +68,10 @@ def expected_rules(
         config: config.json's content.
         dtypes: the dtype of a tensor by its name, or that of all; where config.json leaves it open.
         has: whether a tensor is there that config.json does not announce: asked for the bias of each module that may
-            have one. None: there is none.
+            have one, and for what may stand around draft layers. None: there is none.
         apart: whether every expert has linears of its own, in place of stacks of them.
+        drafts: of each draft layer, the number of the decoder layer that has the same modules.
+        drafts_below: the module that draft layers are below; ``""``: they are numbered on behind the decoder layers.
 
     Raises:
         CheckpointError: config.json lacks a number, or contradicts itself.
@@ -78,6 +83,10 @@ def expected_rules(
         model = replace(model, family=family, dimensions=read_dimensions(config, family), _expected={})
     if model.dimensions.most_blocks > MOST_BLOCKS:  # nothing else to hold a stranger's number against
         raise CheckpointError(f"config.json: {blocks(model.dimensions)}; at most {MOST_BLOCKS:,} are believed")
+    if drafts:
+        found = usual_drafts(model.family, model.dimensions, drafts, below=drafts_below)
+        there = (each for each in found if each.path or (has is not None and has(f"{each.name}.weight")))
+        model = replace(model, drafts=tuple(there), _expected={})
     rules = []
     for place in model.places():
         expected = model.expected(place)
@@ -128,6 +137,7 @@ def module_rules(
                 parameter=suffix,
                 role=f"attention.{suffix[0]}" if place.is_cache_scale else module.role,
                 layer=place.layer,
+                draft=None if place.draft is None else place.draft.number,
                 stages=place.stages,
                 expert=place.expert,
                 experts=shape[0] if module.stacked and shape else 0,

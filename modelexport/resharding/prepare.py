@@ -65,7 +65,7 @@ def _prepare(recipe: ReshardRecipe) -> PreparedReshard:
     source = Path(os.path.expanduser(recipe.checkpoint))
     opened = open_model(source, recipe.config)
     check_whole(opened.config, {"tp": recipe.tp, "pp": recipe.pp, "ep": recipe.ep})
-    checkpoint, dropped = without_drafts(opened, formats.why_no_drafts(recipe.format))
+    checkpoint, dropped = without_drafts(opened, formats.why_no_drafts(recipe.format, opened.config))
     drafts = {name: why for name, why in checkpoint.left_out.items() if name not in opened.left_out}
     _check_encoding(recipe, checkpoint)
     if formats.wants_experts_apart(recipe.format):

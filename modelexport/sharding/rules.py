@@ -60,6 +60,7 @@ class TensorRule:
             ``latent.q_norm`` and ``latent.q_b``, and ``latent.kv_a``, ``latent.kv_norm``, ``latent.kv_b``;
             ``router.correction``; ``shared.gate``, ``shared.up``, ``shared.down`` of experts that every token uses.
         layer: the decoder layer, or None outside of them.
+        draft: the draft layer, counted from 0, or None outside of them.
         stages: for tensors outside the layers, the ends of the pipeline that need it: ``first``, ``last`` or both.
         expert: the expert it belongs to, or None.
         experts: of a stack of a layer's experts along dim 0: how many; else 0.
@@ -75,6 +76,7 @@ class TensorRule:
     parameter: str
     role: str
     layer: int | None = None
+    draft: int | None = None
     stages: tuple[Literal["first", "last"], ...] = ()
     expert: int | None = None
     experts: int = 0

@@ -6,9 +6,10 @@ WHAT is "logprobs" (stdin: the token ids of a prompt; prints for each file the l
 first), "tokens" (stdin: texts; prints each text's token ids), "encodings" (stdin: texts; prints for each file the ids
 of all texts with special tokens taken for text, parsed, and parsed with what is put around every text), "tensors"
 (prints for each file its values and, for each tensor, its type and a digest of its float32 numbers, all by the gguf
-package), "requantise" (stdin: block types -> files to write; prints nothing), or "quantise" (stdin: a list of file
-types, each with whether blocks are fitted with an importance of inputs; prints for each file, and each of these, the
-type that llama.cpp's quantiser gives each tensor).
+package), "drafts" (stdin: token ids and a hidden state for each; prints for each file the log-probability that its
+draft layer gives each token after the first), "requantise" (stdin: block types -> files to write; prints nothing), or
+"quantise" (stdin: a list of file types, each with whether blocks are fitted with an importance of inputs; prints for
+each file, and each of these, the type that llama.cpp's quantiser gives each tensor).
 """
 
 from __future__ import annotations
@@ -33,6 +34,39 @@ def log_probabilities(path: str, prompt: list[int]) -> list[float]:
     scores -= np.log(np.exp(scores).sum(axis=-1, keepdims=True))
     found = [float(scores[at, token]) for at, token in enumerate(prompt[1:])]
     model.close()
+    return found
+
+
+def drafted(path: str, prompt: list[int], states: list[list[float]]) -> list[float]:
+    """Of the tokens of a prompt, by the draft layer, each from the token before it and a hidden state."""
+    import ctypes
+
+    import llama_cpp
+
+    llama_cpp.llama_backend_init()
+    params = llama_cpp.llama_model_default_params()
+    params.load_mtp = True
+    model = llama_cpp.llama_model_load_from_file(path.encode(), params)
+    own = llama_cpp.llama_context_default_params()
+    own.ctx_type, own.n_ctx, own.n_threads, own.n_threads_batch = llama_cpp.LLAMA_CONTEXT_TYPE_MTP, 64, 1, 1
+    context = llama_cpp.llama_init_from_model(model, own)
+    if not context:
+        raise SystemExit(f"llama.cpp makes no context of the draft layers of {path}")
+    batch = llama_cpp.llama_batch_init(len(prompt), 0, 1)
+    numbers = np.asarray(states, dtype=np.float32)
+    batch.embd = numbers.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+    batch.n_tokens = len(prompt)
+    for at, token in enumerate(prompt):
+        batch.token[at], batch.pos[at], batch.n_seq_id[at] = token, at, 1
+        batch.seq_id[at][0], batch.logits[at] = 0, True
+    if llama_cpp.llama_decode(context, batch):
+        raise SystemExit(f"llama.cpp does not run the draft layers of {path}")
+    rows = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+    found = []
+    for at, token in enumerate(prompt[1:]):
+        scores = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, at), (rows,)).astype(np.float64)
+        scores -= scores.max()
+        found.append(float(scores[token] - np.log(np.exp(scores).sum())))
     return found
 
 
@@ -132,6 +166,8 @@ def main() -> None:
     given = json.loads(sys.stdin.read() or "null")
     if what == "logprobs":
         answer: Any = [log_probabilities(path, given) for path in paths]
+    elif what == "drafts":
+        answer = [drafted(path, *given) for path in paths]
     elif what == "tokens":
         answer = [token_ids(path, given) for path in paths]
     elif what == "encodings":

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from modelexport.assets import demo_documents, demo_model_path
@@ -42,6 +42,7 @@ from modelexport.quantization.ggml_layouts import LAYOUTS
 from modelexport.quantization.methods import WeightSlice, gguf, read_quantization_config
 from modelexport.recipe import ExportRecipe
 from tests.checkpoints.test_gguf_architectures import TYPES, tiny
+from tests.helpers.drafts import BELOW_MTP, add_draft_layer
 from tests.helpers.format_models import write
 from tests.helpers.gguf_models import NOT_IN_TRANSFORMERS, ONLY_WRAPPED, WRAPPED, gguf_tiny_model
 from tests.helpers.models import copy_checkpoint, make_llama
@@ -495,3 +496,84 @@ def test_llama_cpp_multiplies_by_the_scales_of_nvfp4(tmp_path: Path, kind: str) 
     print(*sorted({re.sub(r"\d+", "*", name) for name in linears}))
     routed = "expert" in str(open_model(out).infos.keys())
     assert (difference.median() if routed else difference.mean()) <= BOUND
+
+
+def lively(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors with linears of the draft layer so large that what it computes depends on each."""
+    return {
+        name: value * 4 if name.startswith(("mtp.", "model.layers.2.")) and value.dim() > 1 else value
+        for name, value in tensors.items()
+    }
+
+
+def drafting_model(source: Path, out: Path) -> Any:
+    """A model of which the draft layer of another is the one decoder layer, with the norm and the head behind it."""
+    config = json.loads((source / "config.json").read_text())
+    below = config["model_type"] in BELOW_MTP
+    layer = "mtp.layers.0." if below else "model.layers.2."
+    renamed = {
+        f"{layer}shared_head.norm.": "model.norm.",
+        f"{layer}shared_head.head.": "lm_head.",
+        "mtp.norm.": "model.norm.",
+    }
+    tensors = load_file(source / "model.safetensors")
+    found = {name: value for name, value in tensors.items() if name.startswith(("model.embed_tokens.", "lm_head."))}
+    for name, value in tensors.items():
+        new = next((new + name.removeprefix(old) for old, new in renamed.items() if name.startswith(old)), "")
+        if not new and name.startswith(layer):
+            new = f"model.layers.0.{name.removeprefix(layer)}"
+        found |= {new: value} if new else {}
+    out.mkdir()
+    save_file(found, out / "model.safetensors", metadata={"format": "pt"})
+    config |= {"num_hidden_layers": 1, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0}
+    config |= {"layer_types": ["full_attention"], "mlp_layer_types": ["sparse"]}
+    (out / "config.json").write_text(json.dumps(config))
+    return AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+
+
+def drafted(source: Path, model: Any, ids: list[int], states: torch.Tensor) -> torch.Tensor:
+    """The log-probability of each token after the first, by the draft layer."""
+    tensors = load_file(source / "model.safetensors")
+
+    def tensor(*endings: str) -> torch.Tensor:
+        (name,) = (name for name in tensors if name.endswith(tuple(f".{ending}.weight" for ending in endings)))
+        return tensors[name].float()
+
+    def normed(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        weight = weight + 1 if model.config.model_type in BELOW_MTP else weight
+        return torch.nn.functional.rms_norm(value, weight.shape, weight, model.config.rms_norm_eps)
+
+    own = next((name for name in tensors if name.endswith(".2.embed_tokens.weight")), "model.embed_tokens.weight")
+    embedded = normed(tensors[own].float()[ids], tensor("enorm", "pre_fc_norm_embedding"))
+    joined = torch.cat([embedded, normed(states, tensor("hnorm", "pre_fc_norm_hidden"))], dim=-1)
+    with torch.inference_mode():
+        logits = model(inputs_embeds=(joined @ tensor("eh_proj", "fc").t())[None]).logits[0].double()
+    scores = torch.log_softmax(logits, dim=-1)
+    return scores[:-1].gather(-1, torch.tensor(ids)[1:, None])[:, 0]
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe", "qwen3_next"])
+def test_draft_layers(tmp_path: Path, kind: str) -> None:
+    """llama.cpp computes the model as without them, and drafts as transformers' decoder layer does."""
+    plain = gguf_tiny_model(kind)
+    plain.save_pretrained(tmp_path / "plain")
+    source = copy_checkpoint(
+        add_draft_layer(tmp_path / "plain", tmp_path / "drafts"), tmp_path / "source", tensors=lively
+    )
+    for draft in ("keep", "drop"):
+        out = str(tmp_path / draft)
+        export(model=str(source), out=out, draft=draft, format="gguf", quant="none", evaluate=False, quiet=True)
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(3, 200, (24,), generator=generator).tolist()
+    kept, dropped = ask("logprobs", *(tmp_path / draft / "model.gguf" for draft in ("keep", "drop")), given=ids)
+    assert kept == dropped
+    states = torch.randn(len(ids), plain.config.hidden_size, generator=generator)
+    (got,) = ask("drafts", tmp_path / "keep" / "model.gguf", given=[ids, states.tolist()])
+    expected = drafted(source, drafting_model(source, tmp_path / "one"), ids, states)
+    difference = (torch.tensor(got, dtype=torch.float64) - expected).abs()
+    print(
+        f"{kind}: {difference.median():.5f} at the median, {difference.max():.5f} at most; spread {expected.std():.2f}"
+    )
+    assert (
+        difference.median() <= EXACT < expected.std() / 10
+    )  # a token may go to other experts, and is seen by later ones

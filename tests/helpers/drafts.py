@@ -57,14 +57,15 @@ def add_draft_layer(plain: Path, out: Path) -> Path:
         for name, value in tensors.items()
         if name.startswith(attention[-1])
     }
+    around: dict[str, tuple[int, ...]] = {}
     if numbered:
         vocabulary = tuple(tensors[f"{stack}embed_tokens.weight"].shape)
-        around = {f"{prefix}{name}": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")}
+        around |= {f"{prefix}{name}": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")}
         around |= {f"{prefix}{name}": vocabulary for name in ("embed_tokens", "shared_head.head")}
         around[f"{prefix}eh_proj"] = (hidden, 2 * hidden)
         part["num_nextn_predict_layers"] = 1
     else:
-        around = {f"mtp.{name}": (hidden,) for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+        around |= {f"mtp.{name}": (hidden,) for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
         around["mtp.fc"] = (hidden, 2 * hidden)
         if config["model_type"] == "qwen3_5":  # Qwen3-Next's config.json does not count it
             part["mtp_num_hidden_layers"] = 1

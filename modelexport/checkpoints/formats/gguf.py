@@ -33,12 +33,14 @@ from typing import Any
 
 from modelexport.checkpoints.engine_reading import Rules, open_arrays
 from modelexport.checkpoints.gguf.architectures import (
+    DRAFT_PARTS,
     FLOAT32,
     ROLES,
     ROPE_FACTORS,
     SCALED,
     SCALED_BEFORE_BIAS,
     TENSORS,
+    VALUES,
     GgufArchitecture,
     Stored,
 )
@@ -59,6 +61,7 @@ from modelexport.checkpoints.gguf.file import (
 from modelexport.checkpoints.gguf.metadata import (
     FACTOR_TOLERANCE,
     architecture,
+    draft_kinds,
     file_values,
     model_values,
     read_config,
@@ -82,7 +85,7 @@ from modelexport.checkpoints.safetensors.sharded import (
     stored_form,
     tensor_info,
 )
-from modelexport.errors import CheckpointError, PlanError
+from modelexport.errors import CheckpointError, PlanError, shown
 from modelexport.sharding.boxes import whole
 from modelexport.sharding.plan import Parallelism
 from modelexport.sharding.rules import TensorRule
@@ -94,6 +97,7 @@ from modelexport.system.small_files import LARGEST_CONFIG, has_file, open_regula
 NAME = "gguf"
 DESCRIPTION = "one file for llama.cpp"
 HUB_LIBRARY = "gguf"
+HOLDS_DRAFTS = True  # of some architectures: draft_refusal
 LOADS_TENSOR_PARALLEL = False
 SIDE_FILES = ()
 EXPERTS_APART = True
@@ -109,6 +113,9 @@ _INPUT_SCALE = ".input_scale"
 _UNSCALED = "NVFP4 (scale 1)"
 """A linear's blocks without a scale beside them, as :mod:`modelexport.quantization.methods.gguf` has them."""
 _EXTRA = "general.tensor_extra"
+_NEXTN = "nextn."
+_MOST_DIGITS = 6
+_DROP = "--draft drop exports the model without them"
 _WIDE = "modelexport.float32"
 """The key of the names of those tensors of a model of 16 bits that are float32 in the model, too, one a line."""
 
@@ -148,13 +155,29 @@ class _Target:
                     found = names[key]
                     stored = found if isinstance(found, Stored) else Stored((found,))
                     if rule.parameter == _SCALE and key != full:  # one number, whatever becomes of the weight's rows
-                        return Stored(tuple(_full_name(name, rule) for name in stored.names))
+                        return Stored(tuple(self._full_name(name, rule) for name in stored.names))
                     if self.architecture.pairs and rule.role in ("attention.q", "attention.k"):
                         stored = replace(stored, rows="pairs")
-                    if stored.is_norm and stored.names[0].endswith("norm") and rule.parameter == "weight":
+                    is_norm = stored.is_norm and stored.names[0].removesuffix(".weight").endswith("norm")
+                    if is_norm and rule.parameter == "weight":
                         stored = replace(stored, function=self.architecture.norms)
-                    return replace(stored, names=tuple(_full_name(name, rule) for name in stored.names))
+                    return replace(stored, names=tuple(self._full_name(name, rule) for name in stored.names))
         return None
+
+    def _full_name(self, name: str, rule: TensorRule) -> str:
+        """An array's name with its block, and the tensor's parameter where it has none of its own."""
+        number = self.block(rule)
+        block = "" if number is None else _LAYER.format(layer=number)
+        return f"{block}{name.removesuffix('.')}" if "." in name else f"{block}{name}.{rule.parameter}"
+
+    def block(self, rule: TensorRule) -> int | None:
+        """The block that a tensor is in: its layer, or, of a draft layer, one behind them; None outside of both."""
+        return rule.layer if rule.draft is None else self.layers + rule.draft
+
+    @property
+    def layers(self) -> int:
+        """Decoder layers, without draft layers."""
+        return int(str({**VALUES, **self.architecture.values}["block_count"].read(self.config)))  # type: ignore[union-attr]
 
     def is_scale(self, rule: TensorRule) -> bool:
         """Returns whether a tensor belongs to a weight of another number format."""
@@ -174,12 +197,6 @@ class _Target:
         if self.architecture.name != "falcon":
             return HEADS.read(self.config), 1
         return fused_heads(self.config)
-
-
-def _full_name(name: str, rule: TensorRule) -> str:
-    """An array's name with its block, and the tensor's parameter where it has none of its own."""
-    block = "" if rule.layer is None else _LAYER.format(layer=rule.layer)
-    return f"{block}{name.removesuffix('.')}" if "." in name else f"{block}{name}.{rule.parameter}"
 
 
 def arrays(plan: ShardPlan, config: dict[str, Any]) -> list[Array]:
@@ -248,6 +265,7 @@ def _check(
         twice = first.expert is None and len(group) > 1
         if twice:
             problems.append(f"{name}: {first.name} and {group[1][0].name} both go there")
+    problems += _draft_problems(rules, stacks, target)
     if problems:
         raise PlanError(f"--format {NAME}: " + "; ".join(problems[:8]))
 
@@ -311,6 +329,48 @@ def _are(found: Collection[str]) -> str:
 def _stem(module: str) -> str:
     """The name of an array's module without its block."""
     return module.rpartition("blk.")[2].partition(".")[2] if module.startswith("blk.") else module
+
+
+def _draft_problems(
+    rules: Sequence[TensorRule], stacks: Mapping[str, Sequence[tuple[TensorRule, Stored]]], target: _Target
+) -> Iterator[str]:
+    """Draft layers that llama.cpp would not load: it wants a decoder layer like the model's own, and what joins it."""
+    firsts = {rule.draft: rule.name for rule in reversed(rules) if rule.draft is not None}
+    if not firsts:
+        return
+    if target.architecture.drafts is None:
+        yield f"{draft_refusal(target.config.content)}, the first {firsts[min(firsts)]}: {_DROP}"
+        return
+    blocks = _blocks(stacks)
+    for number, first in sorted(firsts.items()):
+        own = blocks.get(target.layers + number, frozenset())
+        missing = [name for name in DRAFT_PARTS if name not in own]
+        if missing:
+            yield f"draft layer {number} ({first}, ...) has nothing that becomes {', '.join(missing)}: {_DROP}"
+        elif _twin(blocks, target.layers, number) is None:
+            yield f"draft layer {number} ({first}, ...) has other tensors than every decoder layer: {_DROP}"
+
+
+def _blocks(names: Iterable[str]) -> dict[int, frozenset[str]]:
+    """Number of each block -> the names of its arrays within it."""
+    blocks: dict[int, set[str]] = {}
+    for name in names:
+        number, _, own = name.removeprefix("blk.").partition(".")
+        if name.startswith("blk.") and number.isdecimal() and len(number) <= _MOST_DIGITS:
+            blocks.setdefault(int(number), set()).add(own)
+    return {number: frozenset(own) for number, own in blocks.items()}
+
+
+def _twin(blocks: Mapping[int, frozenset[str]], layers: int, draft: int) -> int | None:
+    """The last decoder layer that has the arrays of a draft's; None where none has."""
+    own = frozenset(name for name in blocks.get(layers + draft, ()) if not name.startswith(_NEXTN))
+    return next((number for number in range(layers - 1, -1, -1) if blocks.get(number) == own), None)
+
+
+def draft_refusal(config: Mapping[str, Any]) -> str:
+    """The reason why llama.cpp holds no draft layers of a model; ``""`` where it does."""
+    kind = config.get("model_type")
+    return "" if draft_kinds(str(kind)) else f"llama.cpp has no use for draft layers of a '{shown(kind)}'"
 
 
 def _is_float32(name: str, shape: Sequence[int]) -> bool:
@@ -517,7 +577,8 @@ def header_values(plan: ShardPlan, config: dict[str, Any]) -> dict[str, Value]:
         PlanError: llama.cpp's values have no place for what config.json says.
         CheckpointError: a value is missing or of the wrong kind.
     """
-    return model_values(config, vocab=_vocabulary(plan), rope=read_rope(config))
+    drafts = 1 + max((rule.draft for rule in plan.rules.values() if rule.draft is not None), default=-1)
+    return model_values(config, vocab=_vocabulary(plan), rope=read_rope(config), drafts=drafts)
 
 
 def _values(plan: ShardPlan, config: dict[str, Any], source: Path | None) -> dict[str, Value]:
@@ -526,7 +587,7 @@ def _values(plan: ShardPlan, config: dict[str, Any], source: Path | None) -> dic
     for rule in plan.rules.values():
         stored = target.stored(rule)
         plain = stored is not None and not _is_float32(stored.names[0], rule.shape)
-        if plain and rule.role not in ("embedding", "head"):
+        if plain and rule.role.rpartition(".")[2] not in ("embedding", "head"):
             kind = type_of(rule.dtype, rule.shape)
             assert kind is not None
             kinds[kind] += tensor_info(rule.name, rule.dtype, rule.shape, Path()).nbytes
@@ -648,6 +709,7 @@ def _open(directory: Path, found: GgufFile, config: dict[str, Any], rules: Rules
     except PlanError as error:
         raise CheckpointError(f"{directory}: config.json: {error}") from error
     raise_problems(directory, _check_factors(found, factors))
+    rules = _with_drafts(rules, found, target)
     config = _with_types(config, found, rules)
     embedding = found.infos.get("token_embd.weight")
     narrow = "F32" if embedding is None else _model_dtype(config, embedding)
@@ -685,6 +747,16 @@ def _open(directory: Path, found: GgufFile, config: dict[str, Any], rules: Rules
         headers={},
     )
     return replace(checkpoint, left_out=dict.fromkeys(factors, "factors of the rotary embedding"))
+
+
+def _with_drafts(rules: Rules, found: GgufFile, target: _Target) -> Rules:
+    """The rules of the model with the draft layers that a file has behind its decoder layers."""
+    kind, layers, blocks = target.architecture.drafts, target.layers, _blocks(found.infos)
+    twins: list[int] = []
+    while kind is not None and DRAFT_PARTS[0] in blocks.get(layers + len(twins), ()):
+        twin = _twin(blocks, layers, len(twins))
+        twins.append(layers - 1 if twin is None else twin)  # arrays that are missing or unknown are named later
+    return partial(rules, drafts=twins, drafts_below="" if kind is None else kind.below) if twins else rules
 
 
 def _model_dtype(config: dict[str, Any], embedding: TensorInfo) -> str:

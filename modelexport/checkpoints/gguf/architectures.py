@@ -81,6 +81,21 @@ class Stored:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Drafts:
+    """The draft layers (multi-token prediction) of an architecture's models, blocks behind those of its decoder layers.
+
+    Attributes:
+        count: the key of config.json that counts them, in a config.json that is made from a file.
+        below: the module that the model has them below; ``""``: it numbers them on behind its layers.
+        listed: of values that are lists, one for each block: those of a draft layer.
+    """
+
+    count: str = "num_nextn_predict_layers"
+    below: str = ""
+    listed: Mapping[str, Value] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
 class GgufArchitecture:
     """One of llama.cpp's architectures, as models of some types have it.
 
@@ -102,6 +117,7 @@ class GgufArchitecture:
         output: whether the head is stored as well where it is the embedding.
         assumed: what llama.cpp takes for values that a file lacks, beside what it takes in every architecture.
         implied: keys of config.json that have no value in the file, and what they are by others.
+        drafts: its draft layers; None: its loader has no place for them, or its graph no use.
     """
 
     name: str
@@ -120,6 +136,7 @@ class GgufArchitecture:
     output: bool = False
     assumed: Mapping[str, Value] = field(default_factory=dict)
     implied: Mapping[str, ValueSource] = field(default_factory=dict)
+    drafts: Drafts | None = None
 
 
 RMS = {"attention.layer_norm_rms_epsilon": number("rms_norm_eps", "norm_eps", "layer_norm_epsilon")}
@@ -142,8 +159,21 @@ VALUES: Mapping[str, ValueSource] = {
 }
 """Of every architecture that does not say otherwise, in their order in the file."""
 
-ROLES = {"embedding": "token_embd", "final_norm": "output_norm", "head": "output"}
-"""Of modules outside of the layers whose names differ most, by what they do."""
+ROLES = {
+    "embedding": "token_embd",
+    "final_norm": "output_norm",
+    "head": "output",
+    **dict.fromkeys(("draft.eh_proj", "draft.fc"), "nextn.eh_proj.weight"),
+    **dict.fromkeys(("draft.enorm", "draft.pre_fc_norm_embedding"), "nextn.enorm.weight"),
+    **dict.fromkeys(("draft.hnorm", "draft.pre_fc_norm_hidden"), "nextn.hnorm.weight"),
+    **dict.fromkeys(("draft.shared_head.norm", "draft.norm"), "nextn.shared_head_norm.weight"),
+    "draft.embedding": "nextn.embed_tokens.weight",
+    "draft.head": "nextn.shared_head_head.weight",
+}
+"""Of modules outside of the layers, or around a draft's decoder layer, whose names differ most, by what they do."""
+
+DRAFT_PARTS = ("nextn.eh_proj.weight", "nextn.enorm.weight", "nextn.hnorm.weight")
+"""Arrays that stand around the decoder layer of every draft."""
 
 
 def _under(prefix: str, names: Mapping[str, str | Stored]) -> dict[str, str | Stored]:
@@ -422,6 +452,7 @@ _DEEPSEEK = GgufArchitecture(
     yarn="mscale alike",
     implied={"num_key_value_heads": HEADS},
     rules=(Requirement("rope_interleave", (True, None)),),
+    drafts=Drafts(),
 )
 
 _COHERE = GgufArchitecture(
@@ -629,10 +660,15 @@ _QWEN3_NEXT = GgufArchitecture(
     },
     norms="one more",
     rules=(Requirement("norm_topk_prob", (True,)), *_EVERY_LAYER_ROUTES),
+    drafts=Drafts(count="mtp_num_hidden_layers", below="mtp", listed={"attention.recurrent_layers": False}),
 )
 
 _GLM4_MOE = GgufArchitecture(
-    name="glm4moe", model_types=("glm4_moe",), values=_ROUTED_BY_SIGMOID, tensors=_POST_ATTENTION
+    name="glm4moe",
+    model_types=("glm4_moe",),
+    values=_ROUTED_BY_SIGMOID,
+    tensors=_POST_ATTENTION,
+    drafts=Drafts(),
 )
 _LLAMA4 = GgufArchitecture(
     name="llama4",

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from modelexport.checkpoints.gguf.architectures import ARCHITECTURES, VALUES, GgufArchitecture
+from modelexport.checkpoints.gguf.architectures import ARCHITECTURES, VALUES, Drafts, GgufArchitecture
 from modelexport.checkpoints.gguf.defaults import DEFAULTS
 from modelexport.checkpoints.gguf.file import Value, float32_bytes
 from modelexport.checkpoints.gguf.values import MOST_HEAD_DIM, ModelConfig, shortest_float32
@@ -20,6 +20,8 @@ from modelexport.checkpoints.rope import RopeConfig, read_rope_config
 from modelexport.errors import CheckpointError, PlanError, shown
 from modelexport.system.json_values import JsonValues
 
+NEXTN = "nextn_predict_layers"
+"""The value that counts the draft layers among the blocks."""
 _ORIGINAL = "original_max_position_embeddings"
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activation", "mlp_hidden_act")
 _ROPE_KEYS = {
@@ -111,8 +113,16 @@ def architecture(config: Mapping[str, Any]) -> GgufArchitecture:
     return found
 
 
-def model_values(config: Mapping[str, Any], *, vocab: int, rope: Rope) -> dict[str, Value]:
+def draft_kinds(model_type: str) -> list[Drafts]:
+    """The draft layers of llama.cpp's architectures of a model type; none where they have no place for them."""
+    return [each.drafts for each in ARCHITECTURES if model_type in each.model_types and each.drafts is not None]
+
+
+def model_values(config: Mapping[str, Any], *, vocab: int, rope: Rope, drafts: int = 0) -> dict[str, Value]:
     """The model's numbers, under llama.cpp's keys.
+
+    Args:
+        drafts: draft layers, which are counted among the blocks, too.
 
     Raises:
         PlanError: see :func:`architecture`.
@@ -124,6 +134,14 @@ def model_values(config: Mapping[str, Any], *, vocab: int, rope: Rope) -> dict[s
         value = vocab if key == "vocab_size" else None if source is None else source.read(read)
         if value is not None:
             found[key] = value
+    if drafts:
+        assert target.drafts is not None
+        found["block_count"] = int(str(found["block_count"])) + drafts
+        for key, value in target.drafts.listed.items():
+            own = found[key]
+            assert isinstance(own, tuple)
+            found[key] = (*own, *[value] * drafts)
+        found[NEXTN] = drafts
     found |= rope.values
     return {"general.architecture": target.name, **{f"{target.name}.{key}": value for key, value in found.items()}}
 

@@ -19,6 +19,7 @@ from modelexport.checkpoints.gguf.file import GgufFile, read_values
 from modelexport.checkpoints.gguf.metadata import (
     ACTIVATIONS,
     FACTOR_TOLERANCE,
+    NEXTN,
     architecture,
     model_values,
     read_config,
@@ -140,8 +141,10 @@ def _beside(found: GgufFile) -> dict[str, Any]:
 
 
 def _made(target: GgufArchitecture, kind: str, contents: _Contents) -> dict[str, Any]:
-    values = {**target.assumed, **contents.values}
+    values, drafts = _without_drafts({**target.assumed, **contents.values}, target)
     config: dict[str, Any] = {"model_type": kind, "vocab_size": contents.vocab}
+    if drafts and target.drafts is not None:
+        config[target.drafts.count] = drafts
     sources = {key: source for key, source in {**VALUES, **target.values}.items() if source and key != "vocab_size"}
     before = -1
     while before != len(config):  # a value may need what another tells
@@ -165,6 +168,24 @@ def _made(target: GgufArchitecture, kind: str, contents: _Contents) -> dict[str,
         config["rope_parameters"] = {**told, **config["rope_parameters"]}
     _check(target, config, values, contents)
     return config
+
+
+def _without_drafts(values: dict[str, Any], target: GgufArchitecture) -> tuple[dict[str, Any], int]:
+    """The values of the model without its draft layers, and the number of these."""
+    drafts, blocks = values.get(NEXTN, 0), values.get("block_count")
+    if drafts == 0:  # some conversions count none, of whatever architecture
+        return {key: value for key, value in values.items() if key != NEXTN}, 0
+    if target.drafts is None:
+        return values, 0
+    if not all(isinstance(each, int) and not isinstance(each, bool) for each in (drafts, blocks)):
+        raise _Unlike(f"{target.name}.{NEXTN} is {shown(drafts)} and block_count {shown(blocks)}, no whole numbers")
+    if not 0 < drafts < blocks:
+        raise _Unlike(f"{target.name}.{NEXTN} is {drafts}, and block_count, which has them in it, {blocks}")
+    told = {key: value for key, value in values.items() if key != NEXTN} | {"block_count": blocks - drafts}
+    for key in target.drafts.listed:
+        if isinstance(told.get(key), (list, tuple)):
+            told[key] = told[key][: blocks - drafts]
+    return told, drafts
 
 
 def _add(config: dict[str, Any], told: Mapping[str, Any]) -> None:

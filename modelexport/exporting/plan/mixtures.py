@@ -15,6 +15,7 @@ from modelexport.quantization.assignment import Assignment
 from modelexport.quantization.methods.gguf import SCALES
 from modelexport.quantization.mixtures import MixtureModel, MixtureTensor, number_format_of, resolve
 from modelexport.sharding.plan import Parallelism
+from modelexport.sharding.rules import TensorRule
 from modelexport.sharding.shard_plan import build_shard_plan
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def with_mixtures(recipe: ExportRecipe, checkpoint: Checkpoint, assignment: Assi
         name for name, module in modules.items() if module.kind in ("linear", "head", "embedding") and not module.why
     }
     tensors = [
-        MixtureTensor(name, tuple(rule.module for rule in held), _shape(held[0].shape), held[0].layer)
+        MixtureTensor(name, tuple(rule.module for rule in held), _shape(held[0].shape), _block(held[0], layers))
         for name, held in gguf.matrices(plan, config).items()
         if may_be.issuperset(rule.module for rule in held)
     ]
@@ -48,6 +49,11 @@ def with_mixtures(recipe: ExportRecipe, checkpoint: Checkpoint, assignment: Assi
     model = _model(gguf.header_values(plan, config), tied=tied, importance=recipe.rounding.needs_samples)
     make = cache(partial(number_format_of, observer=recipe.observer, scale_dtype=torch_dtype(SCALES)))
     return assignment.resolved(lambda mixture: resolve(mixture, tensors, model, make))
+
+
+def _block(rule: TensorRule, layers: int) -> int | None:
+    """The block that a tensor is in; draft layers stand behind the others, as llama.cpp counts them."""
+    return rule.layer if rule.draft is None else layers + rule.draft
 
 
 def _shape(shape: Sequence[int]) -> tuple[int, int]:
