@@ -71,8 +71,8 @@ def run_own_ranks(recipe: ExportRecipe, source: Source | None = None) -> tuple[P
 
         log = None if recipe.log is None else LogFile.begin(recipe.log)
         with _show_progress(prepared, done, recipe.tp, log) as handler:
-            config = own_ranks(recipe.tp, recipe.timeout, _preloaded(recipe), handler, log)
-            launch.launch_subprocesses(run_rank, config, None, 0, job, kind)
+            with own_ranks(recipe.tp, recipe.timeout, _preloaded(recipe), handler, log) as config:
+                launch.launch_subprocesses(run_rank, config, None, 0, job, kind)
             record = target.finish(single(handler.results))
         return prepared, record
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 from modelexport.distributed import launch
@@ -19,20 +20,30 @@ T = TypeVar("T")
 Results = list[dict[str, Any]]
 
 
+@contextmanager
 def own_ranks(
     world: int, timeout: float, preload: Sequence[str], on_event: ProgressHandler, log: LogFile | None
-) -> MultiprocessConfig:
-    """The group of ranks that this process starts on this machine."""
-    return MultiprocessConfig(
-        world_size=world,
-        local_world_size=world,
-        model_parallelism=world,
-        backend="gloo",
-        timeout=timeout,
-        preload=tuple(preload),
-        on_event=on_event,
-        log=log,
-    )
+) -> Iterator[MultiprocessConfig]:
+    """The group of ranks that this process starts on this machine, inside the ``with``.
+
+    They meet in a file that has no name, in memory: a store behind a TCP port obeys whoever connects.
+    """
+    fd = os.memfd_create("modelexport-store", os.MFD_CLOEXEC) if world > 1 and hasattr(os, "memfd_create") else None
+    try:
+        yield MultiprocessConfig(
+            world_size=world,
+            local_world_size=world,
+            model_parallelism=world,
+            init_method="env://" if fd is None else f"file:///proc/{os.getpid()}/fd/{fd}",
+            backend="gloo",
+            timeout=timeout,
+            preload=tuple(preload),
+            on_event=on_event,
+            log=log,
+        )
+    finally:
+        if fd is not None:
+            os.close(fd)
 
 
 def single(results: Results) -> dict[str, Any]:

@@ -69,8 +69,8 @@ def run_own_ranks(recipe: ReshardRecipe) -> tuple[PreparedReshard, int, dict[str
                 with without_collector():
                     from modelexport.resharding.rank import run_rank
 
-                config = own_ranks(world, recipe.timeout, PRELOAD, handler, log)
-                launch.launch_subprocesses(run_rank, config, None, 0, job)
+                with own_ranks(world, recipe.timeout, PRELOAD, handler, log) as config:
+                    launch.launch_subprocesses(run_rank, config, None, 0, job)
             target.finish(single(handler.results))
         return prepared, world, handler.results[0]
 
