@@ -24,7 +24,7 @@ _UNSEEN_RATE = 1e9  # bytes a second, of steps without calibration before any wa
 _TELLING_PART = 0.05  # so much must have been read back before its rate is taken for the rest's
 _EVERY_SECONDS = 0.5  # between two looks of the display at ranks that read back
 _MEASURED_BYTES = 8 << 20
-_LARGE_BYTES = 256 << 20
+_LARGE_BYTES = 256 << 20  # less is read back too fast for a measurement to be worth its time
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,8 @@ class TimeLeft:
         return total
 
     def _step_rate(self) -> float:
-        plain = {cost: sum(times) / len(times) for cost, times in self._seen.items() if not cost.calibrated}
+        warm = {cost for cost, count in self._counts.items() if count > 1 and not cost.calibrated}
+        plain = {cost: sum(self._seen[cost]) / len(self._seen[cost]) for cost in warm}
         took = sum(mean * self._counts[cost] for cost, mean in plain.items())
         return sum(cost.nbytes * self._counts[cost] for cost in plain) / took if took else _UNSEEN_RATE
 
@@ -208,8 +209,10 @@ class ProgressHandler:
 
     def _begin(self, now: float, threads: int) -> None:
         self._left.begin(now)
-        if self._job.read_back_bytes > _LARGE_BYTES and not self._job.compared:
-            self._left.expect_read_back(_hashing_rate() * min(self._world * threads, len(os.sched_getaffinity(0))))
+        if not self._job.compared:
+            is_large = self._job.read_back_bytes > _LARGE_BYTES
+            cores = min(self._world * threads, len(os.sched_getaffinity(0)))
+            self._left.expect_read_back(cores * (_hashing_rate() if is_large else _UNSEEN_RATE))
 
     def _step(self, now: float, name: str) -> None:
         self._steps_began = now if self._steps_began is None else self._steps_began
