@@ -223,6 +223,9 @@ class ExportRecipe(Settings):
         None, "repository of the Hugging Face hub to upload the finished checkpoint to", metavar="ORG/NAME"
     )
     private: bool = setting(False, "the repository of --push-to-hub is to be private")
+    log: str | None = setting(
+        None, "file to append to, as JSON lines, what each rank does and how much it has moved", metavar="FILE"
+    )
     dry_run: bool = setting(False, "print the plan, sizes and memory; write nothing")
     quiet: bool = setting(False, "no progress bar and no summary")
     json: bool = setting(False, "print the result as JSON")
@@ -406,6 +409,9 @@ class ReshardRecipe(Settings):
     )
     overwrite: bool = setting(False, "replace --out if it exists, in one step, when the new one is complete")
     timeout: float = setting(1800.0, "seconds without progress after which a process counts as hung", metavar="S")
+    log: str | None = setting(
+        None, "file to append to, as JSON lines, what each rank does and how much it has moved", metavar="FILE"
+    )
     dry_run: bool = setting(False, "print who holds and reads what; write nothing")
     quiet: bool = setting(False, "no progress bar and no summary")
     json: bool = setting(False, "print the result as JSON")

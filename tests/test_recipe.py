@@ -95,6 +95,7 @@ valid: dict[str, st.SearchStrategy[Any]] = {
     "private": st.booleans(),
     "dry_run": st.booleans(),
     "quiet": st.booleans(),
+    "log": st.none() | st.text(min_size=1),
     "json": st.booleans(),
 }
 

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from modelexport.errors import CheckpointError
 from modelexport.system.limits import file_size_limit
+from modelexport.system.run_log import READ, WRITTEN
 
 if TYPE_CHECKING:
     import numpy as np
@@ -271,6 +272,7 @@ def read_exactly(fd: int, view: memoryview, offset: int) -> int:
         if got == 0:
             break
         done += got
+        READ.add(got)
     return done
 
 
@@ -282,6 +284,7 @@ def write_exactly(fd: int, view: memoryview, offset: int) -> None:
         if written == 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         done += written
+        WRITTEN.add(written)
 
 
 def read_rows(fd: int, memory: np.ndarray, offset: int, pitch: int) -> int:
@@ -373,6 +376,7 @@ def _through_mapping(fd: int, memory: np.ndarray, offset: int, pitch: int, *, wr
             except OSError:  # an old kernel or a bad sector: the plain calls say which
                 return row
             _copy_mapped(mapping, part, start - page, pitch, write=write)
+        (WRITTEN if write else READ).add(part.size)
     return rows
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from modelexport.errors import UsageError
+from modelexport.system.run_log import LogFile
 
 MISSING: Any = "???"
 """Marks a field that :meth:`MultiprocessConfig.resolve` fills in (OmegaConf's spelling of "missing")."""
@@ -52,6 +53,7 @@ class MultiprocessConfig:
             ``module:function:argument:...`` it calls the function too, with these texts.
         on_event: called in the launcher as ``on_event(rank, event)`` for every :func:`report` of a rank;
             never sent to the ranks.
+        log: the file that every rank appends its phases to; None: none does.
     """
 
     rank: int = -1
@@ -71,6 +73,7 @@ class MultiprocessConfig:
     timeout: float = DEFAULT_TIMEOUT
     preload: tuple[str, ...] = ("torch", "safetensors")
     on_event: Callable[[int, dict], None] | None = None
+    log: LogFile | None = None
     _chosen_port: ClassVar[int] = -1  # on an instance: the port that resolve chose
 
     @classmethod

@@ -33,9 +33,10 @@ from modelexport.distributed.rendezvous import links as _rendezvous
 from modelexport.distributed.supervision.heartbeat import Heart, last_heartbeat, remove_rank
 from modelexport.distributed.transport import payload as _payload
 from modelexport.distributed.transport.link import LostPeerError
-from modelexport.distributed.transport.whole_files import read_payload, write_whole
+from modelexport.distributed.transport.whole_files import read_payload, read_whole, write_whole
 from modelexport.errors import GatherError, UsageError
 from modelexport.system.dtypes import torch_name
+from modelexport.system.ownership import ForeignError
 
 __all__ = ["CorruptError", "Manifest", "NFSWorkspace", "NotYetError"]
 
@@ -100,6 +101,7 @@ class NFSWorkspace:
         self.world_size = world_size if world_size is not None else dist.get_world_size() if grouped else 1
         self._path = Path(workspace_path) if workspace_path is not None else None
         self._sequence = 0
+        self._owner = os.geteuid()
         self._heart: Heart | None = None
         if self._path is not None:
             self.run_id = run_id or _rendezvous.run_id(timeout)
@@ -108,6 +110,12 @@ class NFSWorkspace:
             self.directory = self._path / f"run-{self.run_id}"
             try:
                 self._heart = Heart(self.directory, self.rank)
+                self._owner = self._heart.owner
+            except ForeignError as error:
+                raise UsageError(
+                    f"the workspace {self._path}: {error}: what ranks exchange there could be another user's; remove "
+                    "it, or name another workspace"
+                ) from error
             except OSError as error:
                 raise UsageError(
                     f"cannot write into the workspace {self._path}: {error}; it must be a directory that every rank "
@@ -196,7 +204,7 @@ class NFSWorkspace:
             return manifest, None
         path = self.directory / self._name(rank, sequence, "safetensors")
         try:
-            size, config = read_payload(path, manifest.header_bytes, manifest.bytes, manifest.crc32)
+            size, config = read_payload(path, manifest.header_bytes, manifest.bytes, manifest.crc32, self._owner)
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ESTALE):
                 raise GatherError(f"cannot read {path}: {error}") from error
@@ -289,7 +297,7 @@ class NFSWorkspace:
         name = self._name(rank, sequence, "json")
         try:
             os.listdir(self.directory)  # makes an NFS client look again
-            manifest = Manifest(**json.loads((self.directory / name).read_bytes()))
+            manifest = Manifest(**json.loads(read_whole(self.directory / name, self._owner)))
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ESTALE):
                 raise GatherError(f"cannot read {self.directory / name}: {error}") from error

@@ -15,6 +15,7 @@ from modelexport.errors import CheckpointError
 from modelexport.exporting.plan import ExportPlan, full_name
 from modelexport.inspection.verify.audit import run_audit
 from modelexport.inspection.verify.items import AuditItem, WrittenPiece, decibels
+from modelexport.jobs.progress import ReadBack
 from modelexport.models.opening import open_model
 from modelexport.models.stacked import as_written, held
 
@@ -48,13 +49,15 @@ def audit(
         for value in record["pieces"]:
             piece = WrittenPiece.from_json(value)
             pieces.setdefault(piece.name, []).append(piece)
+    own = share(plan_items(plan, written), rank, world)
     checks = run_audit(
-        share(plan_items(plan, written), rank, world),
+        own,
         written,
         None,
         pieces,
         threads=torch.get_num_threads(),
         progress=lambda name: phase(f"reading back {name}"),
+        advance=ReadBack(sum(item.nbytes for item in own)).add,
     )
     damaged = [text for check in checks for text in check.damaged]
     if damaged:
@@ -109,14 +112,11 @@ def plan_items(plan: ExportPlan, written: Checkpoint) -> Iterator[AuditItem]:
 def share(items: Iterable[AuditItem], rank: int, world: int) -> list[AuditItem]:
     """This rank's items: the largest first, each to the rank with the least to do so far."""
 
-    def cost(item: AuditItem) -> int:
-        return sum(info.nbytes for info in item.tensors.values())
-
     loads = [0] * world
     mine = []
-    for item in sorted(items, key=lambda item: (-cost(item), item.name)):
+    for item in sorted(items, key=lambda item: (-item.nbytes, item.name)):
         chosen = loads.index(min(loads))
-        loads[chosen] += cost(item)
+        loads[chosen] += item.nbytes
         if chosen == rank:
             mine.append(item)
     return mine

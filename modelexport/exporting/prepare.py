@@ -43,6 +43,7 @@ from modelexport.quantization.methods import QUANTIZATION_KEYS, of_method
 from modelexport.quantization.methods.base import ModelQuantization, QuantizationFiles
 from modelexport.recipe import ExportRecipe
 from modelexport.sharding.plan import Parallelism
+from modelexport.system.run_log import check_log
 from modelexport.system.startup import without_collector
 from modelexport.system.terminal import note
 
@@ -487,6 +488,8 @@ def check_early(recipe: ExportRecipe, source: Source | None = None) -> None:
         _check_apart(recipe, source)
     if recipe.out is not None and not recipe.dry_run:
         check_target(recipe.out, overwrite=recipe.overwrite)
+    if recipe.log is not None and not recipe.dry_run:
+        check_log(recipe.log, recipe.out)
     reads_text = recipe.reads_samples or "-static" in recipe.quant
     if reads_text and recipe.quant != KEEP and source is not None:
         _check_text(recipe, source)

@@ -39,6 +39,7 @@ from modelexport.quantization.calibration.ranges import Ranges
 from modelexport.quantization.kv_caches import CACHES
 from modelexport.quantization.methods import ReadOnlyNumbers, WeightSlice, of_method
 from modelexport.recipe import ExportRecipe
+from modelexport.system.run_log import in_layer
 
 SMALL_BYTES = 1 << 20  # tensors up to this size are copied rather than kept where they were read
 
@@ -186,6 +187,7 @@ class RankExport:
     def run(self) -> None:
         """Read, quantise and hand over every step that is not done yet."""
         self.begin()
+        report({"kind": "begin", "threads": torch.get_num_threads()})
         for step in self.job.plan.steps:
             if step not in self.steps:
                 self.passed(step)
@@ -194,18 +196,8 @@ class RankExport:
             ahead: Future[Shards] | None = None
             behind: Future[None] | None = None
             for number, step in enumerate(self.steps):
-                phase(f"reading {step.id}")
-                self.gather(step)
-                shards = (ahead or reading.submit(self.read, step)).result()
-                if number + 1 < len(self.steps) and not self.is_gathered:
-                    ahead = reading.submit(self.read, self.steps[number + 1])
-                phase(f"quantising {step.id}")
-                quantised = self.quantise(step, shards)
-                self.passed(step)
-                if behind is not None:
-                    phase(f"handing over the step before {step.id}", waiting=True)
-                    behind.result()
-                behind = writing.submit(self.write_step, step, quantised)
+                following = self.steps[number + 1] if number + 1 < len(self.steps) and not self.is_gathered else None
+                ahead, behind = in_layer(step.id, self._run_step, step, following, ahead, behind, reading, writing)
             if behind is not None:
                 phase("waiting for the last step to be written", waiting=True)
                 behind.result()
@@ -213,6 +205,28 @@ class RankExport:
             # Not waited for: after an error the other stages may be blocked on peers that will not come.
             reading.shutdown(wait=False, cancel_futures=True)
             writing.shutdown(wait=False, cancel_futures=True)
+
+    def _run_step(
+        self,
+        step: ExportStep,
+        following: ExportStep | None,
+        ahead: Future[Shards] | None,
+        behind: Future[None] | None,
+        reading: ThreadPoolExecutor,
+        writing: ThreadPoolExecutor,
+    ) -> tuple[Future[Shards] | None, Future[None]]:
+        """Quantises a step while ``following`` is read and the one before is written; returns what still goes on."""
+        phase(f"reading {step.id}")
+        self.gather(step)
+        shards = (ahead or reading.submit(in_layer, step.id, self.read, step)).result()
+        ahead = None if following is None else reading.submit(in_layer, following.id, self.read, following)
+        phase(f"quantising {step.id}")
+        quantised = self.quantise(step, shards)
+        self.passed(step)
+        if behind is not None:
+            phase(f"handing over the step before {step.id}", waiting=True)
+            behind.result()
+        return ahead, writing.submit(in_layer, step.id, self.write_step, step, quantised)
 
     def passed(self, step: ExportStep) -> None:
         """Says that this rank reads nothing more for a step, of a source that is fetched."""

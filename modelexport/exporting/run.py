@@ -24,9 +24,11 @@ from modelexport.exporting.prepare import PreparedExport, parse_assignment, prep
 from modelexport.exporting.record import target_of_export
 from modelexport.jobs import hub
 from modelexport.jobs.hosts import agree, check_coherent, is_spread, run_as_rank
-from modelexport.jobs.ranks import Progress, own_ranks, run_under_launcher, show_progress, single
+from modelexport.jobs.progress import JobSteps, ProgressHandler, StepCost, show_progress
+from modelexport.jobs.ranks import own_ranks, run_under_launcher, single
 from modelexport.quantization import formats, kernels
 from modelexport.recipe import ExportRecipe
+from modelexport.system.run_log import LogFile
 from modelexport.system.startup import without_collector
 
 if TYPE_CHECKING:
@@ -67,10 +69,12 @@ def run_own_ranks(recipe: ExportRecipe, source: Source | None = None) -> tuple[P
         kind = rank_class_of(prepared)
         from modelexport.exporting.rank import run_rank
 
-        with _show_progress(prepared, done) as (on_event, results):
-            config = own_ranks(recipe.tp, recipe.timeout, _preloaded(recipe), on_event)
-            launch.launch_subprocesses(run_rank, config, None, 0, job, kind)
-        return prepared, target.finish(single(results))
+        log = None if recipe.log is None else LogFile.begin(recipe.log)
+        with _show_progress(prepared, done, recipe.tp, log) as handler:
+            with own_ranks(recipe.tp, recipe.timeout, _preloaded(recipe), handler, log) as config:
+                launch.launch_subprocesses(run_rank, config, None, 0, job, kind)
+            record = target.finish(single(handler.results))
+        return prepared, record
 
 
 def opened_of(
@@ -182,7 +186,10 @@ def run_as_launched(
                 target,
                 work=work,
                 collect=lambda record, result: record,
-                progress=lambda done: _show_progress(prepared, done, shown=config.rank == 0),
+                progress=lambda done, log: _show_progress(
+                    prepared, done, config.world_size, log, shown=config.rank == 0
+                ),
+                log=recipe.log,
             )
             return prepared, record
 
@@ -233,8 +240,12 @@ def rank_class_of(prepared: PreparedExport) -> type[RankExport]:
 
 
 def _show_progress(
-    prepared: PreparedExport, done: Mapping[str, Any], *, shown: bool = True
-) -> AbstractContextManager[Progress]:
-    recipe = prepared.recipe
-    sizes = {step.id: step.output_bytes for step in prepared.plan.steps}
-    return show_progress("export", sizes, done, quiet=recipe.quiet or recipe.json or not shown)
+    prepared: PreparedExport, done: Mapping[str, Any], world: int, log: LogFile | None, *, shown: bool = True
+) -> AbstractContextManager[ProgressHandler]:
+    recipe, plan = prepared.recipe, prepared.plan
+    costs = {
+        step.id: StepCost(step.source_bytes, step.output_bytes, plan.calibrated and step.index is not None)
+        for step in plan.steps
+    }
+    quiet = recipe.quiet or recipe.json or not shown
+    return show_progress("export", JobSteps(costs, done), world, quiet=quiet, log=log if shown else None)

@@ -59,7 +59,7 @@ def quantise(model: Any = None, *, config: Any = None, tokenizer: Any = None, **
             >>> name, tensor.dtype
             ('model.embed_tokens.weight', torch.bfloat16)
     """
-    for name in ("out", "push_to_hub", "overwrite"):
+    for name in ("out", "push_to_hub", "overwrite", "log"):
         if settings.get(name):
             raise UsageError(f"quantise() writes nothing: leave out {name}, or call modelexport.export()")
     with ExitStack() as stack:

@@ -22,10 +22,12 @@ from modelexport.checkpoints.safetensors.placement import itemsize
 from modelexport.checkpoints.staging import Staging
 from modelexport.distributed.launch import phase, report
 from modelexport.errors import CheckpointError
+from modelexport.jobs.progress import ReadBack
 from modelexport.models.opening import open_model
 from modelexport.models.target_plan import places
 from modelexport.resharding.plan import UNIT_BYTES, ReshardStep, Unit
 from modelexport.sharding.boxes import extent, intersect, offset, relative, slices
+from modelexport.system.run_log import in_layer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -95,10 +97,11 @@ class Resharding:
 
     def run(self) -> None:
         """Move every step that is not done yet; while one is on its way, the next is begun."""
+        report({"kind": "begin", "threads": 1})
         behind: tuple[ReshardStep, list[Future[Any]]] | None = None
         for step in [step for step in self.job.steps if step.id not in self.job.done]:
             phase(f"moving {step.id}")
-            moving = self.begin(step)
+            moving = in_layer(step.id, self.begin, step)
             if behind is not None:
                 self.settle(*behind)
             behind = (step, moving)
@@ -115,7 +118,11 @@ class Resharding:
         units = self.share([unit for step in self.job.steps for unit in step.units])
         phase("comparing what was written with the source")
         with Reader(written) as reader:
-            all_of(self.pool.submit(self.compare, unit, written, reader) for unit in units)
+            comparing = [self.pool.submit(self.compare, unit, written, reader) for unit in units]
+            compared = ReadBack(sum(unit.nbytes for unit in units))
+            for unit, future in zip(units, comparing, strict=True):
+                future.result()
+                compared.add(unit.nbytes)
         self.report_result()
 
     # -------------------------------------------------- what several processes do otherwise

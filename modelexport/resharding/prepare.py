@@ -26,6 +26,7 @@ from modelexport.quantization.methods import read_quantization_config
 from modelexport.recipe import ReshardRecipe
 from modelexport.resharding.plan import ReshardStep, plan_steps
 from modelexport.sharding.plan import Parallelism
+from modelexport.system.run_log import check_log
 from modelexport.system.startup import without_collector
 
 
@@ -103,6 +104,8 @@ def check_target_of(recipe: ReshardRecipe) -> None:
         raise UsageError(f"--out {recipe.out} would replace the source, {source}: choose another target")
     if not recipe.dry_run:
         check_target(recipe.out, overwrite=recipe.overwrite)
+        if recipe.log is not None:
+            check_log(recipe.log, recipe.out)
 
 
 def _check_encoding(recipe: ReshardRecipe, checkpoint: Checkpoint) -> None:

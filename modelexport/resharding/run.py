@@ -16,13 +16,15 @@ from modelexport.inspection.card import model_card
 from modelexport.inspection.record.reading import ExportRecord
 from modelexport.inspection.record.rows import linears_of, stored_of
 from modelexport.jobs.hosts import agree, check_coherent, is_spread, run_as_rank
-from modelexport.jobs.ranks import Progress, own_ranks, run_under_launcher, show_progress, single
+from modelexport.jobs.progress import JobSteps, ProgressHandler, StepCost, show_progress
+from modelexport.jobs.ranks import own_ranks, run_under_launcher, single
 from modelexport.jobs.side_files import cards, files_digest, inputs_of, source_config, target_of
 from modelexport.jobs.target_directory import TargetDirectory, TargetDirectorySpec
 from modelexport.models.engines import warnings
 from modelexport.recipe import ReshardRecipe
 from modelexport.resharding.moves import ReshardJob, run_alone
 from modelexport.resharding.prepare import PreparedReshard, prepare
+from modelexport.system.run_log import LogFile
 from modelexport.system.small_files import file_sha256
 from modelexport.system.startup import without_collector
 
@@ -59,17 +61,18 @@ def run_own_ranks(recipe: ReshardRecipe) -> tuple[PreparedReshard, int, dict[str
     with _target(prepared) as target:
         done = target.begin()
         job = _job(prepared, done, spread=False)
-        with _show_progress(prepared, done) as (on_event, results):
+        log = None if recipe.log is None else LogFile.begin(recipe.log)
+        with _show_progress(prepared, done, world, log) as handler:
             if world == 1 and job.exchange == "direct":  # bytes that only move: done before torch would be imported
-                launch.run_alone(run_alone, on_event, job)
+                launch.run_alone(run_alone, handler, log, job)
             else:
                 with without_collector():
                     from modelexport.resharding.rank import run_rank
 
-                config = own_ranks(world, recipe.timeout, PRELOAD, on_event)
-                launch.launch_subprocesses(run_rank, config, None, 0, job)
-        target.finish(single(results))
-        return prepared, world, results[0]
+                with own_ranks(world, recipe.timeout, PRELOAD, handler, log) as config:
+                    launch.launch_subprocesses(run_rank, config, None, 0, job)
+            target.finish(single(handler.results))
+        return prepared, world, handler.results[0]
 
 
 def run_as_launched(recipe: ReshardRecipe, config: MultiprocessConfig) -> tuple[PreparedReshard, int, dict[str, Any]]:
@@ -89,7 +92,10 @@ def run_as_launched(recipe: ReshardRecipe, config: MultiprocessConfig) -> tuple[
                 target,
                 work=lambda done: run_rank(_job(prepared, done, spread=is_spread(config))),
                 collect=lambda record, result: result,
-                progress=lambda done: _show_progress(prepared, done, shown=config.rank == 0),
+                progress=lambda done, log: _show_progress(
+                    prepared, done, config.world_size, log, shown=config.rank == 0
+                ),
+                log=recipe.log,
             )
             return prepared, config.world_size, result
 
@@ -164,8 +170,9 @@ def _job(prepared: PreparedReshard, done: dict[str, Any], *, spread: bool) -> Re
 
 
 def _show_progress(
-    prepared: PreparedReshard, done: Mapping[str, Any], *, shown: bool = True
-) -> AbstractContextManager[Progress]:
+    prepared: PreparedReshard, done: Mapping[str, Any], world: int, log: LogFile | None, *, shown: bool = True
+) -> AbstractContextManager[ProgressHandler]:
     recipe = prepared.recipe
-    sizes = {step.id: step.nbytes for step in prepared.steps}
-    return show_progress("reshard", sizes, done, quiet=recipe.quiet or recipe.json or not shown)
+    steps = JobSteps({step.id: StepCost(step.nbytes, step.nbytes) for step in prepared.steps}, done, compared=True)
+    quiet = recipe.quiet or recipe.json or not shown
+    return show_progress("reshard", steps, world, quiet=quiet, log=log if shown else None)

@@ -17,6 +17,14 @@ def size_text(nbytes: float) -> str:
     raise AssertionError("unreachable")
 
 
+def duration_text(seconds: float) -> str:
+    """A time as it is said of what lies ahead, e.g. ``"45 s"``, ``"12 min"``, ``"3 h 20 min"``."""
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, indent: str = "") -> Iterator[str]:
     """Lines of a table of words: every column flush left."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]

@@ -133,6 +133,22 @@ def test_the_same_export_resumes(out: Path) -> None:
     assert listing(out.parent) == ["ckpt"]
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_what_another_user_has_begun_is_not_taken_up(out: Path) -> None:
+    """Its journal would vouch for weights of theirs."""
+    interrupt(out, "a step")
+    os.chown(staging_directory(out), 65534, 65534)
+    with pytest.raises(UsageError, match=r"ckpt.modelexport belongs to user 65534, and this is user 0"):
+        Staging.open(out, RECIPE)
+
+
+def test_a_staging_directory_that_is_a_link_is_refused(tmp_path: Path, out: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    staging_directory(out).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UsageError, match="is no directory, or a link to one"):
+        Staging.open(out, RECIPE)
+
+
 def test_another_export_is_told_what_differs(out: Path) -> None:
     interrupt(out, "layer 0")
     other = {"quant": "int4", "model": {"sha256": "ab", "layers": 5}, "shards": [1, 2], "group_size": 128}

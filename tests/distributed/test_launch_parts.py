@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -29,6 +33,7 @@ from modelexport.distributed.launch import (
     set_distributed_backend,
 )
 from modelexport.distributed.launch.grid import grid_ranks
+from modelexport.distributed.launch.supervisor import RankHandle, Supervisor
 from modelexport.distributed.supervision import status
 from modelexport.distributed.supervision.phase_board import PhaseBoard, new_board_file
 from modelexport.errors import UsageError
@@ -251,6 +256,34 @@ def test_a_board_is_read_while_it_is_written() -> None:
     assert (reader.read().resident_bytes, reader.read().waiting) == (12345, True)
     board.close()
     reader.close()
+
+
+def test_bytes_that_move_tell_slowness_from_a_hang() -> None:
+    """A layer on a slow disk has one phase for longer than the time-out; the message says what moved last, and when."""
+    board = PhaseBoard(new_board_file("board"))
+    mine, its = socket.socketpair()
+    handle = RankHandle(3, cast(Any, SimpleNamespace(pid=None, exitcode=None)), mine, board)
+    supervisor = Supervisor([handle], MultiprocessConfig(world_size=1, local_world_size=1, timeout=0.2))
+    board.write("reading model.layers.7", False)
+
+    def look(moved: int) -> None:
+        time.sleep(0.05)
+        board.beat(0, False, moved)
+        supervisor._advance_clock()
+        supervisor._find_hung()
+
+    for moved in range(10):
+        look(moved)
+    assert handle.failure is None
+    deadline = time.monotonic() + 10
+    while handle.failure is None and time.monotonic() < deadline:
+        look(9)
+    assert handle.failure is not None
+    assert (handle.failure.rank, handle.failure.phase) == (3, "reading model.layers.7")
+    assert re.match(r"no progress for 0\.[2-9]\d* s \(time-out 0\.2 s\)", handle.failure.summary)
+    board.close()
+    mine.close()
+    its.close()
 
 
 def test_no_status_file_is_left_behind(tmp_path: Path) -> None:

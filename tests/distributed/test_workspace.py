@@ -183,6 +183,62 @@ def test_a_workspace_that_cannot_be_written(tmp_path: Path) -> None:
         NFSWorkspace(tmp_path / "file")
 
 
+def test_a_run_directory_that_others_may_write_is_refused(tmp_path: Path) -> None:
+    directory = tmp_path / "run-known"
+    directory.mkdir()
+    directory.chmod(0o777)
+    with pytest.raises(UsageError, match=r"run-known may be written by other users \(its permissions are 777\)"):
+        NFSWorkspace(tmp_path, run_id="known")
+    assert list(directory.iterdir()) == []
+    directory.rmdir()
+    directory.symlink_to(tmp_path)
+    with pytest.raises(UsageError, match="is no directory, or a link to one"):
+        NFSWorkspace(tmp_path, run_id="known")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_another_users_run_directory_is_refused(tmp_path: Path) -> None:
+    directory = tmp_path / "run-known"
+    directory.mkdir(0o700)
+    os.chown(directory, 65534, 65534)
+    with pytest.raises(UsageError, match="run-known belongs to user 65534, and this is user 0"):
+        NFSWorkspace(tmp_path, run_id="known")
+
+
+@pytest.mark.parametrize("kind", ["json", "safetensors"])
+def test_files_that_another_user_could_have_written_are_not_read(tmp_path: Path, kind: str) -> None:
+    with NFSWorkspace(tmp_path) as workspace:
+        workspace.write_configs_and_weights({}, {"w": torch.zeros(9)})
+        path = workspace.directory / f"rank-00000.00000001.{kind}"
+        path.chmod(0o666)
+        with pytest.raises(GatherError, match=rf"{kind} may be written by other users"):
+            workspace.read_configs_and_weights_from_rank(0)
+        path.chmod(0o600)
+        kept = path.rename(tmp_path / "kept")
+        path.symlink_to(kept)
+        with pytest.raises(GatherError, match=rf"{kind} is a link"):
+            workspace.read_configs_and_weights_from_rank(0)
+        path.unlink()
+        kept.rename(path)
+        workspace.read_configs_and_weights_from_rank(0)
+        if os.geteuid() == 0:
+            os.chown(path, 65534, 65534)
+            with pytest.raises(GatherError, match=rf"{kind} belongs to user 65534"):
+                workspace.read_configs_and_weights_from_rank(0)
+
+
+def test_what_ranks_exchange_is_for_this_user_alone(tmp_path: Path) -> None:
+    former = os.umask(0)
+    try:
+        with NFSWorkspace(tmp_path) as workspace:
+            workspace.write_configs_and_weights({}, {"w": torch.zeros(9)})
+            found = [workspace.directory, *workspace.directory.iterdir()]
+            assert all(not path.stat().st_mode & 0o077 for path in found)
+            assert len(found) == 4
+    finally:
+        os.umask(former)
+
+
 def test_killed_runs_are_swept_and_living_ones_are_not(tmp_path: Path) -> None:
     script = (
         "import sys, time, torch; from modelexport.distributed.gather import NFSWorkspace\n"

@@ -14,6 +14,8 @@ import os
 import time
 from pathlib import Path
 
+from modelexport.system.ownership import check_own_directory
+
 LOCK, RANKS_LOCK = "lock", "ranks.lock"
 
 
@@ -40,6 +42,7 @@ def acquire(home: Path, wait: float) -> list[int]:
         fds: list[int] = []
         try:
             home.mkdir(parents=True, exist_ok=True)
+            check_own_directory(home, private=False)  # an interrupted run is taken up: it must have been this user's
             for name in (LOCK, RANKS_LOCK):
                 fds.append(os.open(home / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
                 fcntl.flock(fds[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)

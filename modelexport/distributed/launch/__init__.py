@@ -46,6 +46,7 @@ from modelexport.distributed.supervision.status import (
     report,
 )
 from modelexport.errors import RankFailedError, UsageError
+from modelexport.system.run_log import LogFile
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -132,7 +133,7 @@ def launch_subprocesses(
     if found is not None:
         if setup is not None:
             setup()
-        with local_status(found.on_event, found.rank):
+        with local_status(found.on_event, found.rank, found.log):
             init_and_run(func, found, *args, **kwargs)
         return
     MultiprocessConfig.resolve(cfg)
@@ -166,7 +167,11 @@ def all_to_all(input: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def run_alone(
-    func: Callable[P, None], on_event: Callable[[int, dict], None] | None, *args: P.args, **kwargs: P.kwargs
+    func: Callable[P, None],
+    on_event: Callable[[int, dict], None] | None,
+    log: LogFile | None,
+    *args: P.args,
+    **kwargs: P.kwargs,
 ) -> None:
     """Runs ``func(*args, **kwargs)`` here, as the only rank of a launch would run, but without a process group.
 
@@ -175,7 +180,7 @@ def run_alone(
     Raises:
         RankFailedError: as :func:`launch_subprocesses` would.
     """
-    with local_status(on_event) as status:
+    with local_status(on_event, log=log) as status:
         try:
             with phase_scope(f"running {function_name(func)}"):
                 func(*args, **kwargs)
@@ -186,7 +191,7 @@ def run_alone(
 
 
 def _run_here(func: Callable, cfg: MultiprocessConfig, args: tuple, kwargs: dict) -> None:
-    run_alone(init_and_run, cfg.on_event, func, cfg.for_rank(0, 0), *args, **kwargs)
+    run_alone(init_and_run, cfg.on_event, cfg.log, func, cfg.for_rank(0, 0), *args, **kwargs)
 
 
 def _run_ranks(call: RankCall, cfg: MultiprocessConfig, rank_offset: int) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from modelexport.distributed.config import DEFAULT_TIMEOUT, MultiprocessConfig
 from modelexport.distributed.environment import external_config, interface_towards
 from modelexport.distributed.launch.grid import forget_grid, init_grid
+from modelexport.distributed.listening import bind_towards
 from modelexport.distributed.supervision.status import phase_scope
 from modelexport.distributed.supervision.watch import PeerWatch
 from modelexport.errors import GatherError, UsageError
@@ -142,6 +143,9 @@ def _join(
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         dist.init_process_group(init_method="env://", **common)
     else:
+        if listener is None and config.rank == 0:  # left to itself, torch's server listens on all interfaces
+            listener = bind_towards(config.master_addr, int(config.master_port), reuse=True)
+            listener.listen(max(128, config.world_size))
         # torch 2.6's libuv server cannot take over a listening socket.
         extra: dict[str, Any] = {"master_listen_fd": listener.detach(), "use_libuv": False} if listener else {}
         _own_store = TCPStore(

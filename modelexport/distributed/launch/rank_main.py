@@ -24,6 +24,7 @@ from modelexport.distributed.environment import share_cores
 from modelexport.distributed.launch.process_group import process_group
 from modelexport.distributed.supervision.status import RankStatus, phase, phase_scope, use
 from modelexport.errors import UsageError
+from modelexport.system.run_log import RunLog
 from modelexport.system.terminal import flush
 
 KILL_AFTER = 5.0  # seconds between SIGTERM and SIGKILL
@@ -170,6 +171,8 @@ def main(spec: RankSpec) -> None:
     phase("starting")
     status.start()
     try:
+        if spec.config.log is not None:
+            status.log = RunLog(spec.config.log, spec.config.rank)
         func, args, kwargs = spec.call.load()
         share_cores(spec.config.local_world_size)
         listener = None if spec.listener is None else socket.socket(fileno=spec.listener.fd)

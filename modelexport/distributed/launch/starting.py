@@ -14,10 +14,11 @@ from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from modelexport.distributed.config import MultiprocessConfig, is_loopback
+from modelexport.distributed.config import MultiprocessConfig
 from modelexport.distributed.launch.rank_main import InheritedFd, RankCall, RankSpec
 from modelexport.distributed.launch.rank_main import main as rank_main
 from modelexport.distributed.launch.supervisor import CHILDREN, RankHandle
+from modelexport.distributed.listening import bind_towards
 from modelexport.distributed.supervision.phase_board import PhaseBoard, new_board_file
 from modelexport.errors import UsageError
 from modelexport.system.limits import address_space_note
@@ -168,25 +169,17 @@ def _open_listener(cfg: MultiprocessConfig) -> socket.socket | None:
     """The store's listening socket, where rank 0 starts here and hosts a store."""
     if cfg.init_method != "env://":
         return None
-    family = socket.AF_INET6 if ":" in cfg.master_addr else socket.AF_INET
-    address = cfg.master_addr if is_loopback(cfg.master_addr) else ""
-    listener = socket.socket(family)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((address, cfg.master_port))
-        except OSError as error:
-            if not cfg.port_was_chosen:
-                raise UsageError(
-                    f"port {cfg.master_port} is not free on this machine ({error.strerror}): give another "
-                    f"master_port, or leave it out to have one chosen where all ranks run here"
-                ) from error
-            listener.bind((address, 0))
-            cfg.choose_port(listener.getsockname()[1])
-        listener.listen(max(128, cfg.world_size))
-    except BaseException:
-        listener.close()
-        raise
+        listener = bind_towards(cfg.master_addr, int(cfg.master_port), reuse=True)
+    except OSError as error:
+        if not cfg.port_was_chosen:
+            raise UsageError(
+                f"port {cfg.master_port} is not free on this machine ({error.strerror}): give another "
+                f"master_port, or leave it out to have one chosen where all ranks run here"
+            ) from error
+        listener = bind_towards(cfg.master_addr, 0, reuse=True)
+        cfg.choose_port(listener.getsockname()[1])
+    listener.listen(max(128, cfg.world_size))
     return listener
 
 

@@ -154,7 +154,8 @@ class Supervisor:
             if rank.exited:
                 continue
             state = rank.board.read()
-            if state.count != rank.state.count:
+            # A layer on a slow disk has one phase for a long time: bytes that move tell slowness from a hang.
+            if state.count != rank.state.count or state.moved != rank.state.moved:
                 rank.progress_at = self._clock
             if state.beat_ns != rank.state.beat_ns:
                 rank.beat_at = self._clock

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from modelexport.distributed.supervision.status import leaves_behind
+from modelexport.system.ownership import OWNED_MODE, ForeignError, check_own_directory
 
 __all__ = ["Heart", "condition", "last_heartbeat", "remove_gone", "remove_rank", "sweep_dead_runs"]
 
@@ -42,7 +43,15 @@ def _path(directory: Path, rank: int) -> Path:
 
 
 class Heart:
-    """Keeps ``rank-NNNNN.alive`` in ``directory`` (made if missing) up to date from a background thread."""
+    """Keeps ``rank-NNNNN.alive`` in ``directory`` (made if missing) up to date from a background thread.
+
+    Attributes:
+        owner: the owner that this user's files have in the directory.
+
+    Raises:
+        ForeignError: the directory is another user's, or written by others.
+        OSError: it cannot be made or written.
+    """
 
     def __init__(self, directory: Path, rank: int) -> None:
         self._directory, self._path = directory, _path(directory, rank)
@@ -59,6 +68,8 @@ class Heart:
         leaves_behind(directory)
         try:
             self._begin()
+        except ForeignError:
+            raise
         except OSError:
             with contextlib.suppress(OSError):  # as it was: the error tells of the directory, not of its state
                 self._path.unlink(missing_ok=True)
@@ -69,8 +80,9 @@ class Heart:
 
     def _begin(self) -> None:
         while True:
-            self._directory.mkdir(parents=True, exist_ok=True)
+            self._directory.mkdir(OWNED_MODE, parents=True, exist_ok=True)
             try:
+                self.owner = check_own_directory(self._directory, private=True)
                 return self._write()
             except FileNotFoundError:
                 continue  # another rank closed, and took the empty directory with it
@@ -102,7 +114,7 @@ class Heart:
         assert len(text) == _SIZE, text
         with self._lock:
             # Never truncated: a reader finds the former state or this one, whatever happens to us meanwhile.
-            fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
                 os.pwrite(fd, text, 0)
             finally:
@@ -177,8 +189,16 @@ def sweep_dead_runs(workspace: Path, own: Path) -> None:
     """
     now = max((heart.stat().st_mtime for heart in own.glob("rank-*.alive")), default=0.0)
     for directory in workspace.glob("run-*"):
-        if directory != own and _all_dead(directory, now):
+        if directory != own and _same_owner(directory, own) and _all_dead(directory, now):
             shutil.rmtree(directory, ignore_errors=True)  # another rank may be sweeping the same
+
+
+def _same_owner(directory: Path, own: Path) -> bool:
+    """Returns whether a directory is this user's: what lies in others' is not even opened."""
+    try:
+        return directory.lstat().st_uid == (own.lstat().st_uid if own.exists() else os.geteuid())
+    except OSError:
+        return False
 
 
 def _all_dead(directory: Path, now: float) -> bool:

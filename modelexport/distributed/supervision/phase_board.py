@@ -28,7 +28,8 @@ _COUNT, _PROGRESS, _WAITING, _LENGTH, _TEXT, _COUNT_AGAIN = 0, 1, 2, 3, 4, _SLOT
 
 @dataclass(frozen=True)
 class BoardState:
-    """The state on a board. ``count`` rises with every sign of progress; times are monotonic nanoseconds."""
+    """The state on a board. ``count`` rises with every sign of progress, and so does ``moved``, the bytes of weights
+    read and written; times are monotonic nanoseconds."""
 
     count: int
     progress_ns: int
@@ -36,6 +37,7 @@ class BoardState:
     text: str
     beat_ns: int
     resident_bytes: int
+    moved: int = 0
 
 
 def new_board_file(name: str) -> int:
@@ -76,8 +78,9 @@ class PhaseBoard:
         words[3] = 0  # where the last beat saw the main thread is out of date, and a hang may allow no other beat
         words[0] = slot
 
-    def beat(self, resident_bytes: int, blocked: bool) -> None:
-        """A sign of life from the rank's watcher thread, which is no sign of progress."""
+    def beat(self, resident_bytes: int, blocked: bool, moved: int = 0) -> None:
+        """A sign of life from the rank's watcher thread, which is no sign of progress but where ``moved`` has risen."""
+        self._words[4] = moved
         self._words[2] = resident_bytes
         self._words[3] = blocked
         self._words[1] = time.monotonic_ns()
@@ -90,7 +93,7 @@ class PhaseBoard:
             state = self._read_slot(slot)
             if state is not None:
                 return state
-        return BoardState(0, 0, False, "", self._words[1], self._words[2])
+        return BoardState(0, 0, False, "", self._words[1], self._words[2], self._words[4])
 
     def _read_slot(self, slot: int) -> BoardState | None:
         start = _SLOT_START + slot * _SLOT_SIZE
@@ -109,6 +112,7 @@ class PhaseBoard:
             text.decode("utf-8", "ignore"),
             words[1],
             words[2],
+            words[4],
         )
 
     def stacks(self) -> str:

@@ -23,6 +23,7 @@ from typing import Any
 
 from modelexport.distributed.supervision.failures import exception_message
 from modelexport.distributed.supervision.phase_board import PAGE, PhaseBoard
+from modelexport.system.run_log import READ, WRITTEN, LogFile, RunLog
 
 BEAT_SECONDS = 0.5
 ORPHANED = 113  # exit status of a rank whose launcher vanished
@@ -37,6 +38,7 @@ class Status:
         self._lock = threading.Lock()
         self._phases: dict[int, Phase] = {}
         self.directories: set[str] = set()
+        self.log: RunLog | None = None
         self._on_event = on_event
 
     def enter(self, phase: Phase | None) -> Phase | None:
@@ -49,6 +51,8 @@ class Status:
             else:
                 self._phases.pop(ident, None)
             self._publish(*self._summary())
+        if self.log is not None and phase is not None:
+            self.log.write(phase[0], waiting=phase[1])
         return former
 
     def current(self) -> Phase:
@@ -150,7 +154,7 @@ class RankStatus(Status):
         poll = select.poll()
         poll.register(self._channel, select.POLLIN)
         while True:
-            self._board.beat(_resident_bytes(), self._in_collective())
+            self._board.beat(_resident_bytes(), self._in_collective(), READ.value + WRITTEN.value)
             if not poll.poll(BEAT_SECONDS * 1000):
                 continue
             try:
@@ -267,9 +271,13 @@ def current_phase() -> str:
 
 
 @contextmanager
-def local_status(on_event: Callable[[int, dict], None] | None, rank: int = 0) -> Iterator[Status]:
-    """Passes events straight to ``on_event``, in a rank that no launcher of ours started."""
+def local_status(
+    on_event: Callable[[int, dict], None] | None, rank: int = 0, log: LogFile | None = None
+) -> Iterator[Status]:
+    """Passes events straight to ``on_event``, and phases to a log, in a rank that no launcher of ours started."""
     status = Status(on_event, rank)
+    if log is not None:
+        status.log = RunLog(log, rank)
     former = use(status)
     try:
         yield status
@@ -278,6 +286,8 @@ def local_status(on_event: Callable[[int, dict], None] | None, rank: int = 0) ->
         raise
     finally:
         use(former)
+        if status.log is not None:
+            status.log.close()
 
 
 def _resident_bytes() -> int:

@@ -27,6 +27,7 @@ from datetime import timedelta
 from typing import Any
 
 from modelexport.distributed.config import MultiprocessConfig, is_loopback
+from modelexport.distributed.listening import bind_towards
 from modelexport.distributed.supervision.failures import OWN, Failure, exception_message
 from modelexport.distributed.supervision.interrupting import Interrupter
 from modelexport.distributed.supervision.status import current_status, in_rank, phase_of_error, phase_scope
@@ -175,15 +176,7 @@ class PeerWatch:
 
 
 def _listen(config: MultiprocessConfig) -> socket.socket:
-    family = socket.AF_INET6 if ":" in config.master_addr else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    for host in (config.master_addr, ""):  # the address may be one that is translated on the way here
-        try:
-            listener.bind((host, 0))
-            break
-        except OSError:
-            if not host:
-                raise
+    listener = bind_towards(config.master_addr, 0)
     listener.listen(config.world_size)
     return listener
 

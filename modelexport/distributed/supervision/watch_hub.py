@@ -18,6 +18,8 @@ from modelexport.distributed.supervision.failures import ECHO, OWN, Failure, pas
 from modelexport.distributed.supervision.heartbeat import remove_rank
 
 _LONGEST_LINE = 1 << 20
+MOST_STRANGERS = 256
+"""Connections that have not said yet which rank they are of; beyond, the oldest is closed: each takes a descriptor."""
 
 
 class Lines:
@@ -88,6 +90,7 @@ class Hub:
 
     def _run(self) -> None:
         own = self._members[0]
+        strangers: list[socket.socket] = []
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ, None)
             selector.register(own.connection, selectors.EVENT_READ, own)
@@ -99,9 +102,19 @@ class Hub:
                     if key.data is None:
                         accepted, _ = self._listener.accept()
                         selector.register(accepted, selectors.EVENT_READ, Lines(accepted))
+                        strangers.append(accepted)
+                        if len(strangers) > MOST_STRANGERS:
+                            selector.unregister(strangers[0])
+                            strangers.pop(0).close()
                     elif isinstance(key.data, Lines):
+                        if connection not in strangers:
+                            continue  # closed in this round
+                        messages = key.data.read()
+                        if messages == []:
+                            continue  # half a line
+                        strangers.remove(connection)
                         selector.unregister(connection)
-                        member = self._greet(connection, key.data)
+                        member = self._greet(connection, key.data, messages)
                         if member is not None:
                             selector.register(connection, selectors.EVENT_READ, member)
                             connected += 1
@@ -113,8 +126,10 @@ class Hub:
             for key in list(selector.get_map().values()):
                 key.fileobj.close()  # type: ignore[union-attr]
 
-    def _greet(self, accepted: socket.socket, lines: Lines) -> _WatchedRank | None:
-        messages = lines.read() or [{}]
+    def _greet(
+        self, accepted: socket.socket, lines: Lines, messages: list[dict[str, Any]] | None
+    ) -> _WatchedRank | None:
+        messages = messages or [{}]
         rank: Any = messages[0].get("rank")
         known = hmac.compare_digest(str(messages[0].get("token")).encode(), self._token.encode())
         if not known or rank not in range(1, self._world) or rank in self._members:

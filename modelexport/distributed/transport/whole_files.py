@@ -18,8 +18,9 @@ from modelexport.distributed.transport import payload as _payload
 from modelexport.distributed.transport.payload import DamagedPayloadError
 from modelexport.errors import GatherError
 from modelexport.system.limits import advice
+from modelexport.system.ownership import ForeignError, check_own_file
 
-__all__ = ["read_payload", "write_whole"]
+__all__ = ["open_own", "read_payload", "read_whole", "write_whole"]
 
 _CHUNK = 4 << 20  # bytes stay in the cache between being moved and being checked
 
@@ -88,20 +89,51 @@ def _bytes_of(tensor: torch.Tensor | None) -> memoryview:
     return memoryview((ctypes.c_ubyte * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
 
 
-def read_payload(path: Path, header_bytes: int, expected: int, crc32: int) -> tuple[int, Any]:
+def open_own(path: Path, owner: int) -> tuple[int, int]:
+    """Opens a file of a rank for reading; returns the descriptor and the file's size.
+
+    Raises:
+        ForeignError: it is a link, no regular file, another user's, or written by others.
+        OSError: it cannot be opened.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ForeignError(f"{path} is a link, and ranks write none") from error
+        raise
+    try:
+        return fd, check_own_file(fd, path, owner).st_size
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def read_whole(path: Path, owner: int) -> bytes:
+    """The content of a small file of a rank.
+
+    Raises:
+        ForeignError, OSError: as :func:`open_own`.
+    """
+    fd, _ = open_own(path, owner)
+    with os.fdopen(fd, "rb") as file:
+        return file.read()
+
+
+def read_payload(path: Path, header_bytes: int, expected: int, crc32: int, owner: int) -> tuple[int, Any]:
     """Reads a payload of ``expected`` bytes; returns (its size on disk, its config).
 
     The tensors lie in the shared arena, so their memory is reused once they go. Where the size differs from what
     is expected nothing is read: (size, None).
 
     Raises:
+        ForeignError: it is not a regular file of ``owner`` that nobody else may write.
         OSError: it cannot be opened or read.
         DamagedPayloadError: its CRC-32 is not ``crc32``, or its header makes no sense.
         GatherError: memory does not suffice.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd, size = open_own(path, owner)
     try:
-        size = os.fstat(fd).st_size
         if size != expected:
             return size, None
         header = memoryview(bytearray(header_bytes))

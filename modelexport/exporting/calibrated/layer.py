@@ -294,7 +294,10 @@ class CalibratedLayer:
         made = QuantisedLayer(report=self.report)
         self._cached(made)
         after = OutputErrors()
-        for group in [list(self.quantised.values())] if rounding.learns else self._groups():
+        groups = [list(self.quantised.values())] if rounding.learns else self._groups()
+        for number, group in enumerate(groups, 1):
+            if number > 1:  # a layer of many experts takes its time: that is no hang
+                phase(f"{self.step.id}: {rounding.name} (linears {number} of {len(groups)})")
             computing = [linear.computing() for linear in group]
             native = self._learn(rounding, computing, made.cache) if rounding.learns else rounding.quantise(computing)
             for linear in group:

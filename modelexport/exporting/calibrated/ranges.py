@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from modelexport.checkpoints.safetensors.file import Reader
 from modelexport.distributed import collectives
-from modelexport.distributed.launch import phase
+from modelexport.distributed.launch import phase, report
 from modelexport.exporting.calibrated.device_memory import memory_of
 from modelexport.exporting.calibrated.forward import forward_cut
 from modelexport.exporting.calibrated.samples import Samples, forward_reader, shared_samples
@@ -49,6 +49,8 @@ def calibrate(job: RankJob, reader: Reader, samples: Samples, device: torch.devi
 
     def progress(done: int, layers: int) -> None:
         phase(f"calibrating: layer {done} of {layers}")
+        if rank == 0:
+            report({"kind": "pass", "done": done, "layers": layers})
 
     return observe(
         config,

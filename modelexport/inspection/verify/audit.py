@@ -60,6 +60,7 @@ def run_audit(
     threads: int = 1,
     thorough: bool = False,
     progress: Callable[[str], None] = lambda name: None,
+    advance: Callable[[int], None] = lambda nbytes: None,
 ) -> list[ModuleCheck]:
     """Check every item; ``pieces`` maps a tensor's full name to what was written of it (or nothing).
 
@@ -67,6 +68,7 @@ def run_audit(
         thorough: look also for NaN, Inf and scales that are not positive, and round the source again to learn
             the error that it must have.
         progress: told the name of each module that is begun, from any of the threads.
+        advance: told the bytes of each module that was checked, likewise.
 
     Raises:
         CheckpointError: a file ends early or cannot be read.
@@ -78,7 +80,9 @@ def run_audit(
         def check(item: AuditItem) -> ModuleCheck:
             progress(item.name)
             chunks = read_chunks(item, out_reader, source_reader)
-            return _check(item, chunks, pieces, thorough, maxima.get(item.shared))
+            checked = _check(item, chunks, pieces, thorough, maxima.get(item.shared))
+            advance(item.nbytes)
+            return checked
 
         maxima = requantised.shared_maxima(items, source, threads) if thorough else {}
 

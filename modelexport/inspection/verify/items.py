@@ -60,6 +60,11 @@ class AuditItem:
     scheme: Scheme | None = None
     shared: str = ""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its written tensors."""
+        return sum(info.nbytes for info in self.tensors.values())
+
     @cached_property
     def axes(self) -> dict[str, Axes]:
         """The dims of the weight along which each tensor of the number format runs."""

@@ -17,8 +17,8 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from modelexport.distributed.collectives import operations
 from modelexport.distributed.collectives.master_worker.rpc_session import start_rpc, stop_rpc
 from modelexport.distributed.collectives.master_worker.serving import new_session
-from modelexport.distributed.config import is_loopback
 from modelexport.distributed.environment import interface_towards
+from modelexport.distributed.listening import bind_towards
 from modelexport.distributed.rendezvous.links import default_store
 
 _LEAVE_SECONDS = 30.0  # for the other ranks to have left as well
@@ -104,9 +104,9 @@ class RankSession:
                 connection.sendall(self._token)
                 connection.recv(1)  # returns when rank 0 closes the connection
             return
-        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
         with contextlib.ExitStack() as waiting:
-            with socket.create_server((host if is_loopback(host) else "", 0), family=family) as door:
+            with bind_towards(host, 0) as door:
+                door.listen(self.world_size)
                 door.settimeout(_LEAVE_SECONDS)
                 self._store.set("door", str(door.getsockname()[1]))
                 missing = self.world_size - 1
