@@ -102,6 +102,8 @@ def _reached(error: BaseException) -> tuple[str, str] | None:
         return f"{_file_of(error)} is too large", then
     if code in (errno.ENOSPC, errno.EDQUOT):
         return f"no room is left for {_file_of(error)}: free some, or write elsewhere, {_AGAIN}", ""
+    if code == errno.EIO:
+        return f"{_file_of(error)} cannot be read or written (input/output error): see what dmesg says of its disk", ""
     if isinstance(error, MemoryError) or code == errno.ENOMEM or (is_text and _MEMORY.search(text)):
         return "memory ran out", _memory()
     if is_text and _THREADS.search(text):

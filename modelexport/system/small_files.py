@@ -26,8 +26,10 @@ __all__ = [
     "file_sha256",
     "has_file",
     "open_regular",
+    "read_at",
     "read_json",
     "read_small",
+    "remove_temporary",
     "write_small",
 ]
 
@@ -37,6 +39,7 @@ LARGEST_CONFIG = 16 << 20
 """Bytes of a config.json or a recipe: one line for each of a hundred thousand modules."""
 
 _CHUNK = 1 << 20
+_TEMPORARY = ".modelexport-"
 _KINDS = (
     (stat.S_ISDIR, "a directory"),
     (stat.S_ISFIFO, "a named pipe"),
@@ -124,6 +127,18 @@ def read_small(
         except OSError as reason:
             raise error(f"{label}: cannot be read: {_reason(reason)}") from reason
     return bytes(content)
+
+
+def read_at(fd: int, count: int, offset: int) -> bytes:
+    """``count`` bytes of a file from ``offset`` on, however many calls they take; fewer only where the file ends.
+
+    Raises:
+        OSError: they cannot be read.
+    """
+    content = os.pread(fd, count, offset)
+    while len(content) < count and (piece := os.pread(fd, count - len(content), offset + len(content))):
+        content += piece
+    return content
 
 
 def read_json(path: Path, *, largest: int = LARGEST_JSON) -> dict[str, Any]:
@@ -229,7 +244,7 @@ def _place(path: str | os.PathLike[str], label: str, error: type[ModelExportErro
 def _replace(path: Path, content: bytes, mode: int | None) -> None:
     import secrets
 
-    temporary = path.with_name(f".modelexport-{secrets.token_hex(8)}")  # without path's name, which may be a long one
+    temporary = path.with_name(f"{_TEMPORARY}{secrets.token_hex(8)}")  # without path's name, which may be a long one
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         with os.fdopen(fd, "wb") as file:
@@ -241,6 +256,16 @@ def _replace(path: Path, content: bytes, mode: int | None) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def remove_temporary(directory: Path) -> None:
+    """Removes the files that :func:`write_small`, of a process that was killed in it, has left below a directory.
+
+    Raises:
+        OSError: they cannot be removed.
+    """
+    for path in directory.rglob(f"{_TEMPORARY}{'[0-9a-f]' * 16}"):
+        path.unlink(missing_ok=True)
 
 
 def _write_into(path: str | os.PathLike[str], content: bytes) -> None:

@@ -233,7 +233,15 @@ def test_no_room_for_the_journal(out: Path, monkeypatch: pytest.MonkeyPatch) -> 
     write = os.write
     with Staging.open(out, RECIPE) as stage:
         stage.record("layer 0", {})
-        monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:5]))
+        room = [5]
+
+        def write_what_fits(fd: int, data: bytes) -> int:
+            if not room[0]:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            room[0] -= (written := write(fd, data[: room[0]]))
+            return written
+
+        monkeypatch.setattr(os, "write", write_what_fits)
         with pytest.raises(CheckpointError, match=r"journal\.jsonl: no room for .* are free"):
             stage.record("layer 1", {})
         monkeypatch.undo()
@@ -336,6 +344,67 @@ def test_a_disk_that_refuses_keeps_the_target_away(out: Path, monkeypatch: pytes
     monkeypatch.undo()
     with Staging.open(out, RECIPE) as stage:
         assert list(stage.done) == ["layer 0"]
+
+
+def test_a_name_that_does_not_reach_the_disk_is_taken_back(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target is there where the export has succeeded, and only there."""
+    fsync = os.fsync
+
+    def refuse(fd: int) -> None:
+        if os.path.samestat(os.fstat(fd), os.stat(out.parent)):
+            raise OSError(errno.EIO, "Input/output error")
+        fsync(fd)
+
+    for overwrite in (False, True):
+        with Staging.open(out, RECIPE, overwrite=overwrite) as stage:
+            fill(stage)
+            stage.record("layer 0", {})
+            monkeypatch.setattr(os, "fsync", refuse)
+            with pytest.raises(CheckpointError, match="cannot be published: Input/output error"):
+                stage.publish()
+            monkeypatch.setattr(os, "fsync", fsync)
+        assert out.exists() == overwrite
+        with Staging.open(out, RECIPE, overwrite=overwrite) as stage:
+            assert list(stage.done) == ["layer 0"]
+            stage.publish()
+        assert os.listdir(out.parent) == [out.name]
+
+
+def test_what_cannot_be_cleared_away_does_not_undo_an_export(
+    out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(home: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(locks, "remove", refuse)
+        export(out)
+    left = staging_directory(out)
+    assert capsys.readouterr().err == f"{left} is of no more use, and cannot be removed: Input/output error\n"
+    assert out.is_dir()
+    with pytest.raises(UsageError, match="exists already"):
+        Staging.open(out, RECIPE)
+    assert not left.exists()
+
+
+def test_a_small_file_that_a_kill_cut_off_is_not_published(out: Path) -> None:
+    with Staging.open(out, RECIPE) as stage:
+        stage.record("layer 0", {})
+        (stage.directory / "deeper").mkdir()
+        for directory in (stage.directory, stage.directory / "deeper"):
+            (directory / ".modelexport-0123456789abcdef").write_bytes(b"half a fi")
+    with Staging.open(out, RECIPE) as stage:
+        assert stage.resumed
+        assert [path.name for path in stage.directory.rglob("*")] == ["deeper"]
+
+
+def test_a_line_of_the_journal_that_falls_short_is_completed(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    with Staging.open(out, RECIPE) as stage, monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda fd, line: write(fd, line[:7]))
+        stage.record("layer 0", {"note": 1})
+    with Staging.open(out, RECIPE) as stage:
+        assert stage.done == {"layer 0": {"note": 1}}
 
 
 def test_the_locks_are_not_inherited(out: Path) -> None:

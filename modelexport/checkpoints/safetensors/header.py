@@ -8,7 +8,7 @@ from pathlib import Path
 
 from modelexport.errors import CheckpointError
 from modelexport.system.safetensors_header import header_length, parse_header
-from modelexport.system.small_files import open_regular
+from modelexport.system.small_files import open_regular, read_at
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     with open_regular(path) as file:
         try:
             size = os.fstat(file.fileno()).st_size
-            length = header_length(os.pread(file.fileno(), 8, 0), size)
+            length = header_length(read_at(file.fileno(), 8, 0), size)
             entries, metadata = parse_header(_read(file.fileno(), length), size)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
@@ -72,10 +72,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
 
 
 def _read(fd: int, length: int) -> bytes:
-    text = b""
-    while len(text) < length:
-        piece = os.pread(fd, length - len(text), 8 + len(text))
-        if not piece:
-            raise CheckpointError("truncated while it was being read")
-        text += piece
+    text = read_at(fd, length, 8)
+    if len(text) != length:
+        raise CheckpointError("truncated while it was being read")
     return text

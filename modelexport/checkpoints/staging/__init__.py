@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from modelexport.checkpoints import raw_io
 from modelexport.checkpoints.staging import locks
 from modelexport.checkpoints.staging.journal import Journal, OtherExport, published_inode
 from modelexport.errors import CheckpointError, UsageError, listed
+from modelexport.system.small_files import remove_temporary
+from modelexport.system.terminal import note
 
 SOURCE = "source"
 LOCK_WAIT = 10.0
@@ -151,7 +153,8 @@ class Staging:
 
         Over an existing target (``overwrite``) the two directories are swapped in one step and the old one is
         deleted. Where the file system cannot swap, the old one is moved aside first, and back by the next
-        export should this process die between the two renames.
+        export should this process die between the two renames. Where the disk refuses the rename itself, it is taken
+        back: the same command resumes.
 
         Raises:
             UsageError: the target has appeared meanwhile and is not to be overwritten.
@@ -161,8 +164,12 @@ class Staging:
         try:
             _fsync_tree(self.directory)
             self._journal.publishing(self.directory)
-            self._rename()
-            _fsync(self.out.parent)
+            take_back = self._rename()
+            try:
+                _fsync(self.out.parent)
+            except OSError:
+                take_back()
+                raise
         except OSError as error:
             raise CheckpointError(f"{self.out}: cannot be published: {error.strerror or error}") from error
         self._published = True
@@ -180,12 +187,26 @@ class Staging:
             if ended:
                 with suppress(OSError):  # a full disk: then it stays as any other that was cut off
                     self._journal.ended(ended)
-            useless = (bool(ended) or not self._journal.has_steps()) and locks.ranks_gone(self._home)
-            if self._published or useless:
-                _empty(self._home)
-                locks.remove(self._home)
+            if self._published or (self._is_useless(ended) and locks.ranks_gone(self._home)):
+                self._remove()
         self._journal.close()
         locks.release(self._fds)
+
+    def _is_useless(self, ended: str) -> bool:
+        """Returns whether there is nothing to be resumed."""
+        try:
+            return bool(ended) or not self._journal.has_steps()
+        except CheckpointError:  # it cannot be read now: then it stays, and does not hide why the run came to an end
+            return False
+
+    def _remove(self) -> None:
+        """Removes the staging directory. What the disk does not let go the next export to the target clears away."""
+        try:
+            _empty(self._home)
+            locks.remove(self._home)
+        except OSError as error:
+            if self._published:  # or there is an error already, of which this one is no part
+                note(f"{self._home} is of no more use, and cannot be removed: {error.strerror or error}")
 
     def __enter__(self) -> Staging:
         return self
@@ -193,19 +214,20 @@ class Staging:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _rename(self) -> None:
+    def _rename(self) -> Callable[[], object]:
+        """Gives the checkpoint its name; returns what takes it back."""
         try:
             if raw_io.rename_no_replace(self.directory, self.out):
-                return
+                return lambda: os.rename(self.out, self.directory)
             if not os.path.lexists(self.out):
                 os.rename(self.directory, self.out)
-                return
+                return lambda: os.rename(self.out, self.directory)
         except FileExistsError:
             pass
         if not self._overwrite:
             raise UsageError(_exists(self.out))
         if raw_io.rename_exchange(self.directory, self.out):
-            return
+            return lambda: raw_io.rename_exchange(self.directory, self.out)
         aside = self._home / "old"
         os.rename(self.out, aside)
         try:
@@ -213,6 +235,12 @@ class Staging:
         except OSError:
             os.rename(aside, self.out)
             raise
+
+        def take_back() -> None:
+            os.rename(self.out, self.directory)
+            os.rename(aside, self.out)
+
+        return take_back
 
 
 def staging_directory(out: Path) -> Path:
@@ -239,6 +267,7 @@ def _take_up(
             _remove_tree(home / "ckpt")
             _remove_tree(home / "beside")
             (home / "ckpt").mkdir()
+        remove_temporary(home / "ckpt")  # which would be published with the rest
     except OtherExport as other:
         lines = listed(f"{key}: {old} then, {new} now" for key, old, new in other.differences)
         raise UsageError(

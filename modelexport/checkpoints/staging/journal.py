@@ -1,10 +1,10 @@
 """The journal of an export: what it is, then one line for each finished step, so that a killed one can go on.
 
-A line is appended by one ``write``, and begins with the CRC-32 of the rest of it. A line that a kill cut off, or that a
-disk has spoilt, is dropped when the journal is next opened, with everything after it: a step that is not in the journal
-is simply done again. Lines are not fsynced: what a dead
-process has written survives it. A machine that dies may keep the journal and lose the data, so the journal
-names the boot it belongs to, and after another boot its steps do not count.
+A line is appended by one ``write`` as a rule, and begins with the CRC-32 of the rest of it. A line that a kill cut off,
+or that a disk has spoilt, is dropped when the journal is next opened, with everything after it: a step that is not in
+the journal is simply done again. Lines are not fsynced: what a dead process has written survives it. A machine that
+dies may keep the journal and lose the data, so the journal names the boot it belongs to, and after another boot its
+steps do not count.
 
 A run that was cut off holds the place until it is finished or given up, unless it can never be finished: see
 :func:`_why_lost`.
@@ -12,7 +12,6 @@ A run that was cut off holds the place until it is finished or given up, unless 
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -150,9 +149,14 @@ class Journal:
         text = json.dumps(entry, separators=(",", ":")).encode()[1:]
         line = b'{"crc32":%d,%b\n' % (zlib.crc32(text), text)
         before = os.fstat(self._fd).st_size
-        if os.write(self._fd, line) != len(line):
-            os.ftruncate(self._fd, before)  # half a line would swallow the next one
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        done = 0
+        try:
+            while done < len(line):  # what falls short is tried again, for the reason
+                done += os.write(self._fd, line[done:])
+        except OSError:
+            if done:
+                os.ftruncate(self._fd, before)  # half a line would swallow the next one
+            raise
 
 
 class OtherExport(Exception):

@@ -18,7 +18,7 @@ from modelexport.checkpoints.torch_archive.zip import ArchivedTensor, find_modul
 from modelexport.errors import CheckpointError, quoted
 from modelexport.sharding.boxes import whole
 from modelexport.system.dtypes import dtype_bits, tensor_nbytes
-from modelexport.system.small_files import open_regular
+from modelexport.system.small_files import open_regular, read_at
 
 _ZIP = b"PK\x03\x04"
 
@@ -55,7 +55,7 @@ def _find(path: Path, find: Callable[[int, int], _Found]) -> _Found:
     with open_regular(path) as file:
         try:
             length = os.fstat(file.fileno()).st_size
-            if os.pread(file.fileno(), 4, 0) != _ZIP:
+            if read_at(file.fileno(), 4, 0) != _ZIP:
                 raise CheckpointError(
                     "is no zip archive, as torch.save writes since 1.6; load it once and save it again, as safetensors"
                 )

@@ -13,7 +13,6 @@ leaves it after ``torch.serialization.set_crc32_options(False)``; torch does not
 from __future__ import annotations
 
 import math
-import os
 import struct
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,6 +25,7 @@ from modelexport.checkpoints.torch_archive.pickle_reading import Call, Name, Per
 from modelexport.checkpoints.torch_archive.pickle_writing import write_pickle
 from modelexport.errors import CheckpointError, quoted
 from modelexport.system.dtypes import dtype_bits, dtype_names, find_dtype, tensor_nbytes, torch_name
+from modelexport.system.small_files import read_at
 
 ALIGNMENT = 64
 """Tensors begin at a multiple of this, in their archive and in the file."""
@@ -212,7 +212,7 @@ class _View:
         self.tail = self._pread(self.tail_at, length - self.tail_at) if self.tail_at else self.head
 
     def _pread(self, at: int, count: int) -> bytes:
-        piece = os.pread(self.fd, count, self.start + at)
+        piece = read_at(self.fd, count, self.start + at)
         if len(piece) != count:
             raise CheckpointError("the file was cut short while it was being read")
         return piece

@@ -68,8 +68,11 @@ class RankHandle:
             except BlockingIOError:
                 self.more = False
                 break
-            except ConnectionError:
+            except OSError as error:
                 data = b""
+                if not isinstance(error, ConnectionError) and self.failure is None:
+                    reason = f"its launcher cannot hear it: {error.strerror or error}"
+                    self.failure = Failure(self.rank, time.monotonic(), OWN, self.state.text or "starting", reason)
             if not data:
                 self.hung_up, self.more = True, False
                 break

@@ -23,6 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from modelexport.distributed.transport.link import Link, LostPeerError, peer_pid
+from modelexport.distributed.transport.mailbox import StoreGoneError, asked
 from modelexport.distributed.transport.receiving import ReceivingLink
 from modelexport.distributed.transport.sending import SendingLink
 from modelexport.errors import GatherError
@@ -63,8 +64,8 @@ def _wait_for_key(store: Any, key: str, deadline: float, what: str, blamed: Sequ
     pause = 0.0005
     while True:
         try:
-            if store.check([key]):
-                return bytes(store.get(key))
+            if asked(store.check, [key]):
+                return bytes(asked(store.get, key))
         except RuntimeError as error:
             raise LostPeerError(f"the process group's store is gone: {error}") from error
         if time.monotonic() > deadline:
@@ -84,9 +85,10 @@ def agree(key: str, ranks: Sequence[int], me: int, make: Callable[[], Any], seco
         try:
             value = make()
         except BaseException as error:
-            store.set(key, json.dumps({"error": str(error)}))
+            with contextlib.suppress(StoreGoneError):
+                asked(store.set, key, json.dumps({"error": str(error)}))
             raise
-        store.set(key, json.dumps({"value": value}))
+        asked(store.set, key, json.dumps({"value": value}))
         return value
     deadline = time.monotonic() + seconds
     what = f"rank {first} did not start its gather of ranks {list(ranks)}"
@@ -117,8 +119,8 @@ def run_id(seconds: float) -> str:
     store = default_store()
     if store not in _run_ids:
         key = "modelexport/run"
-        if store.add(f"{key}/first", 1) == 1:
-            store.set(key, secrets.token_hex(8))
+        if asked(store.add, f"{key}/first", 1) == 1:
+            asked(store.set, key, secrets.token_hex(8))
         deadline = time.monotonic() + seconds
         _run_ids[store] = _wait_for_key(store, key, deadline, "no rank made a run id").decode()
     return _run_ids[store]
@@ -141,7 +143,7 @@ def collect_links(key: str, ranks: Sequence[int], seconds: float) -> list[Receiv
         listener.bind(f"\0{name}")
         listener.listen(len(ranks))
         listener.setblocking(False)
-        store.set(key, json.dumps({"name": name, "token": token, "host": host()}))
+        asked(store.set, key, json.dumps({"name": name, "token": token, "host": host()}))
         poller = select.poll()
         poller.register(listener, select.POLLIN)
         try:
@@ -162,11 +164,12 @@ def collect_links(key: str, ranks: Sequence[int], seconds: float) -> list[Receiv
                         poller.unregister(fd)
                         _greet(pending.pop(fd), token, missing, links)
                 for rank in missing:
-                    if store.check([f"{key}/failed/{rank}"]):
-                        raise LostPeerError(store.get(f"{key}/failed/{rank}").decode(), [rank])
-            store.delete_key(key)
+                    if asked(store.check, [f"{key}/failed/{rank}"]):
+                        raise LostPeerError(asked(store.get, f"{key}/failed/{rank}").decode(), [rank])
+            asked(store.delete_key, key)
         except BaseException as error:
-            store.set(key, json.dumps({"error": str(error)}))  # for those who have not come yet
+            with contextlib.suppress(StoreGoneError):
+                asked(store.set, key, json.dumps({"error": str(error)}))  # for those who have not come yet
             for link in links.values():
                 link.close()
             raise
@@ -229,6 +232,6 @@ def connect_to_first(key: str, ranks: Sequence[int], me: int, limit: int, second
             f"rank {me} on {host()} cannot reach rank {first} on {info['host']}: {error}; ranks that do not share a "
             "host gather through a directory that all can see (workspace_path, --gather nfs --workspace DIR)"
         )
-        store.set(f"{key}/failed/{me}", text)
+        asked(store.set, f"{key}/failed/{me}", text)
         raise GatherError(text) from error
     return link

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from modelexport.distributed.supervision.failures import exception_message
 from modelexport.distributed.supervision.phase_board import PAGE, PhaseBoard
@@ -119,8 +119,15 @@ class RankStatus(Status):
         try:
             with self._send_lock:
                 self._channel.sendall(line)
-        except ConnectionError:
+        except OSError as error:
+            self._cut_off(error)
+
+    def _cut_off(self, error: OSError) -> NoReturn:
+        """Ends this process, which has no launcher any more, or cannot tell it anything but by what it was doing."""
+        if isinstance(error, ConnectionError):
             os._exit(ORPHANED)
+        self._board.write(f"speaking with its launcher ({error.strerror or error})", False)
+        os._exit(1)
 
     def report(self, event: dict) -> None:
         self.send({"type": "event", "event": event})
@@ -161,6 +168,8 @@ class RankStatus(Status):
                 data = self._channel.recv(4096)
             except ConnectionError:  # it went without reading all that was sent to it
                 data = b""
+            except OSError as error:
+                self._cut_off(error)
             if not data:
                 # The launcher is gone, however it went. Nobody is left to report to or to clean up for.
                 os._exit(ORPHANED)

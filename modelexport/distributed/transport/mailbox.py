@@ -14,7 +14,7 @@ from typing import Any
 
 from modelexport.distributed.transport.link import LostPeerError
 
-__all__ = ["Mailbox", "StoreGoneError", "decode", "encode", "join", "message", "parse", "separate"]
+__all__ = ["Mailbox", "StoreGoneError", "asked", "decode", "encode", "join", "message", "parse", "separate"]
 
 _PIECE = 4 << 20  # bytes; a TCPStore closes the connection on values above 8 MiB
 _COUNT = struct.Struct("<I")
@@ -80,45 +80,51 @@ def parse(data: bytes) -> tuple[dict[str, Any], bytes]:
     return json.loads(header), value
 
 
+def asked(method: Callable[..., Any], *args: Any) -> Any:
+    """Calls a method of a store.
+
+    Raises:
+        StoreGoneError: it does not answer.
+    """
+    try:
+        return method(*args)
+    except RuntimeError as error:  # torch's DistError, DistStoreError, DistNetworkError are such
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise StoreGoneError(
+            f"the process group's store does not answer ({reason}); its host (rank 0, usually) has ended"
+        ) from error
+
+
 class Mailbox:
     """Messages of any size under keys of a store. The first piece of a message is written last and counts them."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
 
-    def _do(self, method: Callable[..., Any], *args: Any) -> Any:
-        try:
-            return method(*args)
-        except RuntimeError as error:  # torch's DistError, DistStoreError, DistNetworkError are such
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise StoreGoneError(
-                f"the process group's store does not answer ({reason}); its host (rank 0, usually) has ended"
-            ) from error
-
     def count(self, key: str) -> int:
         """Increments the counter ``key``, which all processes share, and returns it."""
-        return int(self._do(self._store.add, key, 1))
+        return int(asked(self._store.add, key, 1))
 
     def has(self, keys: list[str]) -> bool:
         """Returns whether all of ``keys`` have messages."""
-        return bool(self._do(self._store.check, keys))
+        return bool(asked(self._store.check, keys))
 
     def put(self, key: str, data: bytes) -> list[str]:
         """Writes a message; returns the keys that it takes."""
         first, keys = self._put_rest(key, data)
-        self._do(self._store.set, key, first)
+        asked(self._store.set, key, first)
         return keys
 
     def offer(self, key: str, data: bytes) -> tuple[bytes, list[str]]:
         """Writes a message unless there is one already. Returns the one that is there, and the keys taken."""
         first, keys = self._put_rest(key, data)
-        found = bytes(self._do(self._store.compare_set, key, b"", first))
+        found = bytes(asked(self._store.compare_set, key, b"", first))
         return (data if found == first else self._complete(key, found)), keys
 
     def peek(self, key: str) -> bytes | None:
         """The message, or None where there is none; never waits, as the store's own get does."""
         # A comparison with what no message is sets nothing, and answers with what is there or else the comparand.
-        found = bytes(self._do(self._store.compare_set, key, _NOTHING, _NOTHING))
+        found = bytes(asked(self._store.compare_set, key, _NOTHING, _NOTHING))
         return None if found == _NOTHING else self._complete(key, found)
 
     def get(self, keys: list[str]) -> list[bytes]:
@@ -138,7 +144,7 @@ class Mailbox:
         pieces = [data[start : start + _PIECE] for start in range(0, len(data), _PIECE)]
         keys = [key, *(f"{key}/{i}" for i in range(1, len(pieces)))]
         for name, piece in zip(keys[1:], pieces[1:], strict=True):
-            self._do(self._store.set, name, piece)
+            asked(self._store.set, name, piece)
         return _COUNT.pack(len(pieces)) + pieces[0], keys
 
     def _complete(self, key: str, first: bytes) -> bytes:
@@ -147,4 +153,4 @@ class Mailbox:
         return b"".join([first[_COUNT.size :], *(bytes(piece) for _, piece in rest)])
 
     def _read(self, keys: list[str]) -> list[tuple[str, bytes]]:
-        return list(zip(keys, self._do(self._store.multi_get, keys), strict=True)) if keys else []
+        return list(zip(keys, asked(self._store.multi_get, keys), strict=True)) if keys else []

@@ -186,10 +186,13 @@ class CalibratedExport(RankExport):
         """Keep what goes into a layer until the one before it, which is being written meanwhile, is done."""
         if index >= len(self.decoder) or self.beside is None:
             return
-        self.beside.mkdir(exist_ok=True)
-        self.runner.save(self._kept(index), index)
-        for old in self.beside.glob(f"{index - 3}.*"):
-            old.unlink(missing_ok=True)
+        try:
+            self.beside.mkdir(exist_ok=True)
+            self.runner.save(self._kept(index), index)
+            for old in self.beside.glob(f"{index - 3}.*"):
+                old.unlink(missing_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"{self.beside}: cannot be written: {error.strerror or error}") from error
 
     def write_step(self, step: ExportStep, quantised: Quantised) -> None:
         """See the base; what an earlier run has written stays."""

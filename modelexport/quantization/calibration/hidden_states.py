@@ -6,13 +6,15 @@ its number, and the SHA-256 of all their bytes as the last one.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import tempfile
 import threading
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -24,6 +26,7 @@ from modelexport.system.small_files import open_regular
 
 __all__ = ["CarriedTensors", "HiddenStates"]
 
+_ONE_CALL = 1 << 28  # one call moves at most 2 GiB
 _FORMAT = "modelexport hidden states 1"
 _CHECKSUM = "sha256"
 
@@ -40,7 +43,7 @@ class HiddenStates(Sequence[Tensor]):
             this process.
 
     Raises:
-        OSError: there is no room for the file.
+        CheckpointError: there is no room for the file, or the disk fails; so do all methods.
     """
 
     def __init__(
@@ -62,9 +65,11 @@ class HiddenStates(Sequence[Tensor]):
             if memory is not None and kept > memory:
                 self._places[number] = on_disk
                 on_disk += size
-        self._file = tempfile.TemporaryFile(dir=directory) if on_disk else None  # noqa: SIM115 - open as long as this
-        if self._file is not None:
-            os.posix_fallocate(self._file.fileno(), 0, on_disk)  # no room shows now, not after hours
+        self._file: IO[bytes] | None = None
+        if on_disk:
+            with _named_errors(directory):
+                self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 - open as long as this
+                os.posix_fallocate(self._file.fileno(), 0, on_disk)  # no room shows now, not after hours
         self.in_memory = sum(sizes) - on_disk
         """Bytes that are kept in memory."""
 
@@ -103,13 +108,13 @@ class HiddenStates(Sequence[Tensor]):
         One process at a time.
 
         Raises:
-            OSError: there is no room, or no such directory.
+            CheckpointError: there is no room, or no such directory, or the disk fails.
         """
         path = Path(path)
         header = self._header(index)
         temporary = path.with_name(f".{path.name}.part")  # one name: what a killed run left is written over
         try:
-            with open(temporary, "wb") as file:
+            with _named_errors(path.parent), open(temporary, "wb") as file:
                 file.write(header)
                 digest = hashlib.sha256()
                 for number in range(len(self)):
@@ -119,9 +124,11 @@ class HiddenStates(Sequence[Tensor]):
                 file.write(digest.digest())
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(temporary, path)
+            with _named_errors(path.parent):
+                os.replace(temporary, path)
         finally:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
 
     def restore(self, path: str | os.PathLike[str]) -> int | None:
         """Take all batches from a file; the number that they were saved with, or None where there is no such file.
@@ -132,7 +139,7 @@ class HiddenStates(Sequence[Tensor]):
         path = Path(path)
         if not path.exists():
             return None
-        with open_regular(path) as file:
+        with _named_errors(path.parent), open_regular(path) as file:
             expected = len(self._header(0))
             found = file.read(expected)
             index = _index_in(found)
@@ -221,11 +228,12 @@ class CarriedTensors:
             self._kept[key] = _to_host(value.contiguous(), self._device)
             return None
         self._kept.pop(key, None)
-        if self._file is None:
-            self._file = tempfile.TemporaryFile(dir=self._directory)  # noqa: SIM115 - open as long as this
         place, self._end = self._end, self._end + size
-        if size:
-            os.posix_fallocate(self._file.fileno(), place, size)
+        with _named_errors(self._directory):
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(dir=self._directory)  # noqa: SIM115 - open as long as this
+            if size:
+                os.posix_fallocate(self._file.fileno(), place, size)
         self._places[key] = (place, value.shape, value.dtype)
         return place
 
@@ -270,21 +278,31 @@ def _bytes_of(value: Tensor) -> memoryview:
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type] # before Python 3.12 the stubs say so
 
 
-def _chunks(view: memoryview, place: int) -> Iterator[tuple[memoryview, int]]:
-    step = 1 << 28  # one call moves at most 2 GiB
-    for start in range(0, view.nbytes, step):
-        yield view[start : start + step], place + start
-
-
 def _read(fd: int, view: memoryview, place: int) -> None:
-    for chunk, at in _chunks(view, place):
-        done = os.preadv(fd, [chunk], at)
-        if done != chunk.nbytes:
-            raise OSError(f"a file of hidden states gave {done} bytes where {chunk.nbytes} were written")
+    _move(fd, view, place, lambda chunk, at: os.preadv(fd, [chunk], at))
 
 
 def _write(fd: int, view: memoryview, place: int) -> None:
-    for chunk, at in _chunks(view, place):
-        done = os.pwrite(fd, chunk, at)
-        if done != chunk.nbytes:
-            raise OSError(f"a file of hidden states took {done} of {chunk.nbytes} bytes")
+    _move(fd, view, place, lambda chunk, at: os.pwrite(fd, chunk, at))
+
+
+def _move(fd: int, view: memoryview, place: int, call: Callable[[memoryview, int], int]) -> None:
+    done = 0
+    with _named_errors(None):
+        while done < view.nbytes:
+            moved = call(view[done : done + _ONE_CALL], place + done)
+            if moved == 0:
+                raise OSError(errno.EIO, f"a file of hidden states ends after {done} of {view.nbytes} bytes")
+            done += moved
+
+
+@contextmanager
+def _named_errors(directory: str | os.PathLike[str] | None) -> Iterator[None]:
+    """Errors of the disk as one sentence."""
+    try:
+        yield
+    except OSError as error:
+        where = tempfile.gettempdir() if directory is None else os.fspath(directory)
+        raise CheckpointError(
+            f"{where}: hidden states cannot be kept or read there: {error.strerror or error}"
+        ) from error

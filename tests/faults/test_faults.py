@@ -1,0 +1,69 @@
+"""Faults, lost power and kills at calls: a few of each here, many with the programs beside (marked slow)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.interposed import is_built
+
+pytestmark = [
+    pytest.mark.timeout(280),
+    pytest.mark.skipif(not sys.platform.startswith("linux") or not is_built(), reason="needs gcc, to build a library"),
+]
+ROOT = Path(__file__).parents[2]
+
+
+def run(program: str, *arguments: str) -> dict[str, Any]:
+    """What a program beside this file prints last."""
+    command = [sys.executable, "-m", f"tests.faults.{program}", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, check=False)
+    assert done.stdout, done.stderr
+    print(done.stdout)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run("_few", str(tmp_path_factory.mktemp("few")))
+
+
+def test_a_fault_ends_in_the_right_bytes_or_one_line(few: dict[str, Any]) -> None:
+    found = few["faults"]
+    assert found["defects"] == []
+    assert found["injected"] >= 3
+    assert found["sites"] >= 3
+
+
+def test_when_power_is_lost_the_target_is_whole_or_absent(few: dict[str, Any]) -> None:
+    found = few["power"]
+    assert found["defects"] == []
+    assert found["reruns"] == 2
+    assert found["prefixes"] > found["calls"] > 100
+    assert found["whole"] + found["absent"] == found["states"]
+    assert found["whole"] > 10
+
+
+def test_without_fsync_the_target_would_not_always_be_whole(few: dict[str, Any]) -> None:
+    assert few["unsynced"] > 10
+
+
+def test_a_kill_loses_nothing(few: dict[str, Any]) -> None:
+    found = few["kills"]
+    assert found["defects"] == []
+    assert found["kills"] + found["late"] == 4
+    assert found["kills"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("program", ["campaign", "power_loss", "kills"])
+def test_very_many(program: str, tmp_path: Path) -> None:
+    assert not run(program, str(tmp_path))["defects"]
