@@ -2,6 +2,7 @@
 
     MODELEXPORT_LLAMA_CPP=DIR python tests/benchmarks/bench_gguf.py
     python tests/benchmarks/bench_gguf.py --models demo --mixtures q4_k_m iq4_xs --windows 32
+    python tests/benchmarks/bench_gguf.py --also awq+imatrix rotation+gptq       columns of further algorithms
     python tests/benchmarks/bench_gguf.py --chain                   seconds and memory of a 1.24 B-parameter Llama
     python tests/benchmarks/bench_gguf.py --json FILE               what FILE has already is not made again
 
@@ -77,7 +78,8 @@ class Cell:
 def can(mixture: str, column: str) -> bool:
     """Returns whether a mixture can be made so: gptq wants levels that are evenly spaced."""
     found = mixtures.find(mixture)
-    return found is None or column != "ours, gptq" or not mixtures.number_format_of(found.block_type).without_grid
+    rounds = "gptq" in OURS.get(column, "")
+    return found is None or not rounds or not mixtures.number_format_of(found.block_type).without_grid
 
 
 def call(*command: str | Path) -> None:
@@ -140,7 +142,7 @@ class Yardstick:
         calibration = ("--calib", self.samples, "--calib-samples", str(SAMPLES), "--calib-length", str(LENGTH))
         call(
             *(sys.executable, "-m", "modelexport", "--model", self.directory, "--quant", mixture, "--format", "gguf"),
-            *("--algorithm", algorithm, *(calibration if algorithm in ("imatrix", "gptq") else ())),
+            *("--algorithm", algorithm, *(() if algorithm in ("rtn", "rotation") else calibration)),
             *("--no-evaluate", "--quiet", "--out", out),
         )
         return out
@@ -266,6 +268,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--mixtures", nargs="+", default=list(MIXTURES), metavar="NAME")
     parser.add_argument("--columns", nargs="+", default=[], choices=[*THEIRS, *OURS], help="of the table; default: all")
+    parser.add_argument("--also", nargs="+", default=[], metavar="ALGORITHM", help="columns of ours by these, too")
     parser.add_argument("--windows", type=int, default=64, help="held-out windows to judge by")
     parser.add_argument("--cache", type=Path, help="of trained models (default: ~/.cache/modelexport/yardsticks)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every cell here, and take what is there")
@@ -276,6 +279,7 @@ def main() -> int:
     parser.add_argument("--scratch", type=Path, help="where files go (default: a temporary directory)")
     add_write_option(parser)
     options = parser.parse_args()
+    OURS.update((f"ours, {algorithm}", algorithm) for algorithm in options.also)
     options.cache = options.cache or Path.home() / ".cache" / "modelexport" / "yardsticks"
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (REPOSITORY, os.environ.get("PYTHONPATH"))))
     if not os.environ.get("MODELEXPORT_LLAMA_CPP"):

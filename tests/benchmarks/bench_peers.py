@@ -20,7 +20,7 @@ Wall: until the command ends, with the interpreter's start. Work: without import
 saving, as their scripts take the time; ours: the wall less that of a process which imports the same and ends). CPU:
 user and system seconds of everything that it started, less disturbed by what else the machine does. Memory: private
 memory of the largest process and of all, sampled in one extra run, or now and then in the timed one. Judging is in no
-figure. Medians of --repeat runs. At the end one table of all models' KL.
+figure. Medians of --repeat runs. At the end one table of all models.
 """
 
 from __future__ import annotations
@@ -252,16 +252,24 @@ def report(rows: list[Row]) -> Iterator[str]:
 
 
 def _together(rows: list[Row]) -> Iterator[str]:
-    """One table of all models: KL in thousandths of a nat, with its standard error."""
-    found = {(row.contest, row.name, row.model): row.figures for row in rows}
+    """One table of all models: KL in thousandths of a nat, with its standard error; CPU seconds; largest process."""
+    found = {(row.contest, row.name, row.model): row for row in rows}
     models = list(dict.fromkeys(row.model for row in rows))
     if len(models) < 2:
         return
-    yield from ("", "| mean KL, 0.001 nats a token | " + " | ".join(models) + " |", "|---" * (len(models) + 1) + "|")
+    header = "mean KL, 0.001 nats a token; CPU s; MB"
+    yield from ("", f"| {header} | " + " | ".join(models) + " |", "|---" * (len(models) + 1) + "|")
     for contest, name in dict.fromkeys((row.contest, row.name) for row in rows):
         cells = (found.get((contest, name, model)) for model in models)
-        shown = (f"{1e3 * own.kl:.2f} +- {1e3 * own.kl_error:.2f}" if own else "" for own in cells)
-        yield f"| {contest}: {name} | " + " | ".join(shown) + " |"
+        yield f"| {contest}: {name} | " + " | ".join("" if row is None else _cell(row) for row in cells) + " |"
+
+
+def _cell(row: Row) -> str:
+    assert row.figures is not None
+    found = [f"{1e3 * row.figures.kl:.2f} +- {1e3 * row.figures.kl_error:.2f}"]
+    found += [f"{row.cpu():.0f}"] if row.runs else []
+    found += [f"{row.sampled.process_peak / 1e6:.0f}"] if row.sampled is not None else []
+    return "; ".join(found)
 
 
 _HEADER = ("", "mean KL", "loss", "wall s", "work s", "CPU s", "others", "peak/process", "peak sum")

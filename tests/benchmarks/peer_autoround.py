@@ -56,6 +56,7 @@ def main() -> None:
         dataset=loader,
         nsamples=len(ids),
         seqlen=ids.shape[1],
+        amp=options.dtype != "float32",
         device_map="cpu",
     )
     rounding.quantize_and_save(str(options.out), format="llm_compressor")
