@@ -64,6 +64,7 @@ OTHERS = [
     Case("int4", "gguf", 32),
     Case("int8-wo", "gguf", 32),
     Case("mxfp4-wo", "gguf"),
+    Case("nvfp4-wo", "gguf"),
     *(Case(name, "gguf") for name in BLOCKS),
     *(Case(name, "gguf", algorithm="imatrix") for name in BLOCKS),
 ]
@@ -207,6 +208,7 @@ WAYS = [
     (Case("nvfp4-wo", "modelopt"), "hf"),
     (Case("mxfp8"), "modelopt"),
     (Case("mxfp4-wo"), "gguf"),
+    (Case("nvfp4-wo"), "gguf"),
     (Case("int8-wo", "gguf", 32), "hf"),
 ]
 

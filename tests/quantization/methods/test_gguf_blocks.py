@@ -173,6 +173,16 @@ def test_scales_that_nvfp4_s_blocks_have_no_code_for_are_refused() -> None:
         gguf.decode(form, stored, part)
 
 
+def test_blocks_of_nvfp4_without_a_scale_beside_them_are_what_they_say() -> None:
+    (scheme,) = gguf.read({"types": {gguf.UNSCALED: ["Linear"]}}).schemes
+    assert gguf.tensor_specs(scheme, (2, 64)).keys() == {"weight"}
+    form, part, tensors = number_format("NVFP4"), WeightSlice.whole((2, 64)), native("NVFP4", 2, 64)
+    assert formats.of_scheme(scheme).name == form.name
+    weight = gguf.encode(form, tensors, part)["weight"]
+    found = form.dequantise(gguf.decode(form, {"weight": weight}, part))
+    assert found.tolist() == [values("NVFP4", bytes(row[0].tolist())) for row in weight]
+
+
 def test_an_embedding_has_no_scale_beside_its_blocks() -> None:
     assert "looks rows up in blocks of NVFP4 without their scale" in str(gguf.embedding_refusal(number_format("NVFP4")))
     assert gguf.embedding_refusal(number_format("MXFP4")) is None
