@@ -13,6 +13,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen2_5_vl_text": {"rope_parameters": _TURNED},
     "qwen3_vl_text": {"rope_parameters": _TURNED},
     "qwen3_vl_moe_text": {"rope_parameters": _TURNED},
+    **{
+        kind: {"rope_parameters": {**_TURNED, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]}}
+        for kind in ("qwen3_5_text", "qwen3_5_moe_text")
+    },
     "qwen3_moe": {"norm_topk_prob": True},
     "exaone4": {
         "sliding_window": None,

@@ -47,14 +47,15 @@ from modelexport.checkpoints.gguf.values import (
 )
 from modelexport.checkpoints.safetensors.conversions import Function
 
-Rows = Literal["in order", "pairs", "grouped", "groups of qkvz", "heads of kv_b"]
+Rows = Literal["in order", "pairs", "grouped", "groups of qkvz", "heads of kv_b", "values by turns"]
 """Where the rows of a tensor go.
 
 ``in order``: to the arrays one after the other, to each as many. ``pairs``: the two halves of a head by turns, which is
 how llama.cpp rotates such a model; ``grouped``: of a fused tensor that has the queries, the key and the value of one
 head after those of another, all queries, then all keys, then all values. ``groups of qkvz``: the same of linear
-attention, whose gates (z) go to an array of their own. ``heads of kv_b``: latent attention's keys, each head by itself
-and turned round, and its values.
+attention, whose gates (z) go to an array of their own. ``values by turns``: of linear attention's heads of values,
+which lie with the head of keys that they are for, the first of each head of keys, then the second of each, behind all
+other rows. ``heads of kv_b``: latent attention's keys, each head by itself and turned round, and its values.
 """
 
 
@@ -65,6 +66,7 @@ class Stored:
     Attributes:
         names: of the arrays, without ``blk.N.``; the tensor's parameter follows where they have no dot.
         rows: the way of its rows.
+        columns: the way of its columns.
         function: what is computed from its numbers.
         transposed: whether its two dims change places.
         is_norm: whether the architecture's ``norms`` holds for it, where its name ends so.
@@ -74,6 +76,7 @@ class Stored:
 
     names: tuple[str, ...]
     rows: Rows = "in order"
+    columns: Literal["in order", "values by turns"] = "in order"
     function: Function = "value"
     transposed: bool = False
     is_norm: bool = True
@@ -631,6 +634,36 @@ _LLAMA4 = GgufArchitecture(
     ),
 )
 
+_QWEN35 = replace(
+    _QWEN3_NEXT,
+    name="qwen35",
+    model_types=("qwen3_5_text",),
+    values={
+        **{key: value for key, value in _QWEN3_NEXT.values.items() if key not in _QWEN_MOE},
+        "rope.dimension_sections": First(
+            (Sections("rope_parameters.mrope_section", optional=True), Fixed((11, 11, 10, 0)))
+        ),
+    },
+    tensors={
+        **_POST_ATTENTION,
+        **_under(
+            "linear_attn",
+            {
+                "in_proj_qkv": Stored(("attn_qkv",), rows="values by turns"),
+                "in_proj_z": Stored(("attn_gate",), rows="values by turns"),
+                "in_proj_b": Stored(("ssm_beta",), rows="values by turns"),
+                "in_proj_a": Stored(("ssm_alpha",), rows="values by turns"),
+                "conv1d.weight": Stored(("ssm_conv1d.weight",), rows="values by turns", shape=("rows", 0)),
+                "dt_bias": Stored(("ssm_dt.bias",), rows="values by turns"),
+                "A_log": Stored(("ssm_a.",), rows="values by turns", function="minus exp"),
+                "norm": Stored(("ssm_norm",), is_norm=False),
+                "out_proj": Stored(("ssm_out",), columns="values by turns"),
+            },
+        ),
+    },
+    rules=(Requirement("linear_value_head_dim", equal=whole("linear_key_head_dim")),),
+)
+
 ARCHITECTURES: tuple[GgufArchitecture, ...] = (
     GgufArchitecture(name="llama", model_types=("llama", "mistral", "internlm3", "iquestcoder"), pairs=True),
     GgufArchitecture(name="llama", model_types=("mixtral",), values=_MOE, pairs=True),
@@ -1039,6 +1072,13 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
         rules=(Requirement("rope_parameters.rope_type", ("yarn",)),),
     ),
     _LLAMA4,
+    _QWEN35,
+    replace(
+        _QWEN35,
+        name="qwen35moe",
+        model_types=("qwen3_5_moe_text",),
+        values={**_QWEN35.values, **_QWEN_MOE, "feed_forward_length": None},
+    ),
     GgufArchitecture(name="qwen2vl", model_types=("qwen2_vl_text", "qwen2_5_vl_text"), values=_MROPE),
     GgufArchitecture(name="qwen3vl", model_types=("qwen3_vl_text",), values=_DEEPSTACK),
     GgufArchitecture(
@@ -1061,7 +1101,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
     replace(
         _GLM4_MOE,
         model_types=("solar_open",),
-        values={**_ROUTED_BY_SIGMOID, "leading_dense_block_count": Fixed(0), "feed_forward_length": Fixed(0)},
+        values={**_ROUTED_BY_SIGMOID, "leading_dense_block_count": Fixed(0), "feed_forward_length": None},
         tensors={**_POST_ATTENTION},
     ),
     GgufArchitecture(

@@ -451,9 +451,12 @@ class Sections:
     """The frequencies that turn by each of four positions of a token: text's, an image's, its rows and columns."""
 
     key: str
+    optional: bool = False
 
-    def read(self, config: JsonValues) -> tuple[int, ...]:
+    def read(self, config: JsonValues) -> tuple[int, ...] | None:
         holder, key = _inside(config, self.key)
+        if self.optional and not holder.has(key):
+            return None
         found = holder.numbers(key)
         if len(found) > MOST_SECTIONS or not all(each.is_integer() and 0 <= each <= MOST_HEAD_DIM for each in found):
             raise CheckpointError(
