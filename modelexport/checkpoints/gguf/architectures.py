@@ -22,6 +22,7 @@ from modelexport.checkpoints.gguf.values import (
     AdjustedWidth,
     Choice,
     Count,
+    DoubleWidth,
     EachLayer,
     EveryFourth,
     First,
@@ -30,9 +31,11 @@ from modelexport.checkpoints.gguf.values import (
     FusedKvHeads,
     If,
     Kinds,
+    KvHeadsByLayer,
     LastOfEach,
     Leading,
     NoLayer,
+    OfFullLayers,
     Only,
     Product,
     Quotient,
@@ -100,6 +103,8 @@ class GgufArchitecture:
         rotated: the features of a head that are rotated, before ``partial_rotary_factor``; None: no rotary embedding.
         plain_rope: whether it is told that the rotary embedding is not scaled.
         longrope: whether its graph has LongRoPE's factors.
+        proportional: whether its layers with full attention rotate a part of a head's features, by the frequencies that
+            they would have if all were rotated: by factors, which are infinite for the others.
         yarn: what its graph makes of the factors that YaRN's settings have for the attention: nothing, or it computes
             with ``mscale_all_dim`` where ``mscale`` is the same, or 1.
         output: whether the head is stored as well where it is the embedding.
@@ -119,6 +124,7 @@ class GgufArchitecture:
     rotated: ValueSource | None = HEAD_DIM
     plain_rope: bool = False
     longrope: bool = False
+    proportional: bool = False
     yarn: Literal["", "mscale alike", "mscale 1"] = ""
     output: bool = False
     assumed: Mapping[str, Value] = field(default_factory=dict)
@@ -634,6 +640,63 @@ _LLAMA4 = GgufArchitecture(
     ),
 )
 
+_FULL_HEAD_DIM = OfFullLayers("head_dim", "global_head_dim", 512)
+_GEMMA4 = GgufArchitecture(
+    name="gemma4",
+    model_types=("gemma4_text",),
+    applies=(Requirement("enable_moe_block", (False, None)),),
+    values={
+        "feed_forward_length": DoubleWidth(),
+        "attention.head_count_kv": KvHeadsByLayer(OfFullLayers("num_key_value_heads", "num_global_key_value_heads")),
+        "attention.key_length": _FULL_HEAD_DIM,
+        "attention.value_length": _FULL_HEAD_DIM,
+        "attention.key_length_swa": HEAD_DIM,
+        "attention.value_length_swa": HEAD_DIM,
+        "attention.sliding_window": _WINDOW,
+        _PATTERN: _SLIDING,
+        "attention.shared_kv_layers": whole("num_kv_shared_layers", least=0),
+        "embedding_length_per_layer_input": First(
+            (whole("hidden_size_per_layer_input", optional=True, least=0), Fixed(0))
+        ),
+        "rope.dimension_count_swa": HEAD_DIM,
+        "final_logit_softcapping": number("final_logit_softcapping", optional=True),
+    },
+    tensors={
+        **_POST_ATTENTION,
+        "model.embed_tokens_per_layer": "per_layer_token_embd",
+        "model.per_layer_model_projection": "per_layer_model_proj",
+        "model.per_layer_projection_norm": "per_layer_proj_norm",
+        ".layer_scalar": "layer_output_scale.weight",
+        "per_layer_input_gate": "inp_gate",
+        "per_layer_projection": "proj",
+        "post_per_layer_input_norm": "post_norm",
+    },
+    activations=_GELUS,
+    rotated=_FULL_HEAD_DIM,
+    proportional=True,
+    implied={"vocab_size_per_layer_input": whole("vocab_size")},
+    rules=(Requirement("use_bidirectional_attention", (None, "vision")),),
+)
+_GEMMA4_MOE = replace(
+    _GEMMA4,
+    applies=(Requirement("enable_moe_block", (True,)),),
+    values={
+        **_GEMMA4.values,
+        "expert_count": whole("num_experts"),
+        "expert_used_count": whole("top_k_experts"),
+        "expert_feed_forward_length": _EXPERT_WIDTH,
+    },
+    tensors={
+        **_GEMMA4.tensors,
+        **_EXPERTS,
+        "router.proj": _ROUTER,
+        "router.scale": "ffn_gate_inp.scale",
+        "router.per_expert_scale": "ffn_down_exps.scale",
+        "post_feedforward_layernorm_1": "post_ffw_norm_1",
+        "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+        "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    },
+)
 _QWEN35 = replace(
     _QWEN3_NEXT,
     name="qwen35",
@@ -1072,6 +1135,8 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
         rules=(Requirement("rope_parameters.rope_type", ("yarn",)),),
     ),
     _LLAMA4,
+    _GEMMA4,
+    _GEMMA4_MOE,
     _QWEN35,
     replace(
         _QWEN35,
