@@ -12,7 +12,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen2_vl_text": {"rope_parameters": _TURNED},
     "qwen2_5_vl_text": {"rope_parameters": _TURNED},
     "qwen3_vl_text": {"rope_parameters": _TURNED},
-    "qwen3_vl_moe_text": {"rope_parameters": _TURNED},
+    "qwen3_vl_moe_text": {"rope_parameters": _TURNED, "tie_word_embeddings": False},
     **{
         kind: {"rope_parameters": {**_TURNED, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]}}
         for kind in ("qwen3_5_text", "qwen3_5_moe_text")
@@ -87,6 +87,7 @@ WRAPPED: dict[str, dict[str, Any]] = {
     "qwen3_vl": {"text_config": {"rope_parameters": {**_TURNED, "mrope_interleaved": True}}},
     "qwen3_vl_moe": {"text_config": {"rope_parameters": {**_TURNED, "mrope_interleaved": True}}},
     "voxtral": {},
+    "qwen3_5": {"vision_config": {"out_hidden_size": 128, "num_position_embeddings": 64}},
 }
 """Models that also see or hear, and the settings of their parts; their language models are of types of the table."""
 _SEEN = {"vision_config": {"out_hidden_size": 128, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}}

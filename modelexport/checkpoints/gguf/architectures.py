@@ -1285,3 +1285,19 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
     ),
 )
 """Every architecture; of those of one model type, the first whose ``applies`` suit."""
+
+LEFT_OUT: Mapping[str, str] = {
+    "phimoe": (
+        "llama.cpp computes its norms (input_layernorm, post_attention_layernorm, norm) without taking the mean away, "
+        "and weighs its experts (block_sparse_moe.gate) by all of them, where the model masks those far from the best"
+    ),
+    "apertus": (
+        "llama.cpp wants the numbers of its activation (mlp.act_fn.alpha_p, alpha_n, beta and eps) in the header, which "
+        "is written before any tensor is read"
+    ),
+    "gemma3n_text": (
+        "llama.cpp wants self_attn.k_proj, v_proj and k_norm in the layers, too, that share the keys and values of "
+        "others, and always of those behind the 20th; and altup_projections and altup_unembed_projections in stacks"
+    ),
+}
+"""Model types that llama.cpp has an architecture for and that are not written -> why."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from modelexport.checkpoints.gguf.architectures import ARCHITECTURES, VALUES, GgufArchitecture
+from modelexport.checkpoints.gguf.architectures import ARCHITECTURES, LEFT_OUT, VALUES, GgufArchitecture
 from modelexport.checkpoints.gguf.defaults import DEFAULTS
 from modelexport.checkpoints.gguf.file import Value, float32_bytes
 from modelexport.checkpoints.gguf.values import MOST_HEAD_DIM, ModelConfig, shortest_float32
@@ -95,6 +95,8 @@ def architecture(config: Mapping[str, Any]) -> GgufArchitecture:
     """
     model_type, read = str(config.get("model_type")), read_config(config)
     of_type = [each for each in ARCHITECTURES if model_type in each.model_types]
+    if model_type in LEFT_OUT:
+        raise PlanError(f"--format gguf: '{model_type}' is not written: {LEFT_OUT[model_type]}; --format hf holds it")
     if not of_type:
         raise PlanError(
             f"--format gguf: no names are known for '{shown(model_type)}'; they are for {', '.join(model_types())}"
