@@ -420,6 +420,10 @@ OTHERWISE = {
     "deepseek_v2": r".*\.attn_v_b\.weight",  # one linear with the keys, which are transposed
     "deepseek_v3": r".*\.attn_v_b\.weight",
     "glm4_moe_lite": r".*\.attn_v_b\.weight",
+    "youtu": r".*\.attn_v_b\.weight",
+    "minicpm3": r".*\.attn_kv_b\.weight",  # the same linear, whole
+    "gemma4_text": r"per_layer_token_embd\.weight",  # no linear
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), r".*\.ssm_(alpha|beta|out)\.weight"),  # columns change places
 }
 """Tensors that have more bits than llama.cpp gives them, by the type of model; the summary says so."""
 

@@ -12,7 +12,18 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen2_vl_text": {"rope_parameters": _TURNED},
     "qwen2_5_vl_text": {"rope_parameters": _TURNED},
     "qwen3_vl_text": {"rope_parameters": _TURNED},
-    "qwen3_vl_moe_text": {"rope_parameters": _TURNED},
+    "qwen3_vl_moe_text": {"rope_parameters": _TURNED, "tie_word_embeddings": False},
+    **{
+        kind: {"rope_parameters": {**_TURNED, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]}}
+        for kind in ("qwen3_5_text", "qwen3_5_moe_text")
+    },
+    "gemma4_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "per_layer_config": {"1": {"head_dim": 64}, "3": {"head_dim": 64}},
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+    },
     "qwen3_moe": {"norm_topk_prob": True},
     "exaone4": {
         "sliding_window": None,
@@ -56,12 +67,27 @@ NOT_IN_TRANSFORMERS = ("kimi_k2",)
 
 WRAPPED: dict[str, dict[str, Any]] = {
     "gemma3": {},
+    "gemma4": {
+        "text_config": {
+            "num_hidden_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "per_layer_config": {"1": {"head_dim": 64, "num_key_value_heads": 1}},
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "final_logit_softcapping": 30.0,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 128,
+        }
+    },
     "mistral3": {"text_config": {"sliding_window": None}},
     "qwen2_vl": {"text_config": {"rope_parameters": _TURNED}},
     "qwen2_5_vl": {"text_config": {"rope_parameters": _TURNED}},
     "qwen3_vl": {"text_config": {"rope_parameters": {**_TURNED, "mrope_interleaved": True}}},
     "qwen3_vl_moe": {"text_config": {"rope_parameters": {**_TURNED, "mrope_interleaved": True}}},
     "voxtral": {},
+    "qwen3_5": {"vision_config": {"out_hidden_size": 128, "num_position_embeddings": 64}},
 }
 """Models that also see or hear, and the settings of their parts; their language models are of types of the table."""
 _SEEN = {"vision_config": {"out_hidden_size": 128, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}}

@@ -262,6 +262,11 @@ def _check(
             problems.append(f"{first.name} is quantised by rows, and llama.cpp wants its columns: keep it as it is")
         if _is_block_scale(first, scaled) and len(stored.names) > 1:
             problems.append(f"{first.name} is one scale of {' and '.join(stored.names)}, which have one each: {_OTHER}")
+        if stored.columns != "in order" and _by_turns(target)[1] > 1 and first.shape[1] % _by_turns(target)[2]:
+            problems.append(
+                f"{first.name} is quantised in blocks that hold columns of several heads of values, whose order "
+                "llama.cpp changes: keep it as it is, or in blocks of 32"
+            )
         twice = first.expert is None and len(group) > 1
         if twice:
             problems.append(f"{name}: {first.name} and {group[1][0].name} both go there")
@@ -430,6 +435,11 @@ def _parts(rule: TensorRule, stored: Stored, target: _Target) -> Iterator[_Part]
     if not shape:
         yield from (_Part(name, (), Share(rule.name, (), ())) for name in stored.names)
         return
+    if stored.columns == "values by turns":
+        for start, stop, at, _ in _value_spans(target, shape[1], heads_of=shape[1]):
+            columns = (box[0], (start, stop), *box[2:])
+            yield _Part(stored.names[0], shape, Share(rule.name, columns, (0, at, *(0 for _ in box[2:]))))
+        return
     transposed = stored.transposed and len(shape) > 1  # and not a bias
     dim = len(shape) - 1 if transposed else 0
     rows = shape[dim]
@@ -463,6 +473,11 @@ def _spans(rule: TensorRule, stored: Stored, target: _Target, rows: int) -> Iter
                 start += count * each
     elif stored.rows == "groups of qkvz":
         yield from _linear_attention_spans(stored, target)
+    elif stored.rows == "values by turns":
+        heads = _by_turns(target)[2]
+        width = 1 if rows == heads else target.config.whole("linear_value_head_dim")
+        for span in _value_spans(target, rows, heads_of=heads * width):
+            yield (stored.names[0], *span)
     else:
         each, rest = divmod(rows, len(stored.names))
         if rest:
@@ -483,6 +498,29 @@ def _linear_attention_spans(stored: Stored, target: _Target) -> Iterator[tuple[s
         for name, count, first in places:
             yield name, start, start + count, first + group * count, 1
             start += count
+
+
+def _by_turns(target: _Target) -> tuple[int, int, int]:
+    """Linear attention's heads of keys, the heads of values for each of them, and all heads of values."""
+    keys, values = (target.config.whole(f"linear_num_{which}_heads") for which in ("key", "value"))
+    if values % keys:
+        raise PlanError(f"--format {NAME}: {values} linear_num_value_heads are no multiple of {keys} of keys")
+    return keys, values // keys, values
+
+
+def _value_spans(target: _Target, size: int, *, heads_of: int) -> Iterator[tuple[int, int, int, int]]:
+    """(rows or columns [start, stop), the array's of the first, by how many they are apart), of ``size``, whose last
+    ``heads_of`` are the heads of values."""
+    keys, each, heads = _by_turns(target)
+    first, width = size - heads_of, heads_of // heads
+    if first or each == 1:
+        yield 0, size if each == 1 else first, 0, 1
+    if each == 1:
+        return
+    for head in range(heads):
+        key, turn = divmod(head, each)
+        start = first + head * width
+        yield start, start + width, first + (turn * keys + key) * width, 1
 
 
 def _latent_parts(rule: TensorRule, stored: Stored, target: _Target) -> Iterator[_Part]:
@@ -561,7 +599,10 @@ def matrices(plan: ShardPlan, config: dict[str, Any]) -> dict[str, list[TensorRu
         if isinstance(array, Constant) or (array.name == "output.weight" and array.shares == embedding):
             continue
         held = [plan.rules[name] for name in dict.fromkeys(share.tensor for share in array.shares)]
-        turned = any(share.dims is not None for share in array.shares)
+        turned = any(
+            share.dims is not None or (len(share.box) > 1 and share.box[1] != (0, plan.rules[share.tensor].shape[1]))
+            for share in array.shares
+        )
         by_rows = all(r.parameter == "weight" and len(r.shape) == 2 and r.shape[1] == array.shape[-1] for r in held)
         if by_rows and not turned and not _is_float32(array.name, held[0].shape):
             found[array.name] = held

@@ -22,6 +22,7 @@ from modelexport.checkpoints.gguf.values import (
     AdjustedWidth,
     Choice,
     Count,
+    DoubleWidth,
     EachLayer,
     EveryFourth,
     First,
@@ -30,9 +31,11 @@ from modelexport.checkpoints.gguf.values import (
     FusedKvHeads,
     If,
     Kinds,
+    KvHeadsByLayer,
     LastOfEach,
     Leading,
     NoLayer,
+    OfFullLayers,
     Only,
     Product,
     Quotient,
@@ -47,14 +50,15 @@ from modelexport.checkpoints.gguf.values import (
 )
 from modelexport.checkpoints.safetensors.conversions import Function
 
-Rows = Literal["in order", "pairs", "grouped", "groups of qkvz", "heads of kv_b"]
+Rows = Literal["in order", "pairs", "grouped", "groups of qkvz", "heads of kv_b", "values by turns"]
 """Where the rows of a tensor go.
 
 ``in order``: to the arrays one after the other, to each as many. ``pairs``: the two halves of a head by turns, which is
 how llama.cpp rotates such a model; ``grouped``: of a fused tensor that has the queries, the key and the value of one
 head after those of another, all queries, then all keys, then all values. ``groups of qkvz``: the same of linear
-attention, whose gates (z) go to an array of their own. ``heads of kv_b``: latent attention's keys, each head by itself
-and turned round, and its values.
+attention, whose gates (z) go to an array of their own. ``values by turns``: of linear attention's heads of values,
+which lie with the head of keys that they are for, the first of each head of keys, then the second of each, behind all
+other rows. ``heads of kv_b``: latent attention's keys, each head by itself and turned round, and its values.
 """
 
 
@@ -65,6 +69,7 @@ class Stored:
     Attributes:
         names: of the arrays, without ``blk.N.``; the tensor's parameter follows where they have no dot.
         rows: the way of its rows.
+        columns: the way of its columns.
         function: what is computed from its numbers.
         transposed: whether its two dims change places.
         is_norm: whether the architecture's ``norms`` holds for it, where its name ends so.
@@ -74,6 +79,7 @@ class Stored:
 
     names: tuple[str, ...]
     rows: Rows = "in order"
+    columns: Literal["in order", "values by turns"] = "in order"
     function: Function = "value"
     transposed: bool = False
     is_norm: bool = True
@@ -112,6 +118,8 @@ class GgufArchitecture:
         rotated: the features of a head that are rotated, before ``partial_rotary_factor``; None: no rotary embedding.
         plain_rope: whether it is told that the rotary embedding is not scaled.
         longrope: whether its graph has LongRoPE's factors.
+        proportional: whether its layers with full attention rotate a part of a head's features, by the frequencies that
+            they would have if all were rotated: by factors, which are infinite for the others.
         yarn: what its graph makes of the factors that YaRN's settings have for the attention: nothing, or it computes
             with ``mscale_all_dim`` where ``mscale`` is the same, or 1.
         output: whether the head is stored as well where it is the embedding.
@@ -132,6 +140,7 @@ class GgufArchitecture:
     rotated: ValueSource | None = HEAD_DIM
     plain_rope: bool = False
     longrope: bool = False
+    proportional: bool = False
     yarn: Literal["", "mscale alike", "mscale 1"] = ""
     output: bool = False
     assumed: Mapping[str, Value] = field(default_factory=dict)
@@ -703,6 +712,93 @@ _LLAMA4 = GgufArchitecture(
     ),
 )
 
+_FULL_HEAD_DIM = OfFullLayers("head_dim", "global_head_dim", 512)
+_GEMMA4 = GgufArchitecture(
+    name="gemma4",
+    model_types=("gemma4_text",),
+    applies=(Requirement("enable_moe_block", (False, None)),),
+    values={
+        "feed_forward_length": DoubleWidth(),
+        "attention.head_count_kv": KvHeadsByLayer(OfFullLayers("num_key_value_heads", "num_global_key_value_heads")),
+        "attention.key_length": _FULL_HEAD_DIM,
+        "attention.value_length": _FULL_HEAD_DIM,
+        "attention.key_length_swa": HEAD_DIM,
+        "attention.value_length_swa": HEAD_DIM,
+        "attention.sliding_window": _WINDOW,
+        _PATTERN: _SLIDING,
+        "attention.shared_kv_layers": whole("num_kv_shared_layers", least=0),
+        "embedding_length_per_layer_input": First(
+            (whole("hidden_size_per_layer_input", optional=True, least=0), Fixed(0))
+        ),
+        "rope.dimension_count_swa": HEAD_DIM,
+        "final_logit_softcapping": number("final_logit_softcapping", optional=True),
+    },
+    tensors={
+        **_POST_ATTENTION,
+        "model.embed_tokens_per_layer": "per_layer_token_embd",
+        "model.per_layer_model_projection": "per_layer_model_proj",
+        "model.per_layer_projection_norm": "per_layer_proj_norm",
+        ".layer_scalar": "layer_output_scale.weight",
+        "per_layer_input_gate": "inp_gate",
+        "per_layer_projection": "proj",
+        "post_per_layer_input_norm": "post_norm",
+    },
+    activations=_GELUS,
+    rotated=_FULL_HEAD_DIM,
+    proportional=True,
+    implied={"vocab_size_per_layer_input": whole("vocab_size")},
+    rules=(Requirement("use_bidirectional_attention", (None, "vision")),),
+)
+_GEMMA4_MOE = replace(
+    _GEMMA4,
+    applies=(Requirement("enable_moe_block", (True,)),),
+    values={
+        **_GEMMA4.values,
+        "expert_count": whole("num_experts"),
+        "expert_used_count": whole("top_k_experts"),
+        "expert_feed_forward_length": _EXPERT_WIDTH,
+    },
+    tensors={
+        **_GEMMA4.tensors,
+        **_EXPERTS,
+        "router.proj": _ROUTER,
+        "router.scale": "ffn_gate_inp.scale",
+        "router.per_expert_scale": "ffn_down_exps.scale",
+        "post_feedforward_layernorm_1": "post_ffw_norm_1",
+        "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+        "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    },
+)
+_QWEN35 = replace(
+    _QWEN3_NEXT,
+    name="qwen35",
+    model_types=("qwen3_5_text",),
+    values={
+        **{key: value for key, value in _QWEN3_NEXT.values.items() if key not in _QWEN_MOE},
+        "rope.dimension_sections": First(
+            (Sections("rope_parameters.mrope_section", optional=True), Fixed((11, 11, 10, 0)))
+        ),
+    },
+    tensors={
+        **_POST_ATTENTION,
+        **_under(
+            "linear_attn",
+            {
+                "in_proj_qkv": Stored(("attn_qkv",), rows="values by turns"),
+                "in_proj_z": Stored(("attn_gate",), rows="values by turns"),
+                "in_proj_b": Stored(("ssm_beta",), rows="values by turns"),
+                "in_proj_a": Stored(("ssm_alpha",), rows="values by turns"),
+                "conv1d.weight": Stored(("ssm_conv1d.weight",), rows="values by turns", shape=("rows", 0)),
+                "dt_bias": Stored(("ssm_dt.bias",), rows="values by turns"),
+                "A_log": Stored(("ssm_a.",), rows="values by turns", function="minus exp"),
+                "norm": Stored(("ssm_norm",), is_norm=False),
+                "out_proj": Stored(("ssm_out",), columns="values by turns"),
+            },
+        ),
+    },
+    rules=(Requirement("linear_value_head_dim", equal=whole("linear_key_head_dim")),),
+)
+
 ARCHITECTURES: tuple[GgufArchitecture, ...] = (
     GgufArchitecture(name="llama", model_types=("llama", "mistral", "internlm3", "iquestcoder"), pairs=True),
     GgufArchitecture(name="llama", model_types=("mixtral",), values=_MOE, pairs=True),
@@ -1111,6 +1207,15 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
         rules=(Requirement("rope_parameters.rope_type", ("yarn",)),),
     ),
     _LLAMA4,
+    _GEMMA4,
+    _GEMMA4_MOE,
+    _QWEN35,
+    replace(
+        _QWEN35,
+        name="qwen35moe",
+        model_types=("qwen3_5_moe_text",),
+        values={**_QWEN35.values, **_QWEN_MOE, "feed_forward_length": None},
+    ),
     GgufArchitecture(name="qwen2vl", model_types=("qwen2_vl_text", "qwen2_5_vl_text"), values=_MROPE),
     GgufArchitecture(name="qwen3vl", model_types=("qwen3_vl_text",), values=_DEEPSTACK),
     GgufArchitecture(
@@ -1133,7 +1238,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
     replace(
         _GLM4_MOE,
         model_types=("solar_open",),
-        values={**_ROUTED_BY_SIGMOID, "leading_dense_block_count": Fixed(0), "feed_forward_length": Fixed(0)},
+        values={**_ROUTED_BY_SIGMOID, "leading_dense_block_count": Fixed(0), "feed_forward_length": None},
         tensors={**_POST_ATTENTION},
     ),
     GgufArchitecture(
@@ -1252,3 +1357,19 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
     ),
 )
 """Every architecture; of those of one model type, the first whose ``applies`` suit."""
+
+LEFT_OUT: Mapping[str, str] = {
+    "phimoe": (
+        "llama.cpp computes its norms (input_layernorm, post_attention_layernorm, norm) without taking the mean away, "
+        "and weighs its experts (block_sparse_moe.gate) by all of them, where the model masks those far from the best"
+    ),
+    "apertus": (
+        "llama.cpp wants the numbers of its activation (mlp.act_fn.alpha_p, alpha_n, beta, eps) in the header, which "
+        "is written before any tensor is read"
+    ),
+    "gemma3n_text": (
+        "llama.cpp wants self_attn.k_proj, v_proj and k_norm in the layers, too, that share the keys and values of "
+        "others, and always of those behind the 20th; and altup_projections and altup_unembed_projections in stacks"
+    ),
+}
+"""Model types that llama.cpp has an architecture for and that are not written -> why."""

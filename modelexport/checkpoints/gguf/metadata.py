@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from modelexport.checkpoints.gguf.architectures import ARCHITECTURES, VALUES, Drafts, GgufArchitecture
+from modelexport.checkpoints.gguf.architectures import ARCHITECTURES, LEFT_OUT, VALUES, Drafts, GgufArchitecture
 from modelexport.checkpoints.gguf.defaults import DEFAULTS
 from modelexport.checkpoints.gguf.file import Value, float32_bytes
 from modelexport.checkpoints.gguf.values import MOST_HEAD_DIM, ModelConfig, shortest_float32
@@ -98,6 +98,8 @@ def architecture(config: Mapping[str, Any]) -> GgufArchitecture:
     """
     model_type, read = str(config.get("model_type")), read_config(config)
     of_type = [each for each in ARCHITECTURES if model_type in each.model_types]
+    if model_type in LEFT_OUT:
+        raise PlanError(f"--format gguf: '{model_type}' is not written: {LEFT_OUT[model_type]}; --format hf holds it")
     if not of_type:
         raise PlanError(
             f"--format gguf: no names are known for '{shown(model_type)}'; they are for {', '.join(model_types())}"
@@ -204,7 +206,13 @@ def read_rope(config: Mapping[str, Any]) -> Rope:
 def _base_of_sliding_layers(read: JsonValues) -> float | None:
     """The base of layers with a sliding window, of models that have two."""
     if read.object("rope_parameters").has("sliding_attention"):
-        return read_rope_config(read.content, "sliding_attention").theta
+        said = read_rope_config(read.content, "sliding_attention")
+        if said.kind != "default" or said.part != 1:
+            raise PlanError(
+                f"--format gguf: rope_parameters.sliding_attention has rope_type '{shown(said.kind)}' for {said.part} "
+                "of a head's features, and llama.cpp rotates all, unscaled, in layers with a sliding window"
+            )
+        return said.theta
     return read.number("rope_local_base_freq") if read.has("rope_local_base_freq") else None
 
 
@@ -212,6 +220,15 @@ def _scaled(
     target: GgufArchitecture, said: RopeConfig, read: JsonValues, values: dict[str, Value], features: int
 ) -> Rope:
     kind, found, base = said.kind, said.scaling, said.theta or 1e4
+    if target.proportional:
+        if kind != "proportional" or found.number("factor", 1.0) != 1:
+            raise PlanError(
+                f"--format gguf: rope_parameters.full_attention has rope_type '{shown(kind)}' and factor "
+                f"{found.number('factor', 1.0)}, and llama.cpp computes proportional with 1 in such a model"
+            )
+        turned = int(said.part * features // 2)
+        factors = (*(1.0,) * turned, *(_NOT_TURNED,) * (features // 2 - turned))
+        return Rope({**values, "rope.dimension_count": features}, {"rope_freqs.weight": factors})
     if kind == "default":
         return Rope(values)
     if not target.plain_rope:
@@ -254,6 +271,7 @@ def _yarn(target: GgufArchitecture, found: JsonValues, read: JsonValues) -> dict
     return values
 
 
+_NOT_TURNED = 1e30  # what a frequency is divided by, as llama.cpp's converter has it
 FACTOR_TOLERANCE = 1e-5
 """Of factors of the rotary embedding, relative: others compute them in float32."""
 
@@ -282,7 +300,10 @@ def restore_rope(
         rope["partial_rotary_factor"] = part
     found: dict[str, Any] = {}
     kind = said.text("rope.scaling.type", "linear")
-    if "rope_freqs.weight" in factors:
+    if "rope_freqs.weight" in factors and target.proportional:
+        turned = sum(each == 1 for each in factors["rope_freqs.weight"])
+        rope |= {"rope_type": "proportional", "partial_rotary_factor": 2 * turned / features}
+    elif "rope_freqs.weight" in factors:
         rope |= _restored_llama3(factors["rope_freqs.weight"], base, features)
     elif factors:
         original = said.whole("rope.scaling.original_context_length")

@@ -451,9 +451,12 @@ class Sections:
     """The frequencies that turn by each of four positions of a token: text's, an image's, its rows and columns."""
 
     key: str
+    optional: bool = False
 
-    def read(self, config: JsonValues) -> tuple[int, ...]:
+    def read(self, config: JsonValues) -> tuple[int, ...] | None:
         holder, key = _inside(config, self.key)
+        if self.optional and not holder.has(key):
+            return None
         found = holder.numbers(key)
         if len(found) > MOST_SECTIONS or not all(each.is_integer() and 0 <= each <= MOST_HEAD_DIM for each in found):
             raise CheckpointError(
@@ -562,6 +565,75 @@ class Where:
         if not isinstance(value, (list, tuple)):
             return {}
         return {self.kinds.key: [self.among[0] if has else self.others for has in value]}
+
+
+_FULL = "full_attention"
+_BY_LAYER = "per_layer_config"
+
+
+@dataclass(frozen=True)
+class OfFullLayers:
+    """A number of Gemma 4's layers with full attention, where it is another one than that of the others.
+
+    Attributes:
+        key: of a layer's own settings (``per_layer_config``).
+        every: the key of the same for all of these layers.
+        usual: what it is where nothing says so.
+    """
+
+    key: str
+    every: str
+    usual: int | None = None
+
+    def read(self, config: JsonValues) -> int | None:
+        own = config.object(_BY_LAYER)
+        for i, kind in enumerate(Kinds().read(config) or ()):
+            if kind == _FULL and own.object(str(i)).has(self.key):
+                return own.object(str(i)).whole(self.key, most=MOST_HEAD_DIM)
+        return config.whole(self.every, most=MOST_HEAD_DIM) if config.has(self.every) else self.usual
+
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        return {} if value is None else {self.every: value}
+
+
+@dataclass(frozen=True)
+class KvHeadsByLayer:
+    """Heads of keys and values: of each layer, where those with full attention have another number."""
+
+    full: OfFullLayers
+
+    def read(self, config: JsonValues) -> Value:
+        heads, full, kinds = KV_HEADS.read(config), self.full.read(config), Kinds().read(config)
+        return heads if full is None or kinds is None else tuple(full if kind == _FULL else heads for kind in kinds)
+
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        """Of models whose layers with full attention have no values of their own: no others have another number."""
+        if not isinstance(value, (list, tuple)):
+            return KV_HEADS.write(value, known)
+        kinds = Kinds().read(known)
+        if kinds is None:
+            return {}
+        own = {kind == _FULL: heads for kind, heads in zip(kinds, value, strict=False)}
+        told = {"attention_k_eq_v": True, self.full.every: own.get(True)}
+        return {**told, **KV_HEADS.write(own.get(False), known)}
+
+
+@dataclass(frozen=True)
+class DoubleWidth:
+    """The features of an MLP: twice as many in the layers that have no keys and values of their own."""
+
+    def read(self, config: JsonValues) -> Value:
+        width = config.whole("intermediate_size")
+        if not flag(config, "use_double_wide_mlp"):
+            return width
+        layers = LAYERS.read(config)
+        shared = layers - config.whole("num_kv_shared_layers", 0, least=0)
+        return tuple(width if i < shared else 2 * width for i in range(layers))
+
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        by_layer = isinstance(value, (list, tuple)) and value
+        width = value[0] if by_layer and isinstance(value, (list, tuple)) else value
+        return {} if width is None else {"intermediate_size": width, "use_double_wide_mlp": bool(by_layer)}
 
 
 @dataclass(frozen=True)
