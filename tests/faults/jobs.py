@@ -256,7 +256,7 @@ class Workshop:
         """What a run has left beside its files: a process, or a name in shared memory; "" where there is nothing."""
         deadline = time.monotonic() + seconds
         while True:
-            alive = [p.pid for p in self.ranks() if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+            alive = [process.pid for process in self.ranks() if _is_alive(process)]
             names = shared_memory() - before
             if not alive and not names:
                 return ""
@@ -271,7 +271,14 @@ class Workshop:
         if not self.server:
             return True
         with suppress(psutil.NoSuchProcess):
-            return psutil.Process(self.server).status() != psutil.STATUS_ZOMBIE
+            return _is_alive(psutil.Process(self.server))
+        return False
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
 
 
