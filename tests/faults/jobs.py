@@ -166,7 +166,8 @@ class Workshop:
         self.interposed.exempt([os.getpid()])
         shutil.copytree(assets.demo_model_path(), directory / "source")
         self._said, self._heard = directory / "ranks", 0
-        self._import(any(JOBS[name].ranks for name in names))
+        if any(JOBS[name].ranks for name in names):
+            self._start_server()
         self.server = multiprocessing.forkserver._forkserver._forkserver_pid or 0  # type: ignore[attr-defined]
         self.interposed.exempt([os.getpid(), self.server])
         self._number = 0
@@ -187,22 +188,19 @@ class Workshop:
             if job.same_as in self.expected:
                 assert self.expected[name] == self.expected[job.same_as], name
 
-    def _import(self, ranks: bool) -> None:
+    def _start_server(self) -> None:
+        """Starts the fork server, with an stderr of its own, which ranks inherit."""
         from modelexport.distributed.launch import starting
         from modelexport.exporting.run import CALIBRATION_PRELOAD, PRELOAD
 
-        if ranks:
-            with self._said.open("wb") as output:
-                own = os.dup(2)
-                os.dup2(output.fileno(), 2)
-                try:  # not prestart, which does nothing where address space is limited
-                    starting._start_server((*PRELOAD, *CALIBRATION_PRELOAD, "modelexport.resharding.rank"))
-                finally:
-                    os.dup2(own, 2)
-                    os.close(own)
-        import modelexport.exporting.calibrated.rank
-        import modelexport.exporting.rank
-        import modelexport.resharding.rank  # noqa: F401
+        with self._said.open("wb") as output:
+            own = os.dup(2)
+            os.dup2(output.fileno(), 2)
+            try:  # not prestart, which does nothing where address space is limited
+                starting._start_server((*PRELOAD, *CALIBRATION_PRELOAD, "modelexport.resharding.rank"))
+            finally:
+                os.dup2(own, 2)
+                os.close(own)
 
     @staticmethod
     def main(argv: Sequence[str]) -> int:
