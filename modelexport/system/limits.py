@@ -103,7 +103,8 @@ def _reached(error: BaseException) -> tuple[str, str] | None:
     if code in (errno.ENOSPC, errno.EDQUOT):
         return f"no room is left for {_file_of(error)}: free some, or write elsewhere, {_AGAIN}", ""
     if code == errno.EIO:
-        return f"{_file_of(error)} cannot be read or written (input/output error): see what dmesg says of its disk", ""
+        what = f"{_file_of(error)} cannot be read or written (input/output error)"
+        return f"{what}: see what dmesg says of its disk, {_AGAIN}", ""
     if isinstance(error, MemoryError) or code == errno.ENOMEM or (is_text and _MEMORY.search(text)):
         return "memory ran out", _memory()
     if is_text and _THREADS.search(text):

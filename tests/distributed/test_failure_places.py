@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -19,7 +20,7 @@ import pytest
 
 from modelexport.distributed.supervision.failures import ECHO, OWN, Failure, root_cause
 from modelexport.distributed.supervision.heartbeat import Heart
-from modelexport.distributed.supervision.phase_board import new_board_file
+from modelexport.distributed.supervision.phase_board import PhaseBoard, new_board_file
 from modelexport.distributed.supervision.status import RankStatus
 from modelexport.distributed.transport.link import LostPeerError
 from tests.distributed import _failure_targets as targets
@@ -229,6 +230,25 @@ def test_an_error_counts_from_when_it_was_raised() -> None:
         message = json.loads(launcher.recv(1 << 16))
     assert message["time"] == error.raised_at <= after
     assert message["blamed"] == [2]
+
+
+def test_a_rank_that_cannot_speak_with_its_launcher_leaves_the_reason_on_its_board(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class BrokenChannel:
+        def sendall(self, line: bytes) -> None:
+            raise OSError(errno.ENOBUFS, "No buffer space available")
+
+    def end(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", end)
+    board = new_board_file("test")
+    with pytest.raises(SystemExit, match="1"):
+        RankStatus(BrokenChannel(), os.dup(board)).send({"type": "up"})  # type: ignore[arg-type]
+    launchers = PhaseBoard(board)
+    assert launchers.read().text == "speaking with its launcher (No buffer space available)"
+    launchers.close()
 
 
 def test_echoes_lead_to_the_rank_at_their_end() -> None:

@@ -166,7 +166,8 @@ class Workshop:
         self.interposed.exempt([os.getpid()])
         shutil.copytree(assets.demo_model_path(), directory / "source")
         self._said, self._heard = directory / "ranks", 0
-        self._import(any(JOBS[name].ranks for name in names))
+        if any(JOBS[name].ranks for name in names):
+            self._start_server()
         self.server = multiprocessing.forkserver._forkserver._forkserver_pid or 0  # type: ignore[attr-defined]
         self.interposed.exempt([os.getpid(), self.server])
         self._number = 0
@@ -187,22 +188,19 @@ class Workshop:
             if job.same_as in self.expected:
                 assert self.expected[name] == self.expected[job.same_as], name
 
-    def _import(self, ranks: bool) -> None:
+    def _start_server(self) -> None:
+        """Starts the fork server, with an stderr of its own, which ranks inherit."""
         from modelexport.distributed.launch import starting
         from modelexport.exporting.run import CALIBRATION_PRELOAD, PRELOAD
 
-        if ranks:
-            with self._said.open("wb") as output:
-                own = os.dup(2)
-                os.dup2(output.fileno(), 2)
-                try:  # not prestart, which does nothing where address space is limited
-                    starting._start_server((*PRELOAD, *CALIBRATION_PRELOAD, "modelexport.resharding.rank"))
-                finally:
-                    os.dup2(own, 2)
-                    os.close(own)
-        import modelexport.exporting.calibrated.rank
-        import modelexport.exporting.rank
-        import modelexport.resharding.rank  # noqa: F401
+        with self._said.open("wb") as output:
+            own = os.dup(2)
+            os.dup2(output.fileno(), 2)
+            try:  # not prestart, which does nothing where address space is limited
+                starting._start_server((*PRELOAD, *CALIBRATION_PRELOAD, "modelexport.resharding.rank"))
+            finally:
+                os.dup2(own, 2)
+                os.close(own)
 
     @staticmethod
     def main(argv: Sequence[str]) -> int:
@@ -256,7 +254,7 @@ class Workshop:
         """What a run has left beside its files: a process, or a name in shared memory; "" where there is nothing."""
         deadline = time.monotonic() + seconds
         while True:
-            alive = [p.pid for p in self.ranks() if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+            alive = [process.pid for process in self.ranks() if _is_alive(process)]
             names = shared_memory() - before
             if not alive and not names:
                 return ""
@@ -271,7 +269,14 @@ class Workshop:
         if not self.server:
             return True
         with suppress(psutil.NoSuchProcess):
-            return psutil.Process(self.server).status() != psutil.STATUS_ZOMBIE
+            return _is_alive(psutil.Process(self.server))
+        return False
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
 
 

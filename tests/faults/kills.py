@@ -260,7 +260,7 @@ def main(arguments: Sequence[str]) -> int:
     """Kills jobs in turn; 0 where no defect was found."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.kills", description=__doc__)
     parser.add_argument("directory", type=Path, help="an empty one")
-    parser.add_argument("--jobs", default=",".join((*JOBS, PUSH)), help=", ".join((*JOBS, PUSH)))
+    parser.add_argument("--jobs", default=",".join((*JOBS, PUSH)), help="more often if named again: " + ", ".join(JOBS))
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=1e9)
@@ -269,13 +269,15 @@ def main(arguments: Sequence[str]) -> int:
     run_interposed(given.directory, ["-m", "tests.faults.kills", *arguments])
     names, deadline = given.jobs.split(","), time.monotonic() + given.seconds
     with pushing(given.directory) as hub:
-        shop = Workshop(given.directory / "shop", [name for name in names if name != PUSH])
+        shop = Workshop(given.directory / "shop", [name for name in dict.fromkeys(names) if name != PUSH])
         print({name: round(seconds, 2) for name, seconds in shop.seconds.items()}, flush=True)
         killer = Killer(shop, names, hub)
         number = 0
         while killer.outcomes.kills < given.kills and time.monotonic() < deadline:
             killer.kill(names[number % len(names)], Random(f"{given.seed}/{number}"))
             number += 1
+            if number % 50 == 0:
+                print(number, killer.outcomes.kills, flush=True)
     for what, how in killer.outcomes.defects:
         print(f"DEFECT {what}\n    {how}")
     print(json.dumps({"commit": version(), "seed": given.seed, **killer.outcomes.as_json()}))

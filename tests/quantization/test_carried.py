@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,11 +14,12 @@ import torch
 from torch import Tensor
 
 from modelexport.checkpoints.safetensors.file import Reader, open_checkpoint
+from modelexport.errors import CheckpointError
 from modelexport.exporting.calibrated.samples import forward_reader
 from modelexport.quantization.calibration import around
 from modelexport.quantization.calibration.arguments import Given, HandedOver, marked, replaced, values
 from modelexport.quantization.calibration.cut import ForwardShard
-from modelexport.quantization.calibration.hidden_states import CarriedTensors
+from modelexport.quantization.calibration.hidden_states import CarriedTensors, HiddenStates
 from modelexport.quantization.calibration.layers import LayerRunner
 from modelexport.quantization.calibration.model import body
 from tests.helpers.tiny_models import model_class, tiny_checkpoint
@@ -152,3 +155,27 @@ def test_arguments_that_batches_have_of_their_own() -> None:
     assert template[1][1]["empty"] == {}
     assert [(number, value is others[0][0][1]) for number, value in values(template[0], others[0])] == [(0, True)]
     assert replaced(template[1][1], (Given,), lambda place: place.number)["again"] == (0, 3)
+
+
+def test_a_disk_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = HiddenStates([(2, 3)], torch.float32, torch.device("cpu"))
+    states[0] = torch.ones(2, 3)
+
+    def refuse(fd: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", refuse)
+        with pytest.raises(CheckpointError, match=f"{tmp_path}: hidden states cannot be kept .*: Input/output error"):
+            states.save(tmp_path / "1.safetensors", 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_calls_that_fall_short_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = HiddenStates([(2, 3)], torch.float32, torch.device("cpu"), memory=0, directory=tmp_path)
+    pwrite, preadv, value = os.pwrite, os.preadv, torch.arange(6.0).view(2, 3)
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[:5], at))
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:7]], at))
+    states[0] = value
+    assert torch.equal(states[0], value)
+    states.close()

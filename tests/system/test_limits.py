@@ -54,6 +54,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
             ["a.safetensors is too large: ", "4,096 b"],
         ),
         (of(errno.ENOSPC, "a"), None, 0, ["no room is left for a"]),
+        (of(errno.EIO, "a"), None, 0, ["a cannot be read or written (input/output error)", "dmesg"]),
     ],
 )
 def test_each_limit_is_known(

@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 
 from modelexport.errors import CheckpointError, UsageError
-from modelexport.system.small_files import check_place, file_sha256, open_regular, read_json, read_small, write_small
+from modelexport.system.small_files import (
+    check_place,
+    file_sha256,
+    open_regular,
+    read_at,
+    read_json,
+    read_small,
+    write_small,
+)
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -141,3 +149,12 @@ def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path, monkeypatc
     with pytest.raises(CheckpointError, match="No space left"):
         write_small(tmp_path / "file", b"new", error=CheckpointError)
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
+
+
+def test_reading_at_a_place_takes_as_many_calls_as_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pread = os.pread
+    (tmp_path / "file").write_bytes(b"0123456789")
+    monkeypatch.setattr(os, "pread", lambda fd, count, offset: pread(fd, min(count, 2), offset))
+    with open_regular(tmp_path / "file") as file:
+        assert read_at(file.fileno(), 5, 3) == b"34567"
+        assert read_at(file.fileno(), 9, 6) == b"6789"
