@@ -1292,8 +1292,8 @@ LEFT_OUT: Mapping[str, str] = {
         "and weighs its experts (block_sparse_moe.gate) by all of them, where the model masks those far from the best"
     ),
     "apertus": (
-        "llama.cpp wants the numbers of its activation (mlp.act_fn.alpha_p, alpha_n, beta and eps) in the header, which "
-        "is written before any tensor is read"
+        "llama.cpp wants the numbers of its activation (mlp.act_fn.alpha_p, alpha_n, beta and eps) in the header, "
+        "which is written before any tensor is read"
     ),
     "gemma3n_text": (
         "llama.cpp wants self_attn.k_proj, v_proj and k_norm in the layers, too, that share the keys and values of "
