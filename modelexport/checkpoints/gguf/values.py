@@ -14,7 +14,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from modelexport.checkpoints.gguf.file import Value
 from modelexport.errors import CheckpointError, shown
@@ -406,8 +406,9 @@ class EveryFourth:
     usual: int | str = 1
     other: int | str = 0
 
-    def read(self, config: JsonValues) -> tuple[int | str, ...]:
-        return tuple(self.usual if (i + 1) % 4 else self.other for i in range(LAYERS.read(config)))
+    def read(self, config: JsonValues) -> Value:
+        found = tuple(self.usual if (i + 1) % 4 else self.other for i in range(LAYERS.read(config)))
+        return cast(Value, found)
 
     def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
         return {}
