@@ -279,6 +279,14 @@ def test_links_and_names_of_files_lead_somewhere(path: Path) -> None:
             assert re.search(rf"(def|class) {function}\b" if function else "", places[0].read_text("utf-8")), name
 
 
+@pytest.mark.parametrize("path", DOCUMENTS, ids=IDS)
+def test_tests_that_are_named_are_there(path: Path) -> None:
+    for name in inline(path):
+        file, colons, test = name.partition("::")
+        if colons and file.startswith("tests/"):
+            assert re.search(rf"^def {re.escape(test)}\(", (ROOT / file).read_text("utf-8"), re.MULTILINE), name
+
+
 def test_readme_is_short_and_the_index_has_every_page() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
     index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")

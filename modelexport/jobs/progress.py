@@ -21,6 +21,7 @@ __all__ = ["JobSteps", "ProgressHandler", "ReadBack", "StepCost", "TimeLeft", "s
 
 _RECENT = 16  # steps of a kind that its mean is taken of: a disk may become slower
 _UNSEEN_RATE = 1e9  # bytes a second, of steps without calibration before any was seen
+_FEW = 4  # steps to come of a kind, for which the first one, slow as it is, tells enough
 _TELLING_PART = 0.05  # so much must have been read back before its rate is taken for the rest's
 _EVERY_SECONDS = 0.5  # between two looks of the display at ranks that read back
 _MEASURED_BYTES = 8 << 20
@@ -126,7 +127,7 @@ class TimeLeft:
         self._last = seconds
 
     def left(self, seconds: float) -> float | None:
-        """Returns the seconds left; None while nothing like what is to come was seen."""
+        """Returns the seconds left; None while nothing like what is to come was seen, or the first of many alone."""
         steps = self._steps_left()
         if steps is None:
             return None
@@ -143,6 +144,9 @@ class TimeLeft:
         for cost, count in Counter(self._waiting.values()).items():
             if cost in self._seen:
                 times = self._seen[cost]
+                is_warm = any(n > 1 and seen.calibrated == cost.calibrated for seen, n in self._counts.items())
+                if not is_warm and count > _FEW:
+                    return None
                 total += count * sum(times) / len(times)
                 continue
             alike = [(sum(times) / len(times), seen) for seen, times in self._seen.items()]

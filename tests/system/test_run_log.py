@@ -33,10 +33,12 @@ def test_lines_of_several_processes_and_threads_stay_whole(tmp_path: Path) -> No
     for process in processes:
         process.start()
     threads = [threading.Thread(target=write_many, args=(file, rank)) for rank in (2, 3)]
-    for each in threads:
-        each.start()
-    for each in [*threads, *processes]:
-        each.join(30)
+    for thread in threads:
+        thread.start()
+    for process in processes:
+        process.join(30)
+    for thread in threads:
+        thread.join(30)
     found = lines_of(tmp_path / "log")
     for rank in range(4):
         assert [line["layer"] for line in found if line["rank"] == rank] == [str(n) for n in range(200)]
