@@ -446,6 +446,25 @@ def test_mixtures_of_every_architecture(tmp_path: Path) -> None:
                 assert same or re.fullmatch(OTHERWISE.get(kind, ""), tensor), (kind, name, tensor, found)
 
 
+def test_mixtures_count_draft_layers(tmp_path: Path) -> None:
+    """As blocks behind the others: which layers get more bits depends on how many there are."""
+    plain = make_llama(model_type="deepseek_v3", hidden=256, heads=4, experts=4, layers=8)
+    source = add_draft_layer(plain, tmp_path / "source")
+    file = exported(tmp_path / "out", "none", str(source), tp=1) / "model.gguf"
+    names = ("q4_k_m", "q3_k_m", "q2_k")
+    (answers,) = ask("quantise", file, given=[(mixtures.MIXTURES[name].file_type, False) for name in names])
+    for name, theirs in zip(names, answers, strict=True):
+        ours = planned_types(source, name, None)
+        assert ours.keys() == theirs.keys()
+        kept = r"blk\.8\..*|.*\.attn_[kv]_b\.weight"  # --draft keep
+        different = {
+            tensor: (kind, theirs[tensor])
+            for tensor, kind in ours.items()
+            if kind != theirs[tensor] and (kind, theirs[tensor]) != ("BF16", "F16") and not re.fullmatch(kept, tensor)
+        }
+        assert not different, name
+
+
 EXACT = 0.01
 """Of a log-probability, on average: in float32 llama.cpp rounds only what it caches, to float16."""
 

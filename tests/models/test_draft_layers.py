@@ -200,6 +200,18 @@ def test_two_ranks_write_the_bytes_of_one(tmp_path: Path, draft: str) -> None:
     assert one == two
 
 
+@pytest.mark.extended
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_a_gguf_file_has_them_at_any_parallelism_and_gives_them_back(tmp_path: Path, kind: str) -> None:
+    settings: dict[str, Any] = {"format": "gguf", "quant": "q8-0", "draft": "quantise"}
+    one, two = (exported(draft_checkpoint(kind), tmp_path / f"{tp}", tp=tp, **settings) for tp in (1, 2))
+    assert (one / "model.gguf").read_bytes() == (two / "model.gguf").read_bytes()
+    plain = exported(draft_checkpoint(kind), tmp_path / "plain", format="gguf", quant="none", tp=1)
+    reshard(checkpoint=str(plain), out=str(tmp_path / "back"), quiet=True)
+    assert verify_checkpoint(tmp_path / "back", draft_checkpoint(kind)).problems == []
+    assert draft_names(tmp_path / "back")
+
+
 def test_decoder_layers_of_several_kinds_may_draft_one_after_the_other(tmp_path: Path) -> None:
     """As Nemotron-H has it: one with attention, which joins the inputs, and one with experts."""
     kinds = {"backbone.layers.2.": "mtp.layers.0.", "backbone.layers.1.": "mtp.layers.1."}

@@ -794,7 +794,8 @@ def _with_drafts(rules: Rules, found: GgufFile, target: _Target) -> Rules:
     """The rules of the model with the draft layers that a file has behind its decoder layers."""
     kind, layers, blocks = target.architecture.drafts, target.layers, _blocks(found.infos)
     twins: list[int] = []
-    while kind is not None and DRAFT_PARTS[0] in blocks.get(layers + len(twins), ()):
+    # A draft of every layer would be strange enough: what is more is unknown arrays.
+    while kind is not None and len(twins) < layers and DRAFT_PARTS[0] in blocks.get(layers + len(twins), ()):
         twin = _twin(blocks, layers, len(twins))
         twins.append(layers - 1 if twin is None else twin)  # arrays that are missing or unknown are named later
     return partial(rules, drafts=twins, drafts_below="" if kind is None else kind.below) if twins else rules
