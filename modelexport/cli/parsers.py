@@ -238,6 +238,7 @@ def _report() -> Parser:
         "  modelexport report ckpt/ --html report.html\n  modelexport report ckpt/ --json\n",
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="where the page goes (default: a summary as text)")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="the --log of the run that wrote it, drawn as well")
     return _of_checkpoint(parser)
 
 

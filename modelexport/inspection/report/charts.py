@@ -16,6 +16,7 @@ from modelexport.inspection.record.reading import RecordedAssignment
 from modelexport.inspection.report.data import StoredBytes
 from modelexport.inspection.report.figures import UNQUANTISED, ErrorGrid, KindOutputError
 from modelexport.inspection.report.scales import BINS_PER_OCTAVE, ScaleCounts, bin_edge
+from modelexport.inspection.report.timeline import RankTimeline
 from modelexport.system.tables import size_text
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "scale_axis",
     "scale_domain",
     "shown_text",
+    "timeline",
 ]
 
 HEAT_STEPS = 7
@@ -117,6 +119,18 @@ def columns(layers: Sequence[StoredBytes], colours: FormatColours) -> Markup:
         for number in range(0, len(layers), every)
     ]
     return _svg(height + 22, marks, f"bytes of each of {len(layers)} layers, at most {size_text(largest)}")
+
+
+def timeline(rank: RankTimeline, largest: float, seconds: float) -> Markup:
+    """Returns a rank's rate over the run; ``largest`` bytes a second have the full height."""
+    height, width = 28.0, 100 / max(1, len(rank.rates))
+    marks = [_base_line(height)]
+    for number, rate in enumerate(rank.rates):
+        if rate:
+            tall = max(0.75, height * rate / max(1.0, largest))
+            title = f"{seconds * number / len(rank.rates):.0f} s: {size_text(rate)}/s"
+            marks.append(_rectangle(width * number, width, height - tall, tall, "c1", title))
+    return _svg(height, marks, f"bytes a second of rank {rank.rank} over {seconds:.0f} s")
 
 
 def scale_domain(scales: Sequence[ScaleCounts]) -> Domain | None:

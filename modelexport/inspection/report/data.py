@@ -31,6 +31,7 @@ from modelexport.inspection.report.figures import (
     output_errors,
 )
 from modelexport.inspection.report.scales import ScaleCounts, bin_edge, count_scales
+from modelexport.inspection.report.timeline import RunTimeline
 from modelexport.models.modules import Architecture, StoredModule
 from modelexport.quantization import algorithms, kv_caches
 from modelexport.quantization.methods import QuantizationConfig, of_method
@@ -109,6 +110,7 @@ class Report:
         assignment: autoquant's choice, and what it chose from; None without.
         chosen_formats: the number formats that it chose.
         recipe, producer, versions, calibration, evaluation: as recorded; empty where nothing is.
+        run: of the log that was given; None without.
         unknown: what is not known, and the command that would measure it.
     """
 
@@ -136,6 +138,7 @@ class Report:
     versions: dict[str, Any] = field(default_factory=dict)
     calibration: dict[str, Any] = field(default_factory=dict)
     evaluation: dict[str, Any] = field(default_factory=dict)
+    run: RunTimeline | None = None
 
     @property
     def is_recorded(self) -> bool:

@@ -16,7 +16,7 @@ from modelexport import __version__
 from modelexport.inspection.report import charts
 from modelexport.inspection.report.data import Report
 from modelexport.inspection.report.figures import OUTLIER_DB
-from modelexport.system.tables import size_text
+from modelexport.system.tables import duration_text, size_text
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -35,6 +35,7 @@ _SECTIONS = {
     "modules": "Modules",
     "loading": "Loading it",
     "kept": "What stayed as it was",
+    "run": "The run",
     "recipe": "Recipe and versions",
 }
 """Template of each section -> its title. Sections that come out empty are left out."""
@@ -70,6 +71,7 @@ def environment() -> Environment:
     found.filters |= {
         "breakable": _breakable,
         "count": _count_text,
+        "duration": duration_text,
         "listed": _listed,
         "percent": charts.percent_text,
         "plus_minus": lambda error: "" if error is None else f" \u00b1 {error:.4f}",
@@ -92,6 +94,7 @@ def environment() -> Environment:
         "outlier_db": OUTLIER_DB,
         "scale_axis": charts.scale_axis,
         "scale_domain": charts.scale_domain,
+        "timeline": charts.timeline,
     }
     return found
 
