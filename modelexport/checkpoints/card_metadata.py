@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from modelexport.checkpoints.formats.hf import CARD
-from modelexport.errors import CheckpointError
-from modelexport.system.small_files import open_regular
+from modelexport.errors import CheckpointError, error_text
+from modelexport.system.small_files import is_failing, open_regular
 from modelexport.system.yaml_reading import read_yaml
 
 __all__ = ["known_fields", "read_card_metadata"]
@@ -37,12 +37,19 @@ def read_card_metadata(directory: Path) -> dict[str, Any]:
     Returns:
         ``license``, ``license_name``, ``license_link`` and ``base_model_relation`` (``"quantized"`` alone) as text,
         ``language`` and ``base_model`` as lists; whatever is no such value is left out.
+
+    Raises:
+        CheckpointError: the disk fails.
     """
     try:
         with open_regular(directory / CARD) as file:
             text = file.read(_LARGEST).decode("utf-8", errors="replace")
-    except (CheckpointError, OSError):  # none, or one that cannot be read: there is nothing to keep
-        return {}
+    except (CheckpointError, OSError) as error:  # none, or one that cannot be read: there is nothing to keep
+        if not is_failing(error):
+            return {}
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{directory / CARD}: cannot be read: {error_text(error)}") from error
     lines = text.removeprefix("\ufeff").splitlines()
     if not lines or lines[0].rstrip() != "---":
         return {}

@@ -16,7 +16,7 @@ from modelexport.errors import CheckpointError
 from modelexport.inspection.card import model_card
 from modelexport.inspection.record.reading import read_record
 from modelexport.models.opening import config_path
-from modelexport.system.small_files import LARGEST_CONFIG, has_file, read_small
+from modelexport.system.small_files import LARGEST_CONFIG, has_file, is_failing, read_small
 
 
 def cards(source: Path) -> tuple[frozenset[str], dict[str, str]]:
@@ -25,11 +25,16 @@ def cards(source: Path) -> tuple[frozenset[str], dict[str, str]]:
     Returns:
         Files that stay behind, and those that come along under another name: a card that was made of the source's
         record is made anew, any other one is kept beside ours.
+
+    Raises:
+        CheckpointError: the disk fails.
     """
     try:
         record = read_record(source)
         own = record is not None and read_small(source / CARD) == model_card(record.content).encode()
-    except CheckpointError:  # damaged, or gone: nobody can tell, so it is kept
+    except CheckpointError as error:  # damaged, or gone: nobody can tell, so it is kept
+        if is_failing(error):
+            raise
         own = False
     return (frozenset({CARD}), {}) if own else (frozenset(), {CARD: SOURCE_CARD})
 

@@ -25,6 +25,7 @@ __all__ = [
     "check_regular",
     "file_sha256",
     "has_file",
+    "is_failing",
     "open_regular",
     "read_at",
     "read_json",
@@ -40,6 +41,7 @@ LARGEST_CONFIG = 16 << 20
 
 _CHUNK = 1 << 20
 _TEMPORARY = ".modelexport-"
+_FAILING = frozenset({errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE})
 _KINDS = (
     (stat.S_ISDIR, "a directory"),
     (stat.S_ISFIFO, "a named pipe"),
@@ -139,6 +141,13 @@ def read_at(fd: int, count: int, offset: int) -> bytes:
     while len(content) < count and (piece := os.pread(fd, count - len(content), offset + len(content))):
         content += piece
     return content
+
+
+def is_failing(error: BaseException) -> bool:
+    """Returns whether a file could not be read since the disk or the process fails, whatever the file may be: no
+    reason to go on as if there were none."""
+    reason = error if isinstance(error, OSError) else error.__cause__
+    return isinstance(reason, OSError) and reason.errno in _FAILING
 
 
 def read_json(path: Path, *, largest: int = LARGEST_JSON) -> dict[str, Any]:

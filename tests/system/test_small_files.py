@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import stat
@@ -15,6 +16,7 @@ from modelexport.errors import CheckpointError, UsageError
 from modelexport.system.small_files import (
     check_place,
     file_sha256,
+    is_failing,
     open_regular,
     read_at,
     read_json,
@@ -158,3 +160,18 @@ def test_reading_at_a_place_takes_as_many_calls_as_it_takes(tmp_path: Path, monk
     with open_regular(tmp_path / "file") as file:
         assert read_at(file.fileno(), 5, 3) == b"34567"
         assert read_at(file.fileno(), 9, 6) == b"6789"
+
+
+def test_a_disk_that_fails_is_told_from_a_file_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CheckpointError) as absent:
+        read_small(tmp_path / "none")
+    assert not is_failing(absent.value)
+    (tmp_path / "file").write_bytes(b"something")
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(CheckpointError) as failing:
+        read_small(tmp_path / "file")
+    assert is_failing(failing.value)
