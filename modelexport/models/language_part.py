@@ -6,6 +6,7 @@ as, a model of the language model's own type has them; the others are left out.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
@@ -73,7 +74,7 @@ def part_as(checkpoint: Checkpoint, other: Checkpoint) -> Checkpoint:
 
 
 def _config_of(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    own = dict(language_config(config, names))
+    own = json.loads(json.dumps(language_config(config, names), default=str))  # transformers' has numbers as keys
     own |= {key: config[key] for key in (*_TOKENS, "dtype", "torch_dtype") if config.get(key) is not None}
     seen = config.get("vision_config")
     listed = seen.get(_DEEPSTACK) if isinstance(seen, Mapping) else None
