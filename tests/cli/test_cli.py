@@ -148,6 +148,7 @@ OTHER: dict[str, Any] = {
     "private": True,
     "evaluate": False,
     "timeout": 2.5,
+    "log": "run.jsonl",
     "dry_run": True,
     "quiet": True,
     "json": True,

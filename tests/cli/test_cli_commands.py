@@ -268,7 +268,7 @@ def planned(**settings: Any) -> bool:
         (
             "gguf",
             {"checkpoint_format"},
-            "llama.cpp (llama-cpp-python 0.3.36): none, int8-wo:32, int4:32, mxfp4-wo, q4-0",
+            "llama.cpp (llama-cpp-python 0.3.36): none, int8-wo:32, int4:32, mxfp4-wo, nvfp4-wo, q4-0",
         ),
         (
             "gptq",
@@ -330,14 +330,17 @@ def test_report_is_called_with_what_was_given(monkeypatch: pytest.MonkeyPatch) -
 
     calls: list[Any] = []
 
-    def print_report(checkpoint: Path, html: Path | None, config: Path | None, *, as_json: bool) -> int:
-        calls.append((checkpoint, html, config, as_json))
+    def print_report(
+        checkpoint: Path, html: Path | None, config: Path | None, log: Path | None, *, as_json: bool
+    ) -> int:
+        calls.append((checkpoint, html, config, log, as_json))
         return 0
 
     monkeypatch.setattr(report, "print_report", print_report)
     assert main(["report", "ckpt"]) == 0
-    assert main(["report", "ckpt", "--html", "x.html", "--config", "c.json", "--json"]) == 0
-    assert calls == [(Path("ckpt"), None, None, False), (Path("ckpt"), Path("x.html"), Path("c.json"), True)]
+    assert main(["report", "ckpt", "--html", "x.html", "--config", "c.json", "--log", "l.jsonl", "--json"]) == 0
+    given = (Path("ckpt"), Path("x.html"), Path("c.json"), Path("l.jsonl"), True)
+    assert calls == [(Path("ckpt"), None, None, None, False), given]
 
 
 def test_every_kind_of_error_has_an_exit_status() -> None:

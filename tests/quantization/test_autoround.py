@@ -61,11 +61,11 @@ def test_every_batch_has_its_turn() -> None:
     given = linear("int8-wo:32")
     layer = OneLinear(given.weight, batches=6)
     AutoRound(AutoRound.Settings(steps=6, batch_size=4)).learn([given], layer)
-    del layer.asked[6:]  # at the end all are asked, twice
-    assert [len(numbers) for numbers in layer.asked] == [2] * 6
-    rounds = [[number for asked in part for number in asked] for part in (layer.asked[:3], layer.asked[3:])]
+    steps = [numbers for numbers in layer.asked if len(numbers) < 6]  # between them all are asked for the distance
+    assert [len(numbers) for numbers in steps] == [2] * 6
+    rounds = [[number for asked in part for number in asked] for part in (steps[:3], steps[3:])]
     assert [sorted(each) for each in rounds] == [list(range(6))] * 2
-    assert layer.asked[:3] != layer.asked[3:]
+    assert steps[:3] != steps[3:]
 
 
 def test_what_no_sample_comes_to_is_rounded_to_nearest() -> None:
@@ -81,3 +81,24 @@ def test_steps_that_lead_nowhere_are_taken_back() -> None:
     found = rounding.learn([given], layer)["a"]
     assert all(torch.equal(found[key], value) for key, value in given.rounded().items())
     assert "no better" in rounding.notes["a"]
+
+
+class Scripted(OneLinear):
+    """Has distances that are written down, and keeps the weights that each was asked of."""
+
+    def __init__(self, weight: Tensor, distances: Sequence[float]) -> None:
+        super().__init__(weight)
+        self._distances, self.seen = iter(distances), list[Tensor]()
+
+    def distance(self, values: Callable[[str], Tensor], numbers: Sequence[int]) -> float:
+        self.seen.append(values("a").clone())
+        return next(self._distances)
+
+
+def test_the_best_of_the_way_is_what_counts() -> None:
+    given = linear("int4:32")
+    assert given.number_format is not None
+    layer = Scripted(given.weight, [10.0, 7.0, 5.0, 6.0, 8.0, 12.0])
+    found = AutoRound(AutoRound.Settings(steps=10, rate=0.1)).learn([given], layer)["a"]
+    kept = [torch.equal(given.number_format.dequantise(found), values) for values in layer.seen]
+    assert kept == [False, False, True, False, False, False]

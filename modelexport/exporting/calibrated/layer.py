@@ -92,7 +92,11 @@ class QuantisedLayer:
 
 class CalibratedLayer:
     """A filled layer on its way to :class:`QuantisedLayer`: :meth:`fold` for each algorithm that folds, then
-    :meth:`round`."""
+    :meth:`round`.
+
+    Args:
+        advance: the samples go on to the next layer as the unrounded layer leaves them, when they are looked at: once.
+    """
 
     def __init__(
         self,
@@ -102,8 +106,11 @@ class CalibratedLayer:
         filled: FilledLayer,
         scales: ScaleAgreement,
         rank: int,
+        *,
+        advance: bool = False,
     ) -> None:
         self.job, self.step, self.runner, self.filled, self.scales = job, step, runner, filled, scales
+        self.advance = advance
         self.report = LayerReport()
         self.cache = None if job.plan.kv_cache is None else CACHES[job.plan.kv_cache]
         self.numbers = {
@@ -167,6 +174,7 @@ class CalibratedLayer:
         if wants <= self.seen:
             return
         assert self.step.index is not None
+        assert not (self.advance and self.seen), "the samples are beyond the layer"
         if ranged:
             self.runner.check_ranges(self.step.index)
         phase(f"{self.step.id}: samples through the layer, for {what}")
@@ -178,6 +186,7 @@ class CalibratedLayer:
             wants,
             all_experts=self.job.recipe.calib_experts == "all",
             by_head=self.cache is not None and self.cache.by_head,
+            advance=self.advance,
         )
         self.seen = wants
         for name, linear in self.linears.items():

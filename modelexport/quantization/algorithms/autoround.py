@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ALGORITHM", "AutoRound", "AutoRoundSettings"]
 
+_CHECKS = 5
+"""How often the distance over all samples is taken on the way."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AutoRoundSettings:
@@ -47,7 +50,10 @@ class AutoRound(Rounding):
     -0.5 to 0.5. From 0 on, each step moves every v by the same amount, against the sign of the gradient that the
     squared error of the decoder layer's outputs has on some samples; steps grow smaller, to 0. The outputs are to be
     those of the unrounded model, on what comes out of the rounded layers before. Rounding counts as having the gradient
-    1, for weights within the grid and for activations.
+    1, for weights within the grid and for activations. After each fifth of the steps the error over all samples is
+    taken, and the weights of the least are those that count: where a few inputs are far larger than the others, as in
+    large models, it falls to a half of what rounding to nearest has, and rises beyond that once offsets of near 0.5
+    round the weights of these inputs away.
 
     Scales are the number format's own, searched for with observer "mse", and stay. Mean KL to the demo model, int4 in
     groups of 128, 32 windows of 256 held-out tokens, after 64 samples of 256 tokens: 0.0189 (to nearest 0.0525, gptq
@@ -68,14 +74,20 @@ class AutoRound(Rounding):
         """See the base. Linears to which no sample comes are rounded to nearest."""
         learnt = {linear.name: _Offsets(linear) for linear in linears}
         steps, first = self.settings.steps, self.settings.rate or 1 / self.settings.steps
+        nearest = least = self._distance(layer, learnt, moved=False)
         for step, numbers in zip(range(steps), self._batches(layer), strict=False):
             _, gradients = layer.at(lambda name: learnt[name].values(), numbers)
             for name, gradient in gradients.items():
                 learnt[name].descend(gradient, first * (1 - step / steps))
-        if self._distance(layer, learnt) >= self._distance(layer, learnt, moved=False):
+            if (step + 1) * _CHECKS // steps > step * _CHECKS // steps:
+                distance = self._distance(layer, learnt)
+                if distance < least:
+                    least = distance
+                    for each in learnt.values():
+                        each.store()
+        if least == nearest:
             self.notes.update(dict.fromkeys(learnt, "steps made its layer's outputs no better: rounded to nearest"))
-            return {linear.name: linear.rounded() for linear in linears}
-        return {name: each.stored() for name, each in learnt.items()}
+        return {name: each.native for name, each in learnt.items()}
 
     @staticmethod
     def _distance(layer: LayerGradients, learnt: Mapping[str, _Offsets], *, moved: bool = True) -> float:
@@ -98,7 +110,7 @@ class _Offsets:
     """The offsets that are added to the rows of a weight before they are rounded.
 
     Attributes:
-        native: the native tensors, whose scales stay.
+        native: the native tensors, rounded to nearest until they are stored anew; their scales stay.
         offset: float32 ``[rows, in_features]``, from -0.5 to 0.5, in distances between two numbers of the grid.
     """
 
@@ -141,10 +153,9 @@ class _Offsets:
             return
         self.offset.sub_(gradient.sign() * self._grid.within(self._moved()), alpha=rate).clamp_(-0.5, 0.5)
 
-    def stored(self) -> dict[str, Tensor]:
-        """The native tensors, with what the rows are rounded to."""
+    def store(self) -> None:
+        """Puts what the rows are rounded to now into the native tensors."""
         self._number_format.store(self._moved(), self.native)
-        return self.native
 
 
 ALGORITHM = AutoRound
