@@ -85,8 +85,7 @@ def run_under_launcher(
             return target.begin(), time.time()
 
     done, began = ranks.compute_and_broadcast(begin)
-    first = config.rank - config.local_rank
-    name = f"{log}.{first}" if first and is_spread(config) else log
+    name = log_of(config, log)
     own = None if name is None else LogFile.begin(name, began)
     with progress(done, own) as handler, launch.local_status(handler, config.rank, own):
         work(done)
@@ -97,3 +96,9 @@ def run_under_launcher(
             return collect(target.finish(result), result)
 
     return ranks.compute_and_broadcast(finish)
+
+
+def log_of(config: MultiprocessConfig, log: str | None) -> str | None:
+    """Returns the log of the ranks on this machine: of several machines' ranks, each but the first has its own."""
+    first = config.rank - config.local_rank
+    return f"{log}.{first}" if log is not None and first and is_spread(config) else log

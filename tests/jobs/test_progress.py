@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from modelexport.distributed.launch import MultiprocessConfig
 from modelexport.exporting import export
 from modelexport.jobs.progress import StepCost, TimeLeft
+from modelexport.jobs.ranks import log_of
 from tests.exporting.test_export import digests
 
 GB = 10**9
@@ -156,3 +158,11 @@ def test_a_log_has_progress_ranks_and_layers_and_changes_no_byte(tmp_path: Path)
     ).items()
     assert ranks[-1]["written"] == own[0]["to_write"]
     assert ranks[-1]["read"] >= own[0]["to_read"] + own[0]["to_write"]  # read back, too
+
+
+def test_each_machine_but_the_first_has_a_log_of_its_own_where_one_is_wanted() -> None:
+    configs = [
+        MultiprocessConfig(rank=rank, local_rank=rank % 2, world_size=4, local_world_size=2) for rank in range(4)
+    ]
+    assert [log_of(config, "run.jsonl") for config in configs] == ["run.jsonl"] * 2 + ["run.jsonl.2"] * 2
+    assert {log_of(config, None) for config in configs} == {None}
