@@ -21,7 +21,6 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from modelexport.checkpoints.safetensors.file import Layout, Writer
@@ -31,6 +30,7 @@ from modelexport.distributed.launch import phase, report
 from modelexport.exporting.plan import ExportStep, TensorTask, full_name
 from modelexport.inspection.verify.items import WrittenPiece
 from modelexport.layers import LayerConfig, TensorShard
+from modelexport.system.tensor_memory import tensor_bytes
 
 
 class LayerWriter(Protocol):
@@ -206,5 +206,4 @@ def _summed(parts: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[fl
 
 
 def _crc32(tensor: Tensor) -> int:
-    flat = tensor.contiguous().view(-1)
-    return zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
+    return zlib.crc32(tensor_bytes(tensor.contiguous()))

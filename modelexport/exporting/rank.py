@@ -40,6 +40,7 @@ from modelexport.quantization.kv_caches import CACHES
 from modelexport.quantization.methods import ReadOnlyNumbers, WeightSlice, of_method
 from modelexport.recipe import ExportRecipe
 from modelexport.system.run_log import in_layer
+from modelexport.system.tensor_memory import ReusableBuffer
 
 SMALL_BYTES = 1 << 20  # tensors up to this size are copied rather than kept where they were read
 
@@ -72,29 +73,6 @@ class RankJob:
     def workspace(self) -> str | None:
         """The directory in which ranks meet that do not meet in shared memory."""
         return self.recipe.workspace if self.recipe.transport == "nfs" or self.spread else None
-
-
-class ReusableBuffer:
-    """A buffer from which a step's tensors are carved; the next step takes it again."""
-
-    def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._used = 0
-
-    def reserve(self, nbytes: int) -> None:
-        """Begin a step that needs at most ``nbytes``."""
-        if self._buffer.numel() < nbytes:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # let go of the old one first
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8)
-        self._used = 0
-
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The next tensor of the step, on a cache line of its own."""
-        nbytes = dtype.itemsize
-        for size in shape:
-            nbytes *= size
-        start, self._used = self._used, self._used + -(-nbytes // 64) * 64
-        return self._buffer[start : start + nbytes].view(dtype).view(shape)
 
 
 @dataclass
@@ -337,8 +315,10 @@ class RankExport:
             box = task.output_box(out, self.rank)
             if box is not None:
                 offset = tuple(start for start, _ in box)
-                data = tensors[out.name].reshape(_extent(box))
-                module.tensors[out.name] = TensorShard(out.dtype, out.shape, offset, _extent(box), data)
+                extent, data = _extent(box), tensors[out.name]
+                if data.shape != extent:
+                    data = data.reshape(extent)
+                module.tensors[out.name] = TensorShard(out.dtype, out.shape, offset, extent, data)
 
     def encoded(self, task: TensorTask, native: dict[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
         """Native tensors of this rank's part of a weight, of that shape, encoded by the target's method."""

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +27,7 @@ from modelexport.inspection.verify import requantised
 from modelexport.inspection.verify.items import AuditItem, ModuleCheck, WrittenPiece
 from modelexport.quantization import kernels
 from modelexport.sharding.plan import scale_range
+from modelexport.system.tensor_memory import ReusableBuffer, tensor_bytes
 
 CHUNK_BYTES = 4 << 20
 # One-byte floats: all of these bits set is NaN (or, for e5m2, Inf).
@@ -93,10 +93,10 @@ def run_audit(
 
 
 class _Scratch(threading.local):
-    """This thread's buffers, by name: memory touched for the first time costs more than what is done with it."""
+    """This thread's buffers, by name."""
 
     def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
+        self._buffers: dict[str, ReusableBuffer] = {}
 
     def take(self, name: str, info: TensorInfo, rows: tuple[int, int] | None) -> Tensor | None:
         """Room for some rows of a tensor; None for a scalar, which may be read into memory of its own."""
@@ -104,10 +104,9 @@ class _Scratch(threading.local):
             return None
         dtype, shape = torch_dtype(info.dtype), (rows[1] - rows[0], *info.shape[1:])
         nbytes = math.prod(shape) * dtype.itemsize
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.numel() < nbytes:
-            buffer = self._buffers[name] = torch.empty(max(nbytes, CHUNK_BYTES), dtype=torch.uint8)
-        return buffer[:nbytes].view(dtype).view(shape)
+        buffer = self._buffers.setdefault(name, ReusableBuffer())
+        buffer.reserve(max(nbytes, CHUNK_BYTES))
+        return buffer.take(shape, dtype)
 
 
 _scratch = _Scratch()
@@ -159,11 +158,11 @@ def _check(
     for chunk in chunks:
         for key, span in chunk.spans.items():
             data = chunk.tensors[key].contiguous()
-            hashes[key].update(_bytes(data))
+            hashes[key].update(tensor_bytes(data))
             for number, piece in enumerate(written[key]):
                 part = _part(piece, data, span)
                 if part is not None:
-                    crcs[key][number] = zlib.crc32(_bytes(part), crcs[key][number])
+                    crcs[key][number] = zlib.crc32(tensor_bytes(part), crcs[key][number])
             if thorough:
                 faults.update({(key, what): count for what, count in value_faults(key, data).items()})
         if chunk.original is None:
@@ -266,7 +265,3 @@ def _part(piece: WrittenPiece, data: Tensor, span: tuple[int, int] | None) -> Te
     for dim in range(1, data.dim()):
         part = part.narrow(dim, piece.offset[dim], piece.shape[dim])
     return part.contiguous()
-
-
-def _bytes(tensor: Tensor) -> Any:
-    return tensor.view(-1).view(torch.uint8).numpy() if tensor.numel() else b""

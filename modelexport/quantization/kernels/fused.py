@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from modelexport.quantization.kernels import compiled, compiled_reading, reference, scales
+from modelexport.system.tensor_memory import tensor_bytes
 
 assert compiled.LANES == reference.LANES
 
@@ -40,9 +41,8 @@ def _span(tensor: Tensor, size: int | None = None) -> tuple[np.ndarray[Any, Any]
     """
     rows, cols = tensor.shape
     stride = tensor.stride(0) if rows > 1 else cols
-    flat = tensor.detach().as_strided(((rows - 1) * stride + cols,), (1,))
     width = tensor.element_size()
-    return flat.view(torch.uint8).numpy(), stride * width // (size or width)
+    return tensor_bytes(tensor, ((rows - 1) * stride + cols) * width), stride * width // (size or width)
 
 
 def _dense_rows(tensor: Tensor) -> Tensor:
@@ -61,7 +61,8 @@ def _floats(tensor: Tensor | None) -> tuple[np.ndarray[Any, Any], int]:
     """float32 as numpy has it, rows one after the other, and how many there are in each row."""
     if tensor is None:
         return _NONE, 0
-    return tensor.detach().contiguous().view(-1).numpy(), tensor[0].numel()
+    rows = tensor.shape[0]
+    return tensor_bytes(tensor.contiguous()).view(np.float32), tensor.numel() // rows if rows else 0
 
 
 def row_amax(weight: Tensor) -> Tensor:
@@ -194,7 +195,7 @@ def squared_error(
     zeros = _NO_ZEROS if zero is None else _span(_dense_rows(zero))
     dense = out.contiguous()
     columns = reference.columns_per_scale(cols, scale, group)
-    compiled_reading.squared_error(*source, columns, code, *stored, *zeros, dense.view(-1).numpy())
+    compiled_reading.squared_error(*source, columns, code, *stored, *zeros, tensor_bytes(dense).view(np.float64))
     _copy_back((dense, out))
 
 
@@ -218,7 +219,7 @@ def search_errors(
     rows = (*_span(_dense_rows(weight)), _KIND[weight.dtype], *weight.shape, code, limit, cap, caps)
     dense = out.contiguous()
     tried = (*_floats(amax), shrinks.numpy(), _KIND[scale_dtype])
-    compiled_search.search_errors(*rows, *tried, dense.view(-1).numpy())
+    compiled_search.search_errors(*rows, *tried, tensor_bytes(dense).view(np.float64))
     _copy_back((dense, out))
 
 

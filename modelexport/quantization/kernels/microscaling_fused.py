@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from modelexport.quantization.kernels import fused
 from modelexport.quantization.kernels import microscaling_compiled as compiled
+from modelexport.system.tensor_memory import tensor_bytes
 
 
 def _how(q: Tensor, factor: Tensor | None) -> tuple[int, float]:
@@ -50,5 +52,5 @@ def dequantise(q: Tensor, scale: Tensor, factor: Tensor | None, out: Tensor) -> 
 def squared_error(weight: Tensor, q: Tensor, scale: Tensor, factor: Tensor | None, out: Tensor) -> None:
     """See :func:`.microscaling_reference.squared_error`."""
     dense = out.contiguous()
-    compiled.squared_error(*_weight(weight), *_how(q, factor), *_stored(q, scale), dense.view(-1).numpy())
+    compiled.squared_error(*_weight(weight), *_how(q, factor), *_stored(q, scale), tensor_bytes(dense).view(np.float64))
     fused._copy_back((dense, out))
