@@ -421,6 +421,7 @@ OTHERWISE = {
     "deepseek_v3": r".*\.attn_v_b\.weight",
     "glm4_moe_lite": r".*\.attn_v_b\.weight",
     "youtu": r".*\.attn_v_b\.weight",
+    "laguna": r".*\.attn_gate\.weight",  # never quantised here
     "mistral4": r".*\.attn_v_b\.weight",
     "minicpm3": r".*\.attn_kv_b\.weight",  # the same linear, whole
     "gemma4_text": r"per_layer_token_embd\.weight",  # no linear
