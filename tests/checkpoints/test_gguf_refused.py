@@ -12,13 +12,18 @@ import pytest
 from modelexport.checkpoints.formats import gguf
 from modelexport.checkpoints.gguf.file import encode_header, read_gguf
 from modelexport.errors import CheckpointError, PlanError
+from tests.checkpoints.test_gguf_architectures import tiny
 from tests.helpers.format_models import make_model, reopen, write
 
 
 @pytest.mark.parametrize(
     ("shape", "config", "why"),
     [
-        ({}, {"model_type": "helium"}, "no names are known for 'helium'; they are for llama, mistral"),
+        (
+            {},
+            {"model_type": "helium"},
+            "no architecture of llama.cpp is known for 'helium'; --format hf holds it. Known are llama, mistral",
+        ),
         ({}, {"model_type": "phimoe"}, "'phimoe' is not written: llama.cpp computes its norms .*--format hf holds it"),
         ({}, {"hidden_act": "gelu"}, "hidden_act is 'gelu', and llama.cpp computes silu"),
         (
@@ -32,6 +37,13 @@ def test_what_llama_cpp_cannot_hold_is_refused(shape: dict[str, Any], config: di
     model = make_model(**shape)
     with pytest.raises(PlanError, match=why):
         gguf.lay_out(model.plan(), {**model.config, **config})
+
+
+def test_a_type_that_is_not_known_is_refused_with_its_tensors() -> None:
+    model = tiny("mamba")
+    names = r"backbone.layers.\*.norm.weight, backbone.layers.\*.mixer.A_log, .*backbone.layers.\*.mixer.dt_proj.bias"
+    with pytest.raises(PlanError, match=rf"known for 'mamba9' and no names are known for {names}.*; --format hf"):
+        gguf.lay_out(model.plan(), {**model.config, "model_type": "mamba9"})
 
 
 def test_a_cut_file_is_refused() -> None:

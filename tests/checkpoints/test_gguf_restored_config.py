@@ -25,6 +25,7 @@ REFUSED = ("jamba", "nemotron_h")
 READ_AS = {
     **dict.fromkeys(("mistral", "internlm3", "iquestcoder"), "llama"),
     "granitemoeshared": "granitemoe",
+    "granite_docling_text": "granite",
     "glm4_moe_lite": "deepseek_v3",
     "qwen2_5_vl_text": "qwen2_vl_text",
 }
@@ -39,6 +40,7 @@ SAID_OTHERWISE = {
     "gpt_bigcode": {"n_inner"},
     "falcon": {"num_kv_heads", "ffn_hidden_size"},  # there is one, whatever this says
     "exaone4": {"sliding_window_pattern"},  # no layer has a window
+    "hunyuan_vl_text": {"rope_parameters"},  # the base that alpha makes
     "dots1": {"sliding_window"},  # as here
     "cohere2_moe": {"prefix_dense_intermediate_size"},  # as wide as the experts, which null means
 }

@@ -6,7 +6,21 @@ import functools
 import json
 from typing import Any
 
+from tests.helpers.tiny_overrides import ROPE
+
 _TURNED = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]}
+_PARTLY_TURNED = {**ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]}
+_TURNED_BY_ALPHA = {**_TURNED, "rope_type": "dynamic", "alpha": 100.0, "factor": 1.0}
+_YARN = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 32}
+_SWA = {
+    "num_hidden_layers": 3,
+    "layer_types": ["full_attention", *["sliding_attention"] * 2],
+    "layer_rope_theta": [1e4, 1e4, 0],
+    "attention_multiplier": 0.25,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.5,
+}
 
 CHANGES: dict[str, dict[str, Any]] = {
     "qwen2_vl_text": {"rope_parameters": _TURNED},
@@ -58,6 +72,39 @@ CHANGES: dict[str, dict[str, Any]] = {
         "layer_types": [*["sliding_attention"] * 3, "full_attention"],
         "mup_enabled": True,
     },
+    "hunyuan_vl_text": {"rope_parameters": _TURNED_BY_ALPHA, "head_dim": 32},
+    **{kind: {"rope_parameters": _PARTLY_TURNED} for kind in ("glm4v_text", "glm_ocr_text", "glm4v_moe_text")},
+    "granite_swa": _SWA,
+    "granitemoe_swa": {**_SWA, "shared_intermediate_size": 64},
+    "mistral4": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 16.0,
+            "original_max_position_embeddings": 8,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+            "partial_rotary_factor": 0.5,
+        }
+    },
+    "mellum": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {"full_attention": {**_YARN, "rope_theta": 1e4}, "sliding_attention": ROPE},
+    },
+    "laguna": {
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "num_attention_heads_per_layer": [4, 6, 6],
+        "moe_routed_scaling_factor": 2.5,
+        "rope_parameters": {
+            "full_attention": {**_YARN, "partial_rotary_factor": 0.5},
+            "sliding_attention": ROPE,
+        },
+    },
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention"]},
 }
 """Model type -> settings of config.json beside those of :mod:`tests.helpers.tiny_overrides`."""
@@ -87,6 +134,9 @@ WRAPPED: dict[str, dict[str, Any]] = {
     "qwen3_vl": {"text_config": {"rope_parameters": {**_TURNED, "mrope_interleaved": True}}},
     "qwen3_vl_moe": {"text_config": {"rope_parameters": {**_TURNED, "mrope_interleaved": True}}},
     "voxtral": {},
+    **{kind: {"text_config": {"rope_parameters": _PARTLY_TURNED}} for kind in ("glm4v", "glm_ocr", "glm4v_moe")},
+    "hunyuan_vl": {"text_config": {"rope_parameters": _TURNED_BY_ALPHA, "head_dim": 32}},
+    "granite_docling": {"vision_config": {"out_hidden_size": 128, "num_position_embeddings": 64}},
     "qwen3_5": {"vision_config": {"out_hidden_size": 128, "num_position_embeddings": 64}},
 }
 """Models that also see or hear, and the settings of their parts; their language models are of types of the table."""
@@ -94,7 +144,10 @@ _SEEN = {"vision_config": {"out_hidden_size": 128, "num_position_embeddings": 64
 for _kind in ("qwen3_vl", "qwen3_vl_moe"):
     WRAPPED[_kind] |= _SEEN
 
-ONLY_WRAPPED = ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text")
+ONLY_WRAPPED = (
+    *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "glm4v_text", "glm_ocr_text"),
+    *("glm4v_moe_text", "hunyuan_vl_text", "granite_docling_text"),
+)
 """Types of the table whose models transformers has as parts of others alone."""
 
 EXPERTS = 4

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from modelexport.checkpoints.safetensors.file import Reader
 from modelexport.models.language_part import language_part_alone, part_as
 from modelexport.models.opening import open_model
 from modelexport.models.rules import expected_rules
+from tests.helpers.gguf_models import gguf_tiny_config
 from tests.helpers.models import make_llama
 from tests.helpers.tiny_models import tiny_checkpoint
 
@@ -40,3 +42,10 @@ def test_it_is_compared_with_its_own_type_alone() -> None:
     part, _ = language_part_alone(whole)
     assert part_as(whole, part).infos == part.infos
     assert part_as(whole, replace(part, config={"model_type": "llama"})) is whole
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_part_s_head_is_its_embedding_where_its_config_says_so(tied: bool) -> None:
+    config = {**gguf_tiny_config("qwen2_vl_text"), "tie_word_embeddings": tied}
+    names = {rule.name for rule in expected_rules(config, "BF16")}
+    assert ("lm_head.weight" in names) != tied

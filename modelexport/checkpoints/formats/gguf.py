@@ -23,11 +23,12 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import struct
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +64,14 @@ from modelexport.checkpoints.gguf.metadata import (
     architecture,
     draft_kinds,
     file_values,
+    is_written,
     model_values,
     read_config,
     read_rope,
+    refusal,
     untold_window,
 )
-from modelexport.checkpoints.gguf.restored_config import NOTE, restore_config
+from modelexport.checkpoints.gguf.restored_config import NOTE, restored_configs
 from modelexport.checkpoints.gguf.tokenizer import describe, read_tokenizer
 from modelexport.checkpoints.gguf.tokenizer.restored import restore_tokenizer
 from modelexport.checkpoints.gguf.values import HEADS, KV_HEADS, fused_heads
@@ -115,6 +118,7 @@ _UNSCALED = "NVFP4 (scale 1)"
 _EXTRA = "general.tensor_extra"
 _NEXTN = "nextn."
 _MOST_DIGITS = 6
+_NUMBERS = re.compile(r"\.\d+(?=\.)")
 _DROP = "--draft drop exports the model without them"
 _WIDE = "modelexport.float32"
 """The key of the names of those tensors of a model of 16 bits that are float32 in the model, too, one a line."""
@@ -156,8 +160,11 @@ class _Target:
                     stored = found if isinstance(found, Stored) else Stored((found,))
                     if rule.parameter == _SCALE and key != full:  # one number, whatever becomes of the weight's rows
                         return Stored(tuple(self._full_name(name, rule) for name in stored.names))
-                    if self.architecture.pairs and rule.role in ("attention.q", "attention.k"):
-                        stored = replace(stored, rows="pairs")
+                    if rule.role in ("attention.q", "attention.k"):
+                        if self.architecture.pairs:
+                            stored = replace(stored, rows="pairs")
+                        elif self.architecture.halves:
+                            stored = replace(stored, rows="halves")
                     is_norm = stored.is_norm and stored.names[0].removesuffix(".weight").endswith("norm")
                     if is_norm and rule.parameter == "weight":
                         stored = replace(stored, function=self.architecture.norms)
@@ -191,6 +198,11 @@ class _Target:
     def heads(self, rule: TensorRule) -> int:
         """Heads along the rows of a tensor."""
         return KV_HEADS.read(self.config) if rule.role == "attention.k" else HEADS.read(self.config)
+
+    @cached_property
+    def rotated(self) -> int:
+        """Features of a head that are rotated."""
+        return int(str(read_rope(self.config.content).values["rope.dimension_count"]))
 
     def kv_groups(self) -> tuple[int, int]:
         """Heads of keys, and queries for each of them, of a fused tensor of all three."""
@@ -457,11 +469,18 @@ def _parts(rule: TensorRule, stored: Stored, target: _Target) -> Iterator[_Part]
 
 def _spans(rule: TensorRule, stored: Stored, target: _Target, rows: int) -> Iterator[tuple[str, int, int, int, int]]:
     """(array, rows [start, stop) of the tensor, the array's row of the first, by how many rows they are apart)."""
-    if stored.rows == "pairs":
-        half = rows // target.heads(rule) // 2
-        for start in range(0, rows, 2 * half):
-            for which in (0, 1):
-                yield stored.names[0], start + which * half, start + (which + 1) * half, start + which, 2
+    if stored.rows in ("pairs", "halves"):
+        each, rotated = rows // target.heads(rule), target.rotated
+        half = rotated // 2
+        for start in range(0, rows, each):
+            if stored.rows == "pairs":
+                for which in (0, 1):
+                    yield stored.names[0], start + which * half, start + (which + 1) * half, start + which, 2
+            else:
+                for pair in range(half):
+                    yield stored.names[0], start + 2 * pair, start + 2 * pair + 2, start + pair, half
+            if rotated < each:
+                yield stored.names[0], start + rotated, start + each, start + rotated, 1
     elif stored.rows == "grouped":
         groups, queries = target.kv_groups()
         each = rows // (groups * (queries + 2))
@@ -558,6 +577,9 @@ def lay_out(
             more parts than it counts.
         CheckpointError: a file of the tokenizer is damaged.
     """
+    kind = str(config.get("model_type"))
+    if not is_written(kind):
+        raise PlanError(refusal(kind, _unnamed(plan)))
     _check_scales(plan, _Target.of(config))
     found = divide(arrays(plan, config), max_bytes=max_shard_bytes, name=part_name)
     parts: dict[str, list[Array]] = {}
@@ -580,6 +602,16 @@ def lay_out(
         places |= {id(array): (Path(name), at) for array, at in placed}
     infos = {rule.name: tensor_info(rule.name, rule.dtype, rule.shape, Path()) for rule in plan.rules.values()}
     return Layout(tuple(files), infos, placements(found, lambda array: places[id(array)]))
+
+
+def _unnamed(plan: ShardPlan) -> list[str]:
+    """The tensors that have none of the names of most architectures, each pattern once."""
+    unknown = [
+        rule.name
+        for rule in plan.rules.values()
+        if not any({f"{rule.path}.{rule.parameter}", rule.path, rule.role} & names.keys() for names in (TENSORS, ROLES))
+    ]
+    return list(dict.fromkeys(_NUMBERS.sub(".*", name) for name in unknown))
 
 
 def matrices(plan: ShardPlan, config: dict[str, Any]) -> dict[str, list[TensorRule]]:
@@ -728,15 +760,21 @@ def _input_scales(found: GgufFile) -> list[str]:
 def _open_model(directory: Path, found: GgufFile, config: dict[str, Any] | None, rules: Rules) -> Checkpoint:
     if config is not None or has_file(directory, "config.json"):
         return _open(directory, found, config or read_json(directory / "config.json", largest=LARGEST_CONFIG), rules)
-    config = restore_config(found)
-    try:
-        checkpoint = _open(directory, found, config, rules)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"{error}. {NOTE}, as of model type {config['model_type']}; give --config DIR, the directory or file of "
-            "the config.json that the model had"
-        ) from error
-    return replace(checkpoint, notes=(f"{NOTE}, as of model type {config['model_type']}; --config DIR gives another",))
+    failed: CheckpointError | None = None
+    for config in restored_configs(found):
+        made = f"{NOTE}, as of model type {config['model_type']}"
+        try:
+            checkpoint = _open(directory, found, config, rules)
+        except CheckpointError as error:  # it has other tensors; a type that computes the same values may have them
+            own = CheckpointError(
+                f"{error}. {made}; give --config DIR, the directory or file of the config.json that the model had"
+            )
+            own.__cause__ = error
+            failed = failed or own
+        else:
+            return replace(checkpoint, notes=(f"{made}; --config DIR gives another",))
+    assert failed is not None
+    raise failed
 
 
 def _open(directory: Path, found: GgufFile, config: dict[str, Any], rules: Rules) -> Checkpoint:

@@ -20,6 +20,7 @@ from modelexport.checkpoints.gguf.values import (
     KV_HEADS,
     LAYERS,
     AdjustedWidth,
+    Among,
     Choice,
     Count,
     DoubleWidth,
@@ -29,6 +30,7 @@ from modelexport.checkpoints.gguf.values import (
     Fixed,
     Flag,
     FusedKvHeads,
+    Heads,
     If,
     Kinds,
     KvHeadsByLayer,
@@ -36,10 +38,12 @@ from modelexport.checkpoints.gguf.values import (
     Leading,
     NoLayer,
     OfFullLayers,
+    OneBase,
     Only,
     Product,
     Quotient,
     Requirement,
+    Rotated,
     Says,
     Sections,
     Sum,
@@ -50,15 +54,16 @@ from modelexport.checkpoints.gguf.values import (
 )
 from modelexport.checkpoints.safetensors.conversions import Function
 
-Rows = Literal["in order", "pairs", "grouped", "groups of qkvz", "heads of kv_b", "values by turns"]
+Rows = Literal["in order", "pairs", "halves", "grouped", "groups of qkvz", "heads of kv_b", "values by turns"]
 """Where the rows of a tensor go.
 
-``in order``: to the arrays one after the other, to each as many. ``pairs``: the two halves of a head by turns, which is
-how llama.cpp rotates such a model; ``grouped``: of a fused tensor that has the queries, the key and the value of one
-head after those of another, all queries, then all keys, then all values. ``groups of qkvz``: the same of linear
-attention, whose gates (z) go to an array of their own. ``values by turns``: of linear attention's heads of values,
-which lie with the head of keys that they are for, the first of each head of keys, then the second of each, behind all
-other rows. ``heads of kv_b``: latent attention's keys, each head by itself and turned round, and its values.
+``in order``: to the arrays one after the other, to each as many. ``pairs``: the two halves of a head's rotated features
+by turns, which is how llama.cpp rotates such a model; ``halves``: the way back. ``grouped``: of a fused tensor that has
+the queries, the key and the value of one head after those of another, all queries, then all keys, then all values.
+``groups of qkvz``: the same of linear attention, whose gates (z) go to an array of their own. ``values by turns``: of
+linear attention's heads of values, which lie with the head of keys that they are for, the first of each head of keys,
+then the second of each, behind all other rows. ``heads of kv_b``: latent attention's keys, each head by itself and
+turned round, and its values.
 """
 
 
@@ -112,12 +117,15 @@ class GgufArchitecture:
         values: of the header beside those that every architecture has, or in their place; None: it has no such value.
         tensors: names of modules, or of single parameters, beside those of :data:`TENSORS`.
         pairs: whether llama.cpp rotates neighbouring elements of a head where transformers rotates halves.
+        halves: whether it is the other way round.
         norms: what is computed from the weights of norms.
         activations: that its graph has.
         rules: what its graph takes for granted.
         rotated: the features of a head that are rotated, before ``partial_rotary_factor``; None: no rotary embedding.
+        partial: whether ``partial_rotary_factor`` says how many of them are; else all are.
         plain_rope: whether it is told that the rotary embedding is not scaled.
         longrope: whether its graph has LongRoPE's factors.
+        alpha: whether the base of its rotary embedding may be what transformers makes of ``alpha`` (type ``dynamic``).
         proportional: whether its layers with full attention rotate a part of a head's features, by the frequencies that
             they would have if all were rotated: by factors, which are infinite for the others.
         yarn: what its graph makes of the factors that YaRN's settings have for the attention: nothing, or it computes
@@ -134,12 +142,15 @@ class GgufArchitecture:
     values: Mapping[str, ValueSource | None] = field(default_factory=dict)
     tensors: Mapping[str, str | Stored] = field(default_factory=dict)
     pairs: bool = False
+    halves: bool = False
     norms: Function = "value"
     activations: tuple[str, ...] = ("silu",)
     rules: tuple[Requirement, ...] = ()
     rotated: ValueSource | None = HEAD_DIM
+    partial: bool = True
     plain_rope: bool = False
     longrope: bool = False
+    alpha: bool = False
     proportional: bool = False
     yarn: Literal["", "mscale alike", "mscale 1"] = ""
     output: bool = False
@@ -250,7 +261,9 @@ TENSORS: Mapping[str, str | Stored] = {
             **_under("shared_mlp", _SHARED),
             **dict.fromkeys(("gate", "router", "gate.wg", "router.gate"), _ROUTER),
             "shared_expert_gate": Stored(("ffn_gate_inp_shexp",), shape=(0,)),
-            **dict.fromkeys(("gate.e_score_correction_bias", "expert_bias"), _CORRECTION),
+            **dict.fromkeys(
+                ("gate.e_score_correction_bias", "experts.e_score_correction_bias", "expert_bias"), _CORRECTION
+            ),
             "moe_statics.e_score_correction_bias": Stored((_CORRECTION,), shape=(0,)),
             "fc1": "ffn_up",
             "fc2": "ffn_down",
@@ -265,7 +278,7 @@ TENSORS: Mapping[str, str | Stored] = {
         {
             **_EXPERTS,
             **_NUMBERED_EXPERTS,
-            **dict.fromkeys(("gate", "router.layer"), _ROUTER),
+            **dict.fromkeys(("gate", "router", "router.layer"), _ROUTER),
             "e_score_correction_bias": _CORRECTION,
         },
     ),
@@ -292,15 +305,17 @@ _MLP_SCALES = frozenset({"ffn_gate", "ffn_up", "ffn_down"})
 _EXPERT_SCALES = frozenset(f"{name}_exps" for name in _MLP_SCALES)
 _SHARED_SCALES = frozenset(f"{name}_shexp" for name in _MLP_SCALES)
 _SSM_SCALES = frozenset({"ssm_in", "ssm_out"})
+_DELTA_SCALES = frozenset({"attn_gate", "ssm_out"})
 
 SCALED: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(
         (
-            *("arcee", "bloom", "command-r", "dots1", "ernie4_5", "ernie4_5-moe", "exaone-moe", "exaone4", "falcon"),
-            *("gemma", "gemma2", "gemma3", "glm4", "glm4moe", "gpt-oss", "gpt2", "gptneox", "granite", "granitemoe"),
-            *("hunyuan-dense", "hunyuan-moe", "jais2", "lfm2", "lfm2moe", "minimax-m2", "mpt", "nemotron", "olmo"),
-            *("olmo2", "olmoe", "phi2", "phi3", "qwen2", "qwen2moe", "seed_oss", "smollm3", "stablelm", "starcoder"),
-            "starcoder2",
+            *("afmoe", "arcee", "bloom", "chatglm", "command-r", "dbrx", "dots1", "ernie4_5", "ernie4_5-moe"),
+            *("exaone-moe", "exaone4", "falcon", "gemma", "gemma2", "gemma3", "glm4", "glm4moe", "gpt-oss"),
+            *("gpt2", "gptneox", "granite", "granite_swa", "granitemoe", "hunyuan-dense", "hunyuan-moe"),
+            *("hunyuan_vl", "jais2", "lfm2", "lfm2moe", "minimax-m2", "mpt", "nemotron", "olmo", "olmo2"),
+            *("olmoe", "phi2", "phi3", "qwen2", "qwen2moe", "qwen2vl", "qwen3vl", "qwen3vlmoe", "seed_oss"),
+            *("smollm3", "stablelm", "starcoder", "starcoder2"),
         ),
         _ATTENTION_SCALES,
     ),
@@ -309,7 +324,16 @@ SCALED: Mapping[str, frozenset[str]] = {
     "qwen3moe": _ATTENTION_SCALES | _EXPERT_SCALES,
     "cohere2": _ATTENTION_SCALES | _MLP_SCALES,
     "qwen3next": _ATTENTION_SCALES - {"attn_qkv"} | _EXPERT_SCALES | _SHARED_SCALES,
-    "deepseek2": frozenset({"attn_output"}),
+    "mistral3": _ATTENTION_SCALES | _MLP_SCALES,
+    "gemma4": _ATTENTION_SCALES | _MLP_SCALES,
+    "hy_v3": _ATTENTION_SCALES | _MLP_SCALES | _EXPERT_SCALES | _SHARED_SCALES,
+    "cohere2moe": _ATTENTION_SCALES - {"output"} | _MLP_SCALES | _EXPERT_SCALES | _SHARED_SCALES,
+    "minicpm3": frozenset({"attn_output", "output"}),
+    "qwen35": _ATTENTION_SCALES | _MLP_SCALES | _DELTA_SCALES,
+    "qwen35moe": _ATTENTION_SCALES | _EXPERT_SCALES | _SHARED_SCALES | _DELTA_SCALES,
+    "mellum": _ATTENTION_SCALES | _EXPERT_SCALES,
+    "laguna": _ATTENTION_SCALES - {"output"},
+    **dict.fromkeys(("deepseek2", "mistral4"), frozenset({"attn_output"})),
     **dict.fromkeys(("mamba", "mamba2"), _SSM_SCALES | {"output"}),
     **dict.fromkeys(("falcon-h1", "granitehybrid", "jamba"), _ATTENTION_SCALES | _SSM_SCALES),
     "nemotron_h": _ATTENTION_SCALES | _SSM_SCALES | _MLP_SCALES,
@@ -346,6 +370,7 @@ _GROUPS: dict[str, ValueSource | None] = {
 }
 _AS_MANY_KEYS = Requirement("num_key_value_heads", (None,), equal=HEADS, why="has as many heads of keys as of queries")
 _MROPE: dict[str, ValueSource | None] = {"rope.dimension_sections": Sections("rope_parameters.mrope_section")}
+_OPTIONAL_SECTIONS = Sections("rope_parameters.mrope_section", optional=True)
 _DEEPSTACK: dict[str, ValueSource | None] = {
     **_MROPE,
     "n_deepstack_layers": First((whole("num_deepstack_layers", optional=True, least=0), Fixed(0))),
@@ -423,6 +448,14 @@ _GRANITE_MOE = GgufArchitecture(
     tensors=_SHARED_MLP,
     pairs=True,
 )
+_MAMBA_BESIDE_ATTENTION: dict[str, ValueSource | None] = {
+    "ssm.conv_kernel": whole("mamba_d_conv"),
+    "ssm.inner_size": Product(("mamba_expand", HIDDEN)),
+    "ssm.state_size": whole("mamba_d_state"),
+    "ssm.time_step_rank": whole("mamba_n_heads"),
+    "ssm.group_count": whole("mamba_n_groups"),
+}
+_GROUPED_MAMBA2 = _under("mamba", {**_MAMBA2, "norm.weight": Stored(("ssm_norm.weight",), shape=("mamba_n_groups", 0))})
 _GRANITE_HYBRID = replace(
     _GRANITE_MOE,
     name="granitehybrid",
@@ -430,17 +463,27 @@ _GRANITE_HYBRID = replace(
     values={
         **_GRANITE_MOE.values,
         "attention.head_count_kv": Only(KV_HEADS, _ATTENDING),
-        "ssm.conv_kernel": whole("mamba_d_conv"),
-        "ssm.inner_size": Product(("mamba_expand", HIDDEN)),
-        "ssm.state_size": whole("mamba_d_state"),
-        "ssm.time_step_rank": whole("mamba_n_heads"),
-        "ssm.group_count": whole("mamba_n_groups"),
+        **_MAMBA_BESIDE_ATTENTION,
         "rope.scaling.finetuned": Says("position_embedding_type", "rope"),
     },
-    tensors={
-        **_SHARED_MLP,
-        **_under("mamba", {**_MAMBA2, "norm.weight": Stored(("ssm_norm.weight",), shape=("mamba_n_groups", 0))}),
+    tensors={**_SHARED_MLP, **_GROUPED_MAMBA2},
+)
+_GRANITE_SWA = GgufArchitecture(
+    name="granite_swa",
+    model_types=("granite_swa",),
+    values={
+        **_GRANITE,
+        "attention.sliding_window": _WINDOW,
+        _PATTERN: Where(("sliding_attention",), Kinds(first_of=4)),
+        "rope.freq_base": number("rope_parameters.rope_theta", "rope_theta"),
+        "attention.rope_pattern": Rotated("layer_rope_theta"),
     },
+    pairs=True,
+    rules=(
+        Requirement(
+            "layer_rope_theta", (None,), equal=OneBase("layer_rope_theta"), why="has one base for all layers it rotates"
+        ),
+    ),
 )
 
 _DEEPSEEK = GgufArchitecture(
@@ -555,10 +598,7 @@ _FALCON_H1 = GgufArchitecture(
         "ssm.time_step_rank": whole("mamba_n_heads"),
         "ssm.group_count": whole("mamba_n_groups"),
     },
-    tensors={
-        "pre_ff_layernorm": "ffn_norm.",
-        **_under("mamba", {**_MAMBA2, "norm.weight": Stored(("ssm_norm.weight",), shape=("mamba_n_groups", 0))}),
-    },
+    tensors={"pre_ff_layernorm": "ffn_norm.", **_GROUPED_MAMBA2},
     rules=(
         *(
             Requirement(key, (1, None), why="has no multipliers in such a model: they must be in its weights")
@@ -672,6 +712,11 @@ _QWEN3_NEXT = GgufArchitecture(
     drafts=Drafts(count="mtp_num_hidden_layers", below="mtp", listed={"attention.recurrent_layers": False}),
 )
 
+_GLM4: dict[str, str | Stored] = {
+    "post_self_attn_layernorm": "post_attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "post_mlp_layernorm": "post_ffw_norm",
+}
 _GLM4_MOE = GgufArchitecture(
     name="glm4moe",
     model_types=("glm4_moe",),
@@ -775,9 +820,7 @@ _QWEN35 = replace(
     model_types=("qwen3_5_text",),
     values={
         **{key: value for key, value in _QWEN3_NEXT.values.items() if key not in _QWEN_MOE},
-        "rope.dimension_sections": First(
-            (Sections("rope_parameters.mrope_section", optional=True), Fixed((11, 11, 10, 0)))
-        ),
+        "rope.dimension_sections": First((_OPTIONAL_SECTIONS, Fixed((11, 11, 10, 0)))),
     },
     tensors={
         **_POST_ATTENTION,
@@ -863,7 +906,14 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
             Requirement("use_sliding_window", (False, None)),
         ),
     ),
-    GgufArchitecture(name="granite", model_types=("granite",), values=_GRANITE, pairs=True),
+    GgufArchitecture(name="granite", model_types=("granite", "granite_docling_text"), values=_GRANITE, pairs=True),
+    _GRANITE_SWA,
+    replace(
+        _GRANITE_SWA,
+        model_types=("granitemoe_swa",),
+        values={**_GRANITE_SWA.values, **_GRANITE_MOE.values},
+        tensors={"shared_mlp.input_linear": "ffn_up_shexp", "shared_mlp.output_linear": "ffn_down_shexp"},
+    ),
     _GRANITE_MOE,
     replace(
         _GRANITE_HYBRID,
@@ -897,16 +947,38 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
         rules=(Requirement("topk_method", ("greedy", None), why="adds up the two best of each group of experts"),),
     ),
     replace(_DEEPSEEK, model_types=("kimi_k2", "glm4_moe_lite")),
+    replace(
+        _DEEPSEEK,
+        name="mistral4",
+        model_types=("mistral4",),
+        values={
+            **_DEEPSEEK.values,
+            "expert_gating_func": Fixed(1),
+            "attention.temperature_scale": number("rope_parameters.llama_4_scaling_beta", optional=True),
+            "attention.temperature_length": If(
+                "rope_parameters.llama_4_scaling_beta", whole("rope_parameters.original_max_position_embeddings")
+            ),
+        },
+        partial=False,
+        drafts=None,
+    ),
+    GgufArchitecture(name="glm4", model_types=("glm4",), tensors=_GLM4),
     GgufArchitecture(
         name="glm4",
-        model_types=("glm4",),
-        tensors={
-            "post_self_attn_layernorm": "post_attention_norm",
-            "post_attention_layernorm": "ffn_norm",
-            "post_mlp_layernorm": "post_ffw_norm",
-        },
+        model_types=("glm4v_text", "glm_ocr_text"),
+        values={"rope.dimension_sections": First((_OPTIONAL_SECTIONS, Fixed((8, 12, 12, 0))))},
+        tensors=_GLM4,
+        halves=True,
     ),
     _GLM4_MOE,
+    replace(
+        _GLM4_MOE,
+        model_types=("glm4v_moe_text",),
+        values={
+            **_ROUTED_BY_SIGMOID,
+            "rope.dimension_sections": First((_OPTIONAL_SECTIONS, Fixed((8, 12, 12, 0)))),
+        },
+    ),
     _COHERE,
     replace(
         _COHERE,
@@ -1126,10 +1198,17 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
             Requirement("routed_scaling_factor", (1, None)),
         ),
     ),
-    GgufArchitecture(name="hunyuan-dense", model_types=("hunyuan_v1_dense",)),
+    GgufArchitecture(name="hunyuan-dense", model_types=("hunyuan_v1_dense",), alpha=True),
+    GgufArchitecture(
+        name="hunyuan_vl",
+        model_types=("hunyuan_vl_text",),
+        values=_MROPE,
+        alpha=True,
+    ),
     GgufArchitecture(
         name="hunyuan-moe",
         model_types=("hunyuan_v1_moe",),
+        alpha=True,
         values={
             **_MOE,
             "expert_feed_forward_length": whole("intermediate_size"),
@@ -1225,6 +1304,64 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
         rules=_EVERY_LAYER_ROUTES,
     ),
     GgufArchitecture(name="chatglm", model_types=("glm",)),
+    GgufArchitecture(
+        name="granitehybrid",
+        model_types=("bamba",),
+        values={"attention.head_count_kv": Only(KV_HEADS, Among("attn_layer_indices")), **_MAMBA_BESIDE_ATTENTION},
+        tensors=_GROUPED_MAMBA2,
+        pairs=True,
+        rules=(
+            Requirement("mamba_proj_bias", (False, None)),
+            Requirement("mamba_conv_bias", (True, None)),
+            Requirement("mamba_expand", (2, None)),
+        ),
+    ),
+    GgufArchitecture(
+        name="mellum",
+        model_types=("mellum",),
+        values={
+            **_MOE,
+            "expert_feed_forward_length": _EXPERT_WIDTH,
+            "attention.sliding_window": _WINDOW,
+            _PATTERN: _SLIDING,
+        },
+        output=True,
+        assumed={_PATTERN: 4},
+        rules=(
+            Requirement("norm_topk_prob", (True,)),
+            Requirement(
+                "mlp_layer_types", (None,), equal=EachLayer("sparse"), why="has experts in every layer of such a model"
+            ),
+            Requirement(
+                "rope_parameters.sliding_attention.rope_theta",
+                (None,),
+                equal=number("rope_parameters.full_attention.rope_theta", optional=True),
+                why="has one base for all layers",
+            ),
+        ),
+    ),
+    GgufArchitecture(
+        name="laguna",
+        model_types=("laguna",),
+        values={
+            **_MOE,
+            "attention.head_count": Heads("num_attention_heads_per_layer"),
+            "leading_dense_block_count": First((_LEADING_OR_SPARSE, Fixed(1))),
+            "expert_feed_forward_length": _EXPERT_WIDTH,
+            "expert_shared_feed_forward_length": whole("shared_expert_intermediate_size"),
+            "expert_weights_scale": number("moe_routed_scaling_factor"),
+            "expert_weights_norm": Fixed(True),
+            "expert_gating_func": _SIGMOID,
+            "attention.sliding_window": _WINDOW,
+            _PATTERN: _SLIDING,
+            "rope.dimension_count_swa": HEAD_DIM,
+        },
+        tensors={"self_attn.g_proj": "attn_gate"},
+        rules=(
+            Requirement("moe_router_logit_softcapping", (0, None)),
+            Requirement("moe_apply_router_weight_on_input", (False, None)),
+        ),
+    ),
     replace(
         _DEEPSEEK,
         model_types=("youtu",),

@@ -89,6 +89,30 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     return ModelConfig(content, said=frozenset(key for key, value in said.items() if value is not None))
 
 
+_MOST_NAMED = 12
+
+
+def is_written(model_type: str) -> bool:
+    """Returns whether the table has a model type."""
+    return model_type not in LEFT_OUT and model_type in model_types()
+
+
+def refusal(model_type: str, unnamed: Sequence[str] = ()) -> str:
+    """The reason why a model type that the table lacks is not written.
+
+    Args:
+        unnamed: its tensors of which no architecture's names are known, ``*`` in place of numbers.
+    """
+    if model_type in LEFT_OUT:
+        return f"--format gguf: '{model_type}' is not written: {LEFT_OUT[model_type]}; --format hf holds it"
+    names = f" and no names are known for {', '.join(unnamed[:_MOST_NAMED])}" if unnamed else ""
+    names += f" and {len(unnamed) - _MOST_NAMED} others" if len(unnamed) > _MOST_NAMED else ""
+    return (
+        f"--format gguf: no architecture of llama.cpp is known for '{shown(model_type)}'{names}; --format hf holds it. "
+        f"Known are {', '.join(model_types())}"
+    )
+
+
 def architecture(config: Mapping[str, Any]) -> GgufArchitecture:
     """The model's architecture.
 
@@ -97,13 +121,9 @@ def architecture(config: Mapping[str, Any]) -> GgufArchitecture:
         CheckpointError: a value is of the wrong kind.
     """
     model_type, read = str(config.get("model_type")), read_config(config)
+    if not is_written(model_type):
+        raise PlanError(refusal(model_type))
     of_type = [each for each in ARCHITECTURES if model_type in each.model_types]
-    if model_type in LEFT_OUT:
-        raise PlanError(f"--format gguf: '{model_type}' is not written: {LEFT_OUT[model_type]}; --format hf holds it")
-    if not of_type:
-        raise PlanError(
-            f"--format gguf: no names are known for '{shown(model_type)}'; they are for {', '.join(model_types())}"
-        )
     found = next((each for each in of_type if not any(rule.check(read) for rule in each.applies)), of_type[-1])
     wrong = [why for rule in (*found.applies, *found.rules) if (why := rule.check(read)) is not None]
     key = next(filter(read.has, ACTIVATIONS), ACTIVATIONS[0])
@@ -193,7 +213,9 @@ def read_rope(config: Mapping[str, Any]) -> Rope:
             f"config.json: {features:,} features of a head are rotated; {MOST_HEAD_DIM:,} are believed"
         )
     base = said.theta or 1e4
-    part = read.whole("rotary_dim") if "rotary_dim" in read.said else int(features * said.part)
+    part = (
+        read.whole("rotary_dim") if "rotary_dim" in read.said else int(features * (said.part if target.partial else 1))
+    )
     values: dict[str, Value] = {"rope.dimension_count": part, "rope.freq_base": base}
     sliding = _base_of_sliding_layers(read)
     if sliding is not None:
@@ -231,6 +253,9 @@ def _scaled(
         return Rope({**values, "rope.dimension_count": features}, {"rope_freqs.weight": factors})
     if kind == "default":
         return Rope(values)
+    if kind == "dynamic" and target.alpha and found.has("alpha"):
+        # Its base, as transformers' class of the model computes it for all texts that are no longer than it reads.
+        return Rope({**values, "rope.freq_base": base * found.number("alpha") ** (features / (features - 2))})
     if not target.plain_rope:
         if kind == "linear":
             scaled: dict[str, Value] = {"rope.scaling.type": "linear", "rope.scaling.factor": found.number("factor")}

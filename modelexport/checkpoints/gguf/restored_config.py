@@ -8,7 +8,7 @@ error says which one differs, and the next model type that llama.cpp has the arc
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,8 +81,8 @@ class _Contents:
         return any(name.partition(".")[2].partition(".")[2] in names for name in self.arrays)
 
 
-def restore_config(found: GgufFile) -> dict[str, Any]:
-    """Make the content of config.json.
+def restored_configs(found: GgufFile) -> Iterator[dict[str, Any]]:
+    """Make the content of config.json: of one model type after the other whose config.json makes the file's values.
 
     Raises:
         CheckpointError: the file is damaged; or no config.json is known that makes its values, with the reason for
@@ -100,8 +100,9 @@ def restore_config(found: GgufFile) -> dict[str, Any]:
         except (_Unlike, ModelExportError) as error:
             reasons[kind] = error_text(error)
         else:
-            return {**made, **_beside(found)}
-    raise _refused(found.path, "; ".join(f"as {kind}: {reason}" for kind, reason in reasons.items()))
+            yield {**made, **_beside(found)}
+    if len(reasons) == len(targets):
+        raise _refused(found.path, "; ".join(f"as {kind}: {reason}" for kind, reason in reasons.items()))
 
 
 def _refused(path: Path, why: str) -> CheckpointError:

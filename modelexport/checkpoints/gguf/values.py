@@ -71,8 +71,10 @@ def _present(config: JsonValues, keys: Sequence[str]) -> tuple[JsonValues, str]:
 
 
 def _inside(config: JsonValues, key: str) -> tuple[JsonValues, str]:
-    part, _, name = key.rpartition(".")
-    return (config.object(part), name) if part else (config, name)
+    *parts, name = key.split(".")
+    for part in parts:
+        config = config.object(part)
+    return config, name
 
 
 def _name(keys: Sequence[str], known: ModelConfig) -> str:
@@ -374,7 +376,8 @@ class If:
     source: ValueSource
 
     def read(self, config: JsonValues) -> Value | None:
-        return self.source.read(config) if config.content.get(self.key) else None
+        holder, key = _inside(config, self.key)
+        return self.source.read(config) if holder.content.get(key) else None
 
     def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
         return {} if value is None else self.source.write(value, known)
@@ -498,6 +501,7 @@ class Kinds:
         usual, other: the kinds of the layers but each last of a period, and of this one.
         offset: the key of which one of a period is of the other kind, where that need not be the last.
         letters: a key whose text has a letter for each layer, and what the letters mean.
+        first_of: of how many layers the first is of the other kind, where config.json says nothing; 0: nothing follows.
     """
 
     key: str = "layer_types"
@@ -506,6 +510,7 @@ class Kinds:
     other: str = "full_attention"
     offset: str = ""
     letters: tuple[str, Mapping[str, str]] = _NO_LETTERS
+    first_of: int = 0
 
     def read(self, config: JsonValues) -> tuple[str, ...] | None:
         found = config.texts(self.key)
@@ -520,6 +525,8 @@ class Kinds:
         if found is None and self.period and config.has(self.period):
             each = config.whole(self.period)
             found = tuple(self.usual if (i + 1) % each else self.other for i in range(layers))
+        if found is None and self.first_of:
+            found = tuple(self.usual if i % self.first_of else self.other for i in range(layers))
         if found is not None and len(found) < layers:
             raise CheckpointError(f"{config.where}: {self.key} has {len(found)} entries, there are {layers} layers")
         return None if found is None else found[:layers]
@@ -565,6 +572,96 @@ class Where:
         if not isinstance(value, (list, tuple)):
             return {}
         return {self.kinds.key: [self.among[0] if has else self.others for has in value]}
+
+
+@dataclass(frozen=True)
+class Among:
+    """For each layer, whether its number is in a list; of no layer, where there is no list.
+
+    Attributes:
+        key: of the list.
+        start: the number of the first layer.
+    """
+
+    key: str
+    start: int = 0
+
+    def read(self, config: JsonValues) -> tuple[bool, ...]:
+        holder, key = _inside(config, self.key)
+        listed = holder.numbers(key) if holder.has(key) else ()
+        return tuple(i + self.start in listed for i in range(LAYERS.read(config)))
+
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        if not isinstance(value, (list, tuple)):
+            return {}
+        return {self.key: [i + self.start for i, has in enumerate(value) if has]}
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads of queries: of each layer, where a list says it."""
+
+    key: str
+
+    def read(self, config: JsonValues) -> Value:
+        if not config.has(self.key):
+            return HEADS.read(config)
+        found = config.numbers(self.key)
+        layers = LAYERS.read(config)
+        if len(found) < layers or not all(each.is_integer() and each > 0 for each in found):
+            raise CheckpointError(
+                f"{config.where}: {self.key} is {shown(list(found))}; {layers} positive whole numbers are needed"
+            )
+        return tuple(map(int, found[:layers]))
+
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        if not isinstance(value, (list, tuple)) or not value:
+            return HEADS.write(value, known)
+        return {self.key: list(value), **HEADS.write(value[0], known)}
+
+
+_BASES = ("rope_parameters.rope_theta", "rope_theta")
+
+
+@dataclass(frozen=True)
+class OneBase:
+    """The bases of the rotary embedding of each layer, where all that are rotated have the one that all others say.
+
+    Attributes:
+        key: of the list.
+    """
+
+    key: str
+
+    def read(self, config: JsonValues) -> tuple[float, ...] | None:
+        if not config.has(self.key):
+            return None
+        holder, name = _present(config, _BASES)
+        return tuple(holder.number(name) if each else 0 for each in config.numbers(self.key))
+
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        return {}
+
+
+@dataclass(frozen=True)
+class Rotated:
+    """For each layer, whether it is rotated: whether a list has a base other than 0 for it; None: all are.
+
+    Attributes:
+        key: of the list.
+    """
+
+    key: str
+
+    def read(self, config: JsonValues) -> tuple[bool, ...] | None:
+        found = config.numbers(self.key) if config.has(self.key) else ()
+        return None if all(found) else tuple(each != 0 for each in found)
+
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        if not isinstance(value, (list, tuple)) or known.said.isdisjoint(("rope_parameters", "rope_theta")):
+            return {}
+        holder, name = _present(known, _BASES)
+        return {self.key: [holder.number(name) if has else 0 for has in value]}
 
 
 _FULL = "full_attention"
@@ -665,7 +762,7 @@ class Only:
     """A number for the layers of some kinds, 0 for the others; the number alone where nothing says which they are."""
 
     source: ValueSource
-    where: Where
+    where: Where | Among
 
     def read(self, config: JsonValues) -> Value | None:
         value, layers = self.source.read(config), self.where.read(config)

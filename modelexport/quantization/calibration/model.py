@@ -203,12 +203,14 @@ def _with_head(parsed: Any, attention: str) -> Any:
     class LanguageModel(PreTrainedModel):
         base_model_prefix = "model"
         _supports_sdpa = True
+        _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # where config.json says so  # noqa: RUF012
 
         def __init__(self) -> None:
             base = AutoModel.from_config(parsed, attn_implementation=attention)
             super().__init__(base.config)
             self.model = base
             self.lm_head = nn.Linear(parsed.hidden_size, parsed.vocab_size, bias=False)
+            self.all_tied_weights_keys = self.get_expanded_tied_weights_keys(all_submodels=False)
 
         def forward(self, **inputs: Any) -> Any:
             from transformers.modeling_outputs import CausalLMOutput
