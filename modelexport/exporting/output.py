@@ -206,4 +206,4 @@ def _summed(parts: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[fl
 
 
 def _crc32(tensor: Tensor) -> int:
-    return zlib.crc32(tensor_bytes(tensor.contiguous()))
+    return zlib.crc32(tensor_bytes(tensor.contiguous()).data)

@@ -512,7 +512,7 @@ def test_llama_cpp_multiplies_by_the_scales_of_nvfp4(tmp_path: Path, kind: str) 
     gguf_tiny_model(kind).save_pretrained(source)
     linears = scaled_linears(source)
     if not linears:
-        pytest.skip("it is too narrow for blocks of 64")
+        pytest.skip("no linear that its graph multiplies by a scale is as wide as a block of 64")
     quant = ",".join(f"{name}=nvfp4-wo" for name in linears)
     export(model=str(source), out=str(out), quant=quant, format="gguf", evaluate=False, quiet=True)
     exported(plain, "none", str(out), tp=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import secrets
@@ -19,6 +18,7 @@ from modelexport.distributed.transport.payload import DamagedPayloadError
 from modelexport.errors import GatherError
 from modelexport.system.limits import advice
 from modelexport.system.ownership import ForeignError, check_own_file
+from modelexport.system.tensor_memory import tensor_bytes
 
 __all__ = ["open_own", "read_payload", "read_whole", "write_whole"]
 
@@ -72,21 +72,13 @@ def _write_parts(fd: int, parts: Sequence[bytes | torch.Tensor]) -> int:
     crc = 0
     for part in parts:
         # One tensor at a time: a copy made for it (a strided or a GPU tensor) is gone before the next.
-        tensor = None if isinstance(part, bytes) else _payload.as_bytes(part)
-        view = memoryview(part) if isinstance(part, bytes) else _bytes_of(tensor)
+        view = memoryview(part) if isinstance(part, bytes) else tensor_bytes(_payload.as_bytes(part)).data
         for start in range(0, len(view), _CHUNK):
             chunk = view[start : start + _CHUNK]
             crc = zlib.crc32(chunk, crc)
             while chunk:
                 chunk = chunk[os.write(fd, chunk) :]
     return crc
-
-
-def _bytes_of(tensor: torch.Tensor | None) -> memoryview:
-    """The memory of a uint8 tensor, which the caller keeps alive."""
-    if tensor is None or not tensor.numel():
-        return memoryview(b"")
-    return memoryview((ctypes.c_ubyte * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
 
 
 def open_own(path: Path, owner: int) -> tuple[int, int]:

@@ -158,11 +158,11 @@ def _check(
     for chunk in chunks:
         for key, span in chunk.spans.items():
             data = chunk.tensors[key].contiguous()
-            hashes[key].update(tensor_bytes(data))
+            hashes[key].update(tensor_bytes(data).data)
             for number, piece in enumerate(written[key]):
                 part = _part(piece, data, span)
                 if part is not None:
-                    crcs[key][number] = zlib.crc32(tensor_bytes(part), crcs[key][number])
+                    crcs[key][number] = zlib.crc32(tensor_bytes(part).data, crcs[key][number])
             if thorough:
                 faults.update({(key, what): count for what, count in value_faults(key, data).items()})
         if chunk.original is None:
