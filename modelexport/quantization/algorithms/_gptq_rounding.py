@@ -20,11 +20,13 @@ class ColumnPlan:
 
     Attributes:
         order: int64 ``[features]``: the columns; the last one is rounded first.
+        squares: float32 ``[features]``: the Hessian's diagonal, in the features' own order.
         factor: float32 ``[features, features]``, whose lower triangle is L, in that order.
         block: columns whose errors are handed on together.
     """
 
     order: Tensor
+    squares: Tensor
     factor: Tensor
     block: int
 

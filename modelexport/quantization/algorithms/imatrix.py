@@ -83,20 +83,27 @@ def _rounded(linear: CalibratedLinear, metrics: dict[int, Tensor]) -> dict[str, 
 
 
 def _products(sample: Tensor, blocks: int) -> Tensor:
-    """The mean products of each block's inputs, ``[blocks, width, width]``, which a fit can divide by.
+    """The mean products of each block's inputs, ``[blocks, width, width]``.
 
-    Of few tokens they say more of these than of the inputs: what is not on the diagonal then counts less. What no token
-    has touched counts a little.
+    Of few tokens they say more of these than of the inputs: what is not on the diagonal then counts less.
     """
     import torch
 
     parts = sample.double().unflatten(1, (blocks, -1)).transpose(0, 1)
     tokens, width = parts.shape[1:]
     products = parts.transpose(1, 2) @ parts
-    size = products.diagonal(dim1=1, dim2=2).mean()
-    products /= torch.where(size > 0, size, 1.0)
     held = torch.eye(width, dtype=torch.float64, device=sample.device)
-    return (products * (held + (1 - held) * (tokens / (tokens + width))) + held * _LEAST).float()
+    return firm(products * (held + (1 - held) * (tokens / (tokens + width))))
+
+
+def firm(products: Tensor) -> Tensor:
+    """Returns sums of products, float64 ``[blocks, width, width]``, as float32 means that a fit can divide by: what no
+    token has touched counts a little."""
+    import torch
+
+    size = products.diagonal(dim1=1, dim2=2).mean()
+    held = torch.eye(products.shape[1], dtype=torch.float64, device=products.device)
+    return (products / torch.where(size > 0, size, 1.0) + held * _LEAST).float()
 
 
 def _choice(linear: CalibratedLinear, metrics: dict[int, Tensor]) -> Tensor | None:
