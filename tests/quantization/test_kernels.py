@@ -17,7 +17,16 @@ from torch import Tensor
 from modelexport.errors import CheckpointError
 from modelexport.quantization import formats
 from modelexport.quantization.formats.base import Grid
-from modelexport.quantization.kernels import fused, products_fused, products_reference, reference, scales, searching
+from modelexport.quantization.kernels import (
+    feedback_fused,
+    feedback_reference,
+    fused,
+    products_fused,
+    products_reference,
+    reference,
+    scales,
+    searching,
+)
 from tests.quantization._weights import DTYPES, PLAIN, as_view, quantise, random_weight, raw, same_bytes
 
 E4M3 = torch.float8_e4m3fn
@@ -416,16 +425,20 @@ def test_products_choose_what_each_scale_tried_would_cost(
 
 
 @pytest.mark.parametrize(("cols", "columns"), [(256, 128), (100, 32), (60, 60)])
-@pytest.mark.parametrize("affine", [False, True])
-def test_offsets_are_moved_alike(cols: int, columns: int, affine: bool) -> None:
+@pytest.mark.parametrize("numbers", ["int4", "int4-asym", "e2m1", "e4m3"])
+def test_offsets_are_moved_alike(cols: int, columns: int, numbers: str) -> None:
     torch.manual_seed(6)
     weight, offset, gradient = torch.randn(11, cols), torch.rand(11, cols) - 0.5, torch.randn(11, cols)
     gradient[0], gradient[1] = 0.0, -0.0
-    step = torch.rand(11, -(-cols // columns)) * 0.1 + 0.1  # some weights are beyond what can be stored
-    zero = torch.randint(-8, 8, step.shape).float() if affine else None
-    grid = (step, zero, columns, -8.0, 7.0)
+    storage, low, high = {"e2m1": (torch.uint8, -6.0, 6.0), "e4m3": (torch.float8_e4m3fn, -448.0, 448.0)}.get(
+        numbers, (torch.int8, -8.0, 7.0)
+    )
+    step = (torch.rand(11, -(-cols // columns)) + 1) * 0.8 / high  # some weights are beyond what can be stored
+    weight[2, :8] = torch.tensor([0.0, -0.0, 1e-9, 2.0, 1.0, 0.5, 0.25, -1.5]) * step[2, 0]
+    zero = torch.randint(-8, 8, step.shape).float() if numbers == "int4-asym" else None
+    grid = (step, zero, columns, storage, low, high)
     kept, moved = [], []
-    for module in (fused, reference):
+    for module in (feedback_fused, feedback_reference):
         own, values = offset.clone(), torch.empty_like(weight)
         for rate in (0.005, 0.3):
             module.descend(weight, own, gradient, *grid, rate)
@@ -436,5 +449,5 @@ def test_offsets_are_moved_alike(cols: int, columns: int, affine: bool) -> None:
     assert torch.equal(moved[0], moved[1])
     assert not torch.equal(kept[0], offset)
     assert torch.equal(kept[0][:2], offset[:2])
-    plain = Grid(step, zero, columns, torch.int8, -8.0, 7.0)
+    plain = Grid(*grid)
     assert torch.equal(moved[0], plain.nearest(weight + kept[0] * plain.spacing(weight)))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from modelexport.checkpoints.safetensors.file import tensor_nbytes
 from modelexport.errors import PlanError
-from modelexport.exporting.calibrated.forward import layer_cut
+from modelexport.exporting.calibrated.forward import batch_tokens, layer_cut
 from modelexport.exporting.plan import ExportPlan, ExportStep, TensorTask
 from modelexport.models.architecture import experts_of_token
 from modelexport.quantization import devices
@@ -23,7 +23,6 @@ from modelexport.quantization.algorithms.base import Algorithm, Folding
 from modelexport.quantization.algorithms.rtn import RoundToNearest
 from modelexport.quantization.calibration import static_ranges, statistics
 from modelexport.quantization.calibration.cut import ROWS, ForwardCut
-from modelexport.quantization.calibration.layers import BATCH_TOKENS
 from modelexport.quantization.kv_caches import CACHES
 from modelexport.recipe import ExportRecipe
 from modelexport.system.tables import size_text
@@ -211,7 +210,7 @@ class _LayerMemory:
         self.experts_apart, self.rows_at_once = experts_apart, rows_at_once
         self.plan, self.recipe, self.config, self.step = plan, recipe, config, step
         self.rank, self.world = rank, plan.parallelism.tp
-        self.samples = max(1, BATCH_TOKENS // recipe.calib_length)
+        self.samples = max(1, batch_tokens(learns=recipe.rounding.learns) // recipe.calib_length)
         self.tokens = min(self.samples, recipe.calib_samples) * recipe.calib_length
         self.linears = [self._linear(task, cut) for task in step.tasks if _multiplies(task)]
         self.others = sum(

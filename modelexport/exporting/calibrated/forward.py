@@ -18,8 +18,9 @@ from modelexport.errors import PlanError
 from modelexport.exporting.plan import ExportPlan
 from modelexport.models.architecture import Dimensions, Family, Module
 from modelexport.quantization.calibration.cut import ForwardCut, ForwardShard, Range, even_ranges
+from modelexport.quantization.calibration.layers import BATCH_TOKENS
 
-__all__ = ["forward_cut", "layer_cut"]
+__all__ = ["batch_tokens", "forward_cut", "layer_cut"]
 
 _TILES = 16
 """Along an axis at most: as many ranks can share the work, and the products are large enough to run at full speed."""
@@ -50,6 +51,12 @@ class _Held:
         """The same for units of ``size`` features, in features."""
         tiles = tuple((start * size, stop * size) for start, stop in self.tiles)
         return _Held((self.span[0] * size, self.span[1] * size), tiles, self.first, self.count)
+
+
+def batch_tokens(*, learns: bool) -> int:
+    """Returns the tokens of a batch of samples; see :func:`layer_cut`. A step down the gradients is of few samples,
+    which threads and ranks share by batches: these are small then."""
+    return BATCH_TOKENS // 2 if learns else BATCH_TOKENS
 
 
 def layer_cut(plan: ExportPlan, rank: int, *, learns: bool) -> ForwardCut:

@@ -20,7 +20,7 @@ from modelexport.distributed import ranks
 from modelexport.distributed.launch import current_phase, phase, report
 from modelexport.errors import CheckpointError
 from modelexport.exporting.calibrated.device_memory import memory_of
-from modelexport.exporting.calibrated.forward import layer_cut
+from modelexport.exporting.calibrated.forward import batch_tokens, layer_cut
 from modelexport.exporting.calibrated.layer import CalibratedLayer, QuantisedLayer
 from modelexport.exporting.calibrated.rotation import RotatedReader
 from modelexport.exporting.calibrated.samples import forward_reader, shared_samples
@@ -105,6 +105,7 @@ class CalibratedExport(RankExport):
                 experts_apart=memory.experts_apart,
                 compared="cross" in self.rounding.wants or self.rounding.learns,
                 derived=job.plan.family.is_derived,
+                batch_tokens=batch_tokens(learns=self.rounding.learns),
             )
         left = [step.index for step in self.decoder if step.id not in job.done]
         self.first = left[0] if left else len(self.decoder)

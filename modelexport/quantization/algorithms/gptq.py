@@ -218,14 +218,13 @@ class Gptq(Rounding):
 def _fitted_to(linear: CalibratedLinear, squares: Tensor) -> Tensor | None:
     """The products that the scales of a linear's blocks are fitted to, of which each input's own count alone: errors of
     different columns make up for each other. None where scales are not fitted."""
-    from modelexport.quantization.algorithms.imatrix import firm
+    from modelexport.quantization.algorithms import _products
 
     number_format = linear.number_format
     assert number_format is not None
     if not number_format.fits_products:
         return None
-    by_block = squares.to(linear.weight.device).view(number_format.blocks(linear.shape[1]), -1)
-    return firm(by_block.double().diag_embed())
+    return _products.of_squares(squares.to(linear.weight.device), number_format.blocks(linear.shape[1]))
 
 
 ALGORITHM = Gptq

@@ -16,9 +16,6 @@ from modelexport.quantization.algorithms.base import CalibratedLinear, Rounding,
 if TYPE_CHECKING:
     from torch import Tensor
 
-_LEAST = 2.0**-10
-"""What an input counts that no token has touched, in the mean of all."""
-
 
 class ImportanceMatrix(Rounding):
     """See the file. Formats that have no choice of scales for parts of a row search theirs with observer "mse", and so
@@ -70,6 +67,8 @@ class ImportanceMatrix(Rounding):
 
 def _rounded(linear: CalibratedLinear, metrics: dict[int, Tensor]) -> dict[str, Tensor]:
     """A linear's rows; formats that are fitted to the products of the inputs are given these, others a choice."""
+    from modelexport.quantization.algorithms import _products
+
     number_format, inputs = linear.number_format, linear.inputs
     assert number_format is not None
     if not number_format.fits_products:
@@ -78,32 +77,8 @@ def _rounded(linear: CalibratedLinear, metrics: dict[int, Tensor]) -> dict[str, 
         return linear.rounded()
     blocks = number_format.blocks(linear.shape[1])
     if blocks not in metrics:
-        metrics[blocks] = _products(inputs.sample.to(linear.weight.device), blocks)
+        metrics[blocks] = _products.of_sample(inputs.sample.to(linear.weight.device), blocks)
     return linear.rounded(products=metrics[blocks])
-
-
-def _products(sample: Tensor, blocks: int) -> Tensor:
-    """The mean products of each block's inputs, ``[blocks, width, width]``.
-
-    Of few tokens they say more of these than of the inputs: what is not on the diagonal then counts less.
-    """
-    import torch
-
-    parts = sample.double().unflatten(1, (blocks, -1)).transpose(0, 1)
-    tokens, width = parts.shape[1:]
-    products = parts.transpose(1, 2) @ parts
-    held = torch.eye(width, dtype=torch.float64, device=sample.device)
-    return firm(products * (held + (1 - held) * (tokens / (tokens + width))))
-
-
-def firm(products: Tensor) -> Tensor:
-    """Returns sums of products, float64 ``[blocks, width, width]``, as float32 means that a fit can divide by: what no
-    token has touched counts a little."""
-    import torch
-
-    size = products.diagonal(dim1=1, dim2=2).mean()
-    held = torch.eye(products.shape[1], dtype=torch.float64, device=products.device)
-    return (products / torch.where(size > 0, size, 1.0) + held * _LEAST).float()
 
 
 def _choice(linear: CalibratedLinear, metrics: dict[int, Tensor]) -> Tensor | None:

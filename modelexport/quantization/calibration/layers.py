@@ -117,6 +117,7 @@ class LayerRunner:
         compared: whether the samples go through the unrounded model besides, for the statistic ``cross``: twice the
             hidden states, and one more pass through each layer.
         derived: whether nobody has looked at how the model's layers run by themselves, see ``running``.
+        batch_tokens: of those ``[samples, length]``, the tokens of a batch; at least one sample.
         progress: called with (batches done, batches in all) on the way through a layer.
 
     Raises:
@@ -150,6 +151,7 @@ class LayerRunner:
         alone: bool = False,
         compared: bool = False,
         derived: bool = False,
+        batch_tokens: int = BATCH_TOKENS,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.names, self.read, self.dtype, self.device = names, read, dtype, torch.device(device)
@@ -172,7 +174,7 @@ class LayerRunner:
         if not isinstance(tokens, Tensor):
             windows = tuple(tokens)
         else:
-            windows = tokens.split(max(1, BATCH_TOKENS // tokens.shape[1])) if len(tokens) else ()
+            windows = tokens.split(max(1, batch_tokens // tokens.shape[1])) if len(tokens) else ()
         self.batches = (*windows, *(sample.tokens for sample in embedded))
         self._begins: list[Batch] = [*windows, *(sample.inputs for sample in embedded)]
         self._by_itself, self._progress = alone, progress or (lambda done, all_: None)

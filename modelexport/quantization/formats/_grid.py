@@ -56,13 +56,7 @@ class Grid:
         float32 ``[rows, cols]``, or what can be broadcast to that.
         """
         step, _ = self._spread(values.shape[1])
-        if self.storage == torch.int8:
-            return step
-        # Of a float 2^e * 1.m, the distance is 2^(e - bits of m); below the normal numbers, that of the least of them.
-        bits, least = (1, 2.0**0) if self.storage == torch.uint8 else (3, 2.0**-6)
-        numbers = (values / step).abs().clamp(min=least, max=self.high)
-        power = numbers / torch.frexp(numbers).mantissa  # 2^(e + 1), exactly: no function is asked for it
-        return step * (power * 0.5 ** (bits + 1))
+        return feedback_reference.spacing(values, step, self.storage, self.high)
 
     def within(self, values: Tensor) -> Tensor:
         """Returns where values are not beyond the greatest and the least that can be stored: bool ``[rows, cols]``."""

@@ -410,12 +410,13 @@ def nearest_moved(
     step: Tensor,
     zero: Tensor | None,
     columns: int,
+    storage: torch.dtype,
     low: float,
     high: float,
     out: Tensor,
 ) -> None:
-    """See :func:`.reference.nearest_moved`; of tensors on the CPU."""
-    by_rows("nearest_moved", weight, weight, offset, step, zero, columns, low, high, out)
+    """See :func:`.feedback_reference.nearest_moved`; of tensors on the CPU."""
+    by_rows("nearest_moved", weight, weight, offset, step, zero, columns, storage, low, high, out, family="feedback_")
 
 
 def descend(
@@ -425,9 +426,12 @@ def descend(
     step: Tensor,
     zero: Tensor | None,
     columns: int,
+    storage: torch.dtype,
     low: float,
     high: float,
     rate: float,
 ) -> None:
-    """See :func:`.reference.descend`; of tensors on the CPU."""
-    by_rows("descend", weight, weight, offset, gradient, step, zero, columns, low, high, rate)
+    """See :func:`.feedback_reference.descend`; of tensors on the CPU."""
+    by_rows(
+        "descend", weight, weight, offset, gradient, step, zero, columns, storage, low, high, rate, family="feedback_"
+    )

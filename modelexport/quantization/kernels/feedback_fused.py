@@ -12,7 +12,7 @@ from torch import Tensor
 from modelexport.quantization.kernels import feedback_compiled as compiled
 
 _CODE = {torch.int8: compiled.INTEGERS, torch.float8_e4m3fn: compiled.E4M3, torch.uint8: compiled.E2M1}
-_NONE = np.empty((0, 0), np.float32)
+_NONE, _NOTHING = np.empty((0, 0), np.float32), np.empty(0, np.float32)
 
 
 def round_back(
@@ -40,3 +40,45 @@ def round_back(
         high,
         rounded.numpy(),
     )
+
+
+def nearest_moved(
+    weight: Tensor,
+    offset: Tensor,
+    step: Tensor,
+    zero: Tensor | None,
+    columns: int,
+    storage: torch.dtype,
+    low: float,
+    high: float,
+    out: Tensor,
+) -> None:
+    """See :func:`.feedback_reference.nearest_moved`."""
+    from modelexport.quantization.kernels import compiled_offsets
+
+    given = (_flat(weight), _flat(offset), _flat(step), _flat(zero))
+    compiled_offsets.nearest_moved(*given, *weight.shape, columns, _CODE[storage], low, high, _flat(out))
+
+
+def descend(
+    weight: Tensor,
+    offset: Tensor,
+    gradient: Tensor,
+    step: Tensor,
+    zero: Tensor | None,
+    columns: int,
+    storage: torch.dtype,
+    low: float,
+    high: float,
+    rate: float,
+) -> None:
+    """See :func:`.feedback_reference.descend`."""
+    from modelexport.quantization.kernels import compiled_offsets
+
+    given = (_flat(weight), _flat(offset), _flat(gradient.contiguous()), _flat(step), _flat(zero))
+    compiled_offsets.descend(*given, *weight.shape, columns, _CODE[storage], low, high, rate)
+
+
+def _flat(tensor: Tensor | None) -> np.ndarray:
+    """The numbers of a contiguous tensor, in its own memory."""
+    return _NOTHING if tensor is None else tensor.view(-1).numpy()

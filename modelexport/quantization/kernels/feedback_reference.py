@@ -7,7 +7,7 @@ from torch import Tensor
 
 from modelexport.quantization.kernels import microscaling_reference, reference
 
-__all__ = ["numbers", "round_back"]
+__all__ = ["descend", "nearest_moved", "numbers", "round_back", "spacing"]
 
 
 def numbers(values: Tensor, step: Tensor, zero: Tensor | None, storage: torch.dtype, low: float, high: float) -> Tensor:
@@ -23,6 +23,18 @@ def numbers(values: Tensor, step: Tensor, zero: Tensor | None, storage: torch.dt
     if zero is not None:
         ratio = ratio + zero
     return ratio.clamp(low, high).round()
+
+
+def spacing(values: Tensor, step: Tensor, storage: torch.dtype, high: float) -> Tensor:
+    """The distances between the numbers on both sides of ``values / step``, times ``step``; for the rest see
+    :func:`numbers`. float32 ``[rows, cols]``, or what can be broadcast to that."""
+    if storage == torch.int8:
+        return step
+    # Of a float 2^e * 1.m, the distance is 2^(e - bits of m); below the normal numbers, that of the least of them.
+    bits, least = (1, 2.0**0) if storage == torch.uint8 else (3, 2.0**-6)
+    sizes = (values / step).abs().clamp(min=least, max=high)
+    power = sizes / torch.frexp(sizes).mantissa  # 2^(e + 1), exactly: no function is asked for it
+    return step * (power * 0.5 ** (bits + 1))
 
 
 def round_back(
@@ -60,3 +72,61 @@ def round_back(
         error = weight[column] - rounded[column]
         if column:
             carried[:column] += factor[column, :column].unsqueeze(1) * error
+
+
+def nearest_moved(
+    weight: Tensor,
+    offset: Tensor,
+    step: Tensor,
+    zero: Tensor | None,
+    columns: int,
+    storage: torch.dtype,
+    low: float,
+    high: float,
+    out: Tensor,
+) -> None:
+    """Fills ``out`` with the values that can be stored which are nearest to ``weight + offset * spacing``.
+
+    Args:
+        weight, offset, out: float32 ``[rows, cols]``, contiguous; offsets are in the distances of :func:`spacing`.
+        step, zero: float32 ``[rows, blocks]``: what a number is multiplied by when ``zero``, if any, has been taken
+            off; for each ``columns`` columns, the last of which may be fewer.
+        storage, low, high: see :func:`numbers`.
+    """
+    for block in reference._row_blocks(*weight.shape):
+        wide, shift = _for_columns(step[block], zero, block, columns, weight.shape[1])
+        moved = weight[block] + offset[block] * spacing(weight[block], wide, storage, high)
+        number = numbers(moved, wide, shift, storage, low, high)
+        out[block] = (number if shift is None else number - shift) * wide
+
+
+def descend(
+    weight: Tensor,
+    offset: Tensor,
+    gradient: Tensor,
+    step: Tensor,
+    zero: Tensor | None,
+    columns: int,
+    storage: torch.dtype,
+    low: float,
+    high: float,
+    rate: float,
+) -> None:
+    """Moves offsets by ``rate`` against the signs of a gradient, as far as -0.5 and 0.5, where
+    ``weight + offset * spacing`` is not beyond the numbers ``low .. high``. For the arguments see
+    :func:`nearest_moved`.
+    """
+    for block in reference._row_blocks(*weight.shape):
+        wide, shift = _for_columns(step[block], zero, block, columns, weight.shape[1])
+        number = (weight[block] + offset[block] * spacing(weight[block], wide, storage, high)) / wide
+        number = number if shift is None else number + shift
+        within = (number >= low) & (number <= high)
+        offset[block] = offset[block].sub(gradient[block].sign() * within, alpha=rate).clamp(-0.5, 0.5)
+
+
+def _for_columns(
+    step: Tensor, zero: Tensor | None, block: slice, columns: int, cols: int
+) -> tuple[Tensor, Tensor | None]:
+    """A block of rows' steps and zero points, one for each column."""
+    wide = step.repeat_interleave(columns, dim=1)[:, :cols]
+    return wide, None if zero is None else zero[block].repeat_interleave(columns, dim=1)[:, :cols]

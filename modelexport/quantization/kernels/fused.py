@@ -221,39 +221,3 @@ def search_errors(
     tried = (*_floats(amax), shrinks.numpy(), _KIND[scale_dtype])
     compiled_search.search_errors(*rows, *tried, tensor_bytes(dense).view(np.float64))
     _copy_back((dense, out))
-
-
-def nearest_moved(
-    weight: Tensor,
-    offset: Tensor,
-    step: Tensor,
-    zero: Tensor | None,
-    columns: int,
-    low: float,
-    high: float,
-    out: Tensor,
-) -> None:
-    """See :func:`.reference.nearest_moved`."""
-    from modelexport.quantization.kernels import compiled_offsets
-
-    given = (_floats(weight)[0], _floats(offset)[0], _floats(step)[0], _floats(zero)[0])
-    compiled_offsets.nearest_moved(*given, *weight.shape, columns, low, high, out.view(-1).numpy())
-
-
-def descend(
-    weight: Tensor,
-    offset: Tensor,
-    gradient: Tensor,
-    step: Tensor,
-    zero: Tensor | None,
-    columns: int,
-    low: float,
-    high: float,
-    rate: float,
-) -> None:
-    """See :func:`.reference.descend`."""
-    from modelexport.quantization.kernels import compiled_offsets
-
-    steps = (_floats(step)[0], _floats(zero)[0])
-    given = (_floats(weight)[0], offset.view(-1).numpy(), _floats(gradient)[0], *steps)
-    compiled_offsets.descend(*given, *weight.shape, columns, low, high, rate)
