@@ -105,6 +105,14 @@ CHANGES: dict[str, dict[str, Any]] = {
             "sliding_attention": ROPE,
         },
     },
+    "deepseek_v32": {"index_head_dim": 64},
+    "glm_moe_dsa": {
+        "index_head_dim": 64,
+        "num_hidden_layers": 3,
+        "indexer_types": ["full", "full", "shared"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "layer_types": ["indexed_attention"] * 3,
+    },
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention"]},
 }
 """Model type -> settings of config.json beside those of :mod:`tests.helpers.tiny_overrides`."""

@@ -32,6 +32,7 @@ from modelexport.checkpoints.gguf.values import (
     FusedKvHeads,
     Heads,
     If,
+    IndexerTypes,
     Kinds,
     KvHeadsByLayer,
     LastOfEach,
@@ -297,7 +298,7 @@ TENSORS: Mapping[str, str | Stored] = {
 }
 """Names of most architectures: of modules within a layer, and of parameters that are no ``weight`` or ``bias``."""
 
-FLOAT32 = frozenset({_ROUTER, "ffn_gate_inp_shexp", "position_embd", "ssm_conv1d", "shortconv.conv"})
+FLOAT32 = frozenset({_ROUTER, "ffn_gate_inp_shexp", "position_embd", "ssm_conv1d", "shortconv.conv", "indexer.proj"})
 """Arrays that llama.cpp wants in float32, beside norms, biases and whatever else has one dim or is no ``weight``."""
 
 _ATTENTION_SCALES = frozenset({"attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output", "output"})
@@ -329,6 +330,9 @@ SCALED: Mapping[str, frozenset[str]] = {
     "hy_v3": _ATTENTION_SCALES | _MLP_SCALES | _EXPERT_SCALES | _SHARED_SCALES,
     "cohere2moe": _ATTENTION_SCALES - {"output"} | _MLP_SCALES | _EXPERT_SCALES | _SHARED_SCALES,
     "minicpm3": frozenset({"attn_output", "output"}),
+    **dict.fromkeys(
+        ("deepseek32", "glm-dsa"), frozenset({"attn_output"}) | _MLP_SCALES | _EXPERT_SCALES | _SHARED_SCALES
+    ),
     "qwen35": _ATTENTION_SCALES | _MLP_SCALES | _DELTA_SCALES,
     "qwen35moe": _ATTENTION_SCALES | _EXPERT_SCALES | _SHARED_SCALES | _DELTA_SCALES,
     "mellum": _ATTENTION_SCALES | _EXPERT_SCALES,
@@ -505,6 +509,39 @@ _DEEPSEEK = GgufArchitecture(
     implied={"num_key_value_heads": HEADS},
     rules=(Requirement("rope_interleave", (True, None)),),
     drafts=Drafts(),
+)
+
+_INDEXER: dict[str, str | Stored] = _under(
+    "self_attn.indexer",
+    {
+        "k_norm.weight": "indexer.k_norm.weight",
+        "k_norm.bias": "indexer.k_norm.bias",
+        "weights_proj": "indexer.proj.weight",
+        "wk": "indexer.attn_k.weight",
+        "wq_b": "indexer.attn_q_b.weight",
+    },
+)
+_DEEPSEEK32 = replace(
+    _DEEPSEEK,
+    name="deepseek32",
+    model_types=("deepseek_v32",),
+    values={
+        **_DEEPSEEK.values,
+        "attention.indexer.head_count": whole("index_n_heads"),
+        "attention.indexer.key_length": whole("index_head_dim"),
+        "attention.indexer.top_k": whole("index_topk"),
+    },
+    tensors=_INDEXER,
+    rules=(Requirement("index_head_dim", (64, 128, 192, 256), why="turns its features in blocks of 64"),),
+)
+_GLM_DSA = replace(
+    _DEEPSEEK32,
+    name="glm-dsa",
+    model_types=("glm_moe_dsa",),
+    values={**_DEEPSEEK32.values, "attention.indexer.types": IndexerTypes()},
+    yarn="",
+    assumed={"attention.indexer.types": 0},  # all have one
+    rules=(*_DEEPSEEK32.rules, Requirement("rope_parameters.rope_type", ("default", None))),
 )
 
 _COHERE = GgufArchitecture(
@@ -947,6 +984,8 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
         rules=(Requirement("topk_method", ("greedy", None), why="adds up the two best of each group of experts"),),
     ),
     replace(_DEEPSEEK, model_types=("kimi_k2", "glm4_moe_lite")),
+    _DEEPSEEK32,
+    _GLM_DSA,
     replace(
         _DEEPSEEK,
         name="mistral4",

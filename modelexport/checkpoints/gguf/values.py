@@ -597,6 +597,28 @@ class Among:
         return {self.key: [i + self.start for i, has in enumerate(value) if has]}
 
 
+_INDEXER_LETTERS = MappingProxyType({"F": "full", "S": "shared"})
+
+
+@dataclass(frozen=True)
+class IndexerTypes:
+    """For each layer, whether it has an indexer of its own, which others take the selected tokens from (GLM-5.2)."""
+
+    kinds: Kinds = Kinds("indexer_types", letters=("index_topk_pattern", _INDEXER_LETTERS))
+
+    def read(self, config: JsonValues) -> tuple[bool, ...]:
+        found = self.kinds.read(config)
+        if found is not None:
+            return tuple(kind == "full" for kind in found)
+        each, first = config.whole("index_topk_freq", 1), config.whole("index_skip_topk_offset", 2, least=0)
+        return tuple(max(i - first + 1, 0) % each == 0 for i in range(LAYERS.read(config)))
+
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        if not isinstance(value, (list, tuple)):
+            return {}
+        return {self.kinds.key: ["full" if has else "shared" for has in value]}
+
+
 @dataclass(frozen=True)
 class Heads:
     """Heads of queries: of each layer, where a list says it."""
