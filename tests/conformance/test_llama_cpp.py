@@ -422,6 +422,8 @@ OTHERWISE = {
     "glm4_moe_lite": r".*\.attn_v_b\.weight",
     "youtu": r".*\.attn_v_b\.weight",
     "laguna": r".*\.attn_gate\.weight",  # never quantised here
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), r".*\.(attn_v_b|indexer\.(attn_k|proj))\.weight"),
+    "kimi_linear": r".*\.(attn_v_b|ssm_beta)\.weight",
     "mistral4": r".*\.attn_v_b\.weight",
     "minicpm3": r".*\.attn_kv_b\.weight",  # the same linear, whole
     "gemma4_text": r"per_layer_token_embd\.weight",  # no linear

@@ -113,6 +113,13 @@ CHANGES: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["dense", "sparse", "sparse"],
         "layer_types": ["indexed_attention"] * 3,
     },
+    "mimo_v2_flash": {
+        "rope_parameters": {
+            "full_attention": {**ROPE, "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+            "sliding_attention": {**ROPE, "partial_rotary_factor": 0.5},
+        },
+        "v_head_dim": 16,
+    },
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention"]},
 }
 """Model type -> settings of config.json beside those of :mod:`tests.helpers.tiny_overrides`."""

@@ -23,6 +23,7 @@ from modelexport.checkpoints.gguf.values import (
     Among,
     Choice,
     Count,
+    DoubleSlidingKvHeads,
     DoubleWidth,
     EachLayer,
     EveryFourth,
@@ -124,6 +125,7 @@ class GgufArchitecture:
         rules: what its graph takes for granted.
         rotated: the features of a head that are rotated, before ``partial_rotary_factor``; None: no rotary embedding.
         partial: whether ``partial_rotary_factor`` says how many of them are; else all are.
+        alike: whether layers with a sliding window rotate as many of them as the others; else all.
         plain_rope: whether it is told that the rotary embedding is not scaled.
         longrope: whether its graph has LongRoPE's factors.
         alpha: whether the base of its rotary embedding may be what transformers makes of ``alpha`` (type ``dynamic``).
@@ -149,6 +151,7 @@ class GgufArchitecture:
     rules: tuple[Requirement, ...] = ()
     rotated: ValueSource | None = HEAD_DIM
     partial: bool = True
+    alike: bool = False
     plain_rope: bool = False
     longrope: bool = False
     alpha: bool = False
@@ -298,7 +301,12 @@ TENSORS: Mapping[str, str | Stored] = {
 }
 """Names of most architectures: of modules within a layer, and of parameters that are no ``weight`` or ``bias``."""
 
-FLOAT32 = frozenset({_ROUTER, "ffn_gate_inp_shexp", "position_embd", "ssm_conv1d", "shortconv.conv", "indexer.proj"})
+FLOAT32 = frozenset(
+    {
+        *(_ROUTER, "ffn_gate_inp_shexp", "position_embd", "indexer.proj"),
+        *("ssm_conv1d", "ssm_conv1d_q", "ssm_conv1d_k", "ssm_conv1d_v", "shortconv.conv"),
+    }
+)
 """Arrays that llama.cpp wants in float32, beside norms, biases and whatever else has one dim or is no ``weight``."""
 
 _ATTENTION_SCALES = frozenset({"attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output", "output"})
@@ -337,7 +345,7 @@ SCALED: Mapping[str, frozenset[str]] = {
     "qwen35moe": _ATTENTION_SCALES | _EXPERT_SCALES | _SHARED_SCALES | _DELTA_SCALES,
     "mellum": _ATTENTION_SCALES | _EXPERT_SCALES,
     "laguna": _ATTENTION_SCALES - {"output"},
-    **dict.fromkeys(("deepseek2", "mistral4"), frozenset({"attn_output"})),
+    **dict.fromkeys(("deepseek2", "mistral4", "mimo2"), frozenset({"attn_output"})),
     **dict.fromkeys(("mamba", "mamba2"), _SSM_SCALES | {"output"}),
     **dict.fromkeys(("falcon-h1", "granitehybrid", "jamba"), _ATTENTION_SCALES | _SSM_SCALES),
     "nemotron_h": _ATTENTION_SCALES | _SSM_SCALES | _MLP_SCALES,
@@ -542,6 +550,88 @@ _GLM_DSA = replace(
     yarn="",
     assumed={"attention.indexer.types": 0},  # all have one
     rules=(*_DEEPSEEK32.rules, Requirement("rope_parameters.rope_type", ("default", None))),
+)
+
+_KIMI_LINEAR = GgufArchitecture(
+    name="kimi-linear",
+    model_types=("kimi_linear",),
+    values={
+        **_LATENT,
+        "context_length": whole("max_position_embeddings", "model_max_length"),
+        "attention.head_count_kv": First(
+            (
+                If("layer_types", Only(Fixed(1), Where(("full_attention",), others="linear_attention"))),
+                Only(Fixed(1), Among("linear_attn_config.full_attn_layers", start=1)),
+            )
+        ),
+        "rope.dimension_count": whole("qk_rope_head_dim"),
+        "ssm.conv_kernel": whole("linear_conv_kernel_dim", "linear_attn_config.short_conv_kernel_size"),
+        "kda.head_dim": whole("linear_head_dim", "linear_attn_config.head_dim"),
+        "leading_dense_block_count": First((_LEADING_OR_SPARSE, whole("first_k_dense_replace", least=0))),
+        "expert_count": _EXPERT_COUNT,
+        "expert_used_count": whole("num_experts_per_tok", "num_experts_per_token"),
+        "expert_feed_forward_length": _EXPERT_WIDTH,
+        "expert_shared_count": whole("n_shared_experts", "num_shared_experts"),
+        "expert_group_count": whole("n_group", "num_expert_group"),
+        "expert_group_used_count": whole("topk_group"),
+        "expert_weights_scale": number("routed_scaling_factor"),
+        "expert_gating_func": _SIGMOID,
+    },
+    tensors={
+        **_under(
+            "self_attn",
+            {
+                **{f"{which}_conv1d": f"ssm_conv1d_{which}" for which in "qkv"},
+                "A_log": Stored(("ssm_a.",), function="minus exp", shape=(0, 1)),
+                "dt_bias": "ssm_dt.bias",
+                "f_a_proj": "ssm_f_a",
+                "f_b_proj": "ssm_f_b",
+                "b_proj": "ssm_beta",
+                "g_a_proj": "ssm_g_a",
+                "g_b_proj": "ssm_g_b",
+                "o_norm": "ssm_norm",
+            },
+        ),
+        **_under(
+            "block_sparse_moe",
+            {**_MLP, **_under("shared_experts", _SHARED), "gate.e_score_correction_bias": _CORRECTION},
+        ),
+    },
+    rotated=None,
+    output=True,
+    implied={"num_key_value_heads": HEADS, "linear_num_heads": HEADS},
+    rules=(
+        Requirement("q_lora_rank", (None,)),
+        Requirement("linear_num_heads", (None,), equal=HEADS, why="has as many heads in every layer"),
+        Requirement("linear_attn_config.num_heads", (None,), equal=HEADS, why="has as many heads in every layer"),
+        Requirement("norm_topk_prob", (True,)),
+        Requirement("moe_renormalize", (True, None)),
+        Requirement("moe_router_activation_func", ("sigmoid", None)),
+    ),
+)
+_MIMO_LAYERS = Kinds(last_of=6)
+_MIMO2 = GgufArchitecture(
+    name="mimo2",
+    model_types=("mimo_v2_flash",),
+    values={
+        **_MOE,
+        "attention.head_count_kv": DoubleSlidingKvHeads(_MIMO_LAYERS),
+        "attention.value_length": whole("v_head_dim"),
+        "attention.value_scale": number("attention_value_scale", optional=True),
+        "attention.sliding_window": First((whole("sliding_window_size", optional=True, plus=1), _WINDOW)),
+        _PATTERN: Where(("sliding_attention",), _MIMO_LAYERS),
+        "leading_dense_block_count": First((_LEADING_OR_SPARSE, Fixed(1))),
+        "expert_feed_forward_length": _EXPERT_WIDTH,
+        **_GROUPS,
+    },
+    tensors={"self_attn.attention_sink_bias": "attn_sinks.weight"},
+    alike=True,
+    output=True,
+    rules=(
+        Requirement("norm_topk_prob", (True,)),
+        Requirement("routed_scaling_factor", (1, None)),
+        Requirement("swa_num_key_value_heads", (None,), equal=Product((Fixed(2), KV_HEADS))),
+    ),
 )
 
 _COHERE = GgufArchitecture(
@@ -986,6 +1076,8 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
     replace(_DEEPSEEK, model_types=("kimi_k2", "glm4_moe_lite")),
     _DEEPSEEK32,
     _GLM_DSA,
+    _KIMI_LINEAR,
+    _MIMO2,
     replace(
         _DEEPSEEK,
         name="mistral4",

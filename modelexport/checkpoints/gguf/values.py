@@ -127,9 +127,9 @@ class Whole:
         return {_name(self.keys, known): value - self.plus if isinstance(value, int) else value}
 
 
-def whole(*keys: str, optional: bool = False, least: int = 1) -> Whole:
+def whole(*keys: str, optional: bool = False, least: int = 1, plus: int = 0) -> Whole:
     """A whole number, by the names that its key may have."""
-    return Whole(keys, optional, least)
+    return Whole(keys, optional, least, plus)
 
 
 @dataclass(frozen=True)
@@ -502,6 +502,7 @@ class Kinds:
         offset: the key of which one of a period is of the other kind, where that need not be the last.
         letters: a key whose text has a letter for each layer, and what the letters mean.
         first_of: of how many layers the first is of the other kind, where config.json says nothing; 0: nothing follows.
+        last_of: the same of the last, and the very first layer is of the other kind, too.
     """
 
     key: str = "layer_types"
@@ -511,6 +512,7 @@ class Kinds:
     offset: str = ""
     letters: tuple[str, Mapping[str, str]] = _NO_LETTERS
     first_of: int = 0
+    last_of: int = 0
 
     def read(self, config: JsonValues) -> tuple[str, ...] | None:
         found = config.texts(self.key)
@@ -527,6 +529,8 @@ class Kinds:
             found = tuple(self.usual if (i + 1) % each else self.other for i in range(layers))
         if found is None and self.first_of:
             found = tuple(self.usual if i % self.first_of else self.other for i in range(layers))
+        if found is None and self.last_of:
+            found = tuple(self.usual if i and (i + 1) % self.last_of else self.other for i in range(layers))
         if found is not None and len(found) < layers:
             raise CheckpointError(f"{config.where}: {self.key} has {len(found)} entries, there are {layers} layers")
         return None if found is None else found[:layers]
@@ -735,6 +739,24 @@ class KvHeadsByLayer:
         own = {kind == _FULL: heads for kind, heads in zip(kinds, value, strict=False)}
         told = {"attention_k_eq_v": True, self.full.every: own.get(True)}
         return {**told, **KV_HEADS.write(own.get(False), known)}
+
+
+@dataclass(frozen=True)
+class DoubleSlidingKvHeads:
+    """Heads of keys and values of each layer: those with a sliding window have twice as many (MiMo-V2-Flash)."""
+
+    kinds: Kinds
+
+    def read(self, config: JsonValues) -> Value:
+        heads, kinds = KV_HEADS.read(config), self.kinds.read(config) or ()
+        return tuple(heads if kind == _FULL else 2 * heads for kind in kinds)
+
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        if not isinstance(value, (list, tuple)):
+            return {}
+        kinds = self.kinds.read(known) if _is_told(LAYERS, known) else None
+        own = next((heads for kind, heads in zip(kinds or (), value, strict=False) if kind == _FULL), None)
+        return {} if own is None else KV_HEADS.write(own, known)
 
 
 @dataclass(frozen=True)
