@@ -46,6 +46,8 @@ from modelexport.checkpoints.gguf.values import (
     Quotient,
     Requirement,
     Rotated,
+    RotatedFeatures,
+    SameLayers,
     Says,
     Sections,
     Sum,
@@ -148,7 +150,7 @@ class GgufArchitecture:
     halves: bool = False
     norms: Function = "value"
     activations: tuple[str, ...] = ("silu",)
-    rules: tuple[Requirement, ...] = ()
+    rules: tuple[Requirement | SameLayers, ...] = ()
     rotated: ValueSource | None = HEAD_DIM
     partial: bool = True
     alike: bool = False
@@ -322,7 +324,7 @@ SCALED: Mapping[str, frozenset[str]] = {
             *("afmoe", "arcee", "bloom", "chatglm", "command-r", "dbrx", "dots1", "ernie4_5", "ernie4_5-moe"),
             *("exaone-moe", "exaone4", "falcon", "gemma", "gemma2", "gemma3", "glm4", "glm4moe", "gpt-oss"),
             *("gpt2", "gptneox", "granite", "granite_swa", "granitemoe", "hunyuan-dense", "hunyuan-moe"),
-            *("hunyuan_vl", "jais2", "lfm2", "lfm2moe", "minimax-m2", "mpt", "nemotron", "olmo", "olmo2"),
+            *("hunyuan_vl", "jais2", "lfm2", "lfm2moe", "minimax-m2", "minimax-m3", "mpt", "nemotron", "olmo", "olmo2"),
             *("olmoe", "phi2", "phi3", "qwen2", "qwen2moe", "qwen2vl", "qwen3vl", "qwen3vlmoe", "seed_oss"),
             *("smollm3", "stablelm", "starcoder", "starcoder2"),
         ),
@@ -634,6 +636,62 @@ _MIMO2 = GgufArchitecture(
     ),
 )
 
+_MLP_LAYERS = Kinds("mlp_layer_types", flags=("moe_layer_freq", ("dense", "sparse")))
+_MINIMAX_M3 = GgufArchitecture(
+    name="minimax-m3",
+    model_types=("minimax_m3_vl_text",),
+    values={
+        **_MOE,
+        "feed_forward_length": whole("dense_intermediate_size"),
+        "leading_dense_block_count": First((Leading("dense", _MLP_LAYERS, others="sparse"), Fixed(0))),
+        "expert_feed_forward_length": whole("intermediate_size"),
+        "expert_shared_count": Fixed(1),
+        "expert_weights_scale": number("routed_scaling_factor"),
+        "expert_weights_norm": Fixed(True),
+        "expert_gating_func": _SIGMOID,
+        **{
+            f"attention.indexer.{key}": whole(f"index_{own}", f"sparse_attention_config.sparse_{older}")
+            for key, own, older in (
+                ("head_count", "n_heads", "num_index_heads"),
+                ("key_length", "head_dim", "index_dim"),
+                ("top_k", "topk_blocks", "topk_blocks"),
+                ("block_size", "block_size", "block_size"),
+                ("local_blocks", "local_blocks", "local_block"),
+            )
+        },
+    },
+    tensors={
+        **_under(
+            "self_attn.indexer", {name: f"indexer.{name}.weight" for name in ("q_proj", "k_proj", "q_norm", "k_norm")}
+        ),
+        "mlp.gate_up_proj": Stored(("ffn_gate", "ffn_up")),
+        "mlp.shared_experts.gate_up_proj": Stored(("ffn_gate_shexp", "ffn_up_shexp")),
+        **_under("block_sparse_moe.shared_experts", _SHARED),
+    },
+    norms="one more",
+    activations=("silu", "swigluoai"),
+    output=True,
+    implied={"shared_intermediate_size": whole("intermediate_size")},
+    rules=(
+        SameLayers(
+            Kinds(
+                flags=("sparse_attention_config.sparse_attention_freq", ("full_attention", "minimax_m3_sparse")),
+            ),
+            _MLP_LAYERS,
+            {"dense": "full_attention", "sparse": "minimax_m3_sparse"},
+            "full_attention",
+            "has indexers in the layers with experts",
+        ),
+        Requirement(
+            "rotary_dim", (None,), equal=RotatedFeatures(), why="rotates as many as partial_rotary_factor says"
+        ),
+        Requirement("shared_intermediate_size", equal=whole("intermediate_size")),
+        Requirement("index_n_heads", (None,), equal=KV_HEADS, why="has an indexer's head for each of keys"),
+        Requirement("swiglu_alpha", (1.702, None)),
+        Requirement("swiglu_limit", (7, None)),
+    ),
+)
+
 _COHERE = GgufArchitecture(
     name="command-r",
     model_types=("cohere",),
@@ -887,7 +945,7 @@ _LLAMA4 = GgufArchitecture(
 _FULL_HEAD_DIM = OfFullLayers("head_dim", "global_head_dim", 512)
 _GEMMA4 = GgufArchitecture(
     name="gemma4",
-    model_types=("gemma4_text",),
+    model_types=("gemma4_text", "gemma4_unified_text"),
     applies=(Requirement("enable_moe_block", (False, None)),),
     values={
         "feed_forward_length": DoubleWidth(),
@@ -1078,6 +1136,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
     _GLM_DSA,
     _KIMI_LINEAR,
     _MIMO2,
+    _MINIMAX_M3,
     replace(
         _DEEPSEEK,
         name="mistral4",

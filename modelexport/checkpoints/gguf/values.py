@@ -17,12 +17,14 @@ from types import MappingProxyType
 from typing import Any, Protocol, cast
 
 from modelexport.checkpoints.gguf.file import Value
+from modelexport.checkpoints.rope import read_rope_config
 from modelexport.errors import CheckpointError, shown
 from modelexport.system.json_values import JsonValues
 
 MOST_HEAD_DIM = 1 << 16  # each feature has a frequency
 MOST_LAYERS = 1 << 16
 MOST_SECTIONS = 4
+_NO_FLAGS: tuple[str, tuple[str, str]] = ("", ("", ""))
 _NO_LETTERS: tuple[str, Mapping[str, str]] = ("", MappingProxyType({}))
 
 
@@ -503,6 +505,7 @@ class Kinds:
         letters: a key whose text has a letter for each layer, and what the letters mean.
         first_of: of how many layers the first is of the other kind, where config.json says nothing; 0: nothing follows.
         last_of: the same of the last, and the very first layer is of the other kind, too.
+        flags: a key whose list has 0 or 1 for each layer, and the kinds that these mean.
     """
 
     key: str = "layer_types"
@@ -513,9 +516,13 @@ class Kinds:
     letters: tuple[str, Mapping[str, str]] = _NO_LETTERS
     first_of: int = 0
     last_of: int = 0
+    flags: tuple[str, tuple[str, str]] = _NO_FLAGS
 
     def read(self, config: JsonValues) -> tuple[str, ...] | None:
         found = config.texts(self.key)
+        holder, name = _inside(config, self.flags[0])
+        if found is None and holder.has(name):
+            found = tuple(self.flags[1][each != 0] for each in holder.numbers(name))
         if found is None and config.has(self.letters[0]):
             found = tuple(self.letters[1].get(letter, letter) for letter in config.text(self.letters[0]))
         if found is not None and not any(map(config.has, LAYERS.keys)):
@@ -644,6 +651,17 @@ class Heads:
         if not isinstance(value, (list, tuple)) or not value:
             return HEADS.write(value, known)
         return {self.key: list(value), **HEADS.write(value[0], known)}
+
+
+@dataclass(frozen=True)
+class RotatedFeatures:
+    """The features of a head that are rotated: by ``partial_rotary_factor``."""
+
+    def read(self, config: JsonValues) -> int:
+        return int(HEAD_DIM.read(config) * read_rope_config(config.content).part)
+
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        return {}
 
 
 _BASES = ("rope_parameters.rope_theta", "rope_theta")
@@ -877,6 +895,47 @@ class Requirement:
             return None
         listed = " or ".join("nothing" if each is None else str(each).lower() for each in allowed)
         return f"{self.key} is {shown(found)}, and llama.cpp {self.why or f'computes such a model with {listed}'}"
+
+
+@dataclass(frozen=True)
+class SameLayers:
+    """A requirement that layers are of a kind by one list where they are of another by a second.
+
+    Attributes:
+        kinds, others: the lists.
+        pairs: kinds of the second list -> those that the first must have.
+        usual: the kind of all layers of the first, where config.json says nothing.
+        why: what llama.cpp computes.
+    """
+
+    kinds: Kinds
+    others: Kinds
+    pairs: Mapping[str, str]
+    usual: str
+    why: str
+
+    @property
+    def key(self) -> str:
+        """The key of config.json that it is about."""
+        return self.kinds.key
+
+    def write(self, known: ModelConfig) -> Mapping[str, Any]:
+        """The first list, as the second wants it."""
+        return {self.key: [self.pairs[kind] for kind in self.others.read(known) or () if kind in self.pairs]}
+
+    def check(self, config: JsonValues) -> str | None:
+        """Returns what is wrong with a config.json; None where nothing is."""
+        others = self.others.read(config) or ()
+        found = self.kinds.read(config) or (self.usual,) * len(others)
+        number = next(
+            (i for i, (one, two) in enumerate(zip(found, others, strict=False)) if self.pairs[two] != one), None
+        )
+        if number is None:
+            return None
+        return (
+            f"{self.key}[{number}] is '{shown(found[number])}' in a layer that is '{shown(others[number])}' by "
+            f"{self.others.key}, and llama.cpp {self.why}"
+        )
 
 
 @dataclass(frozen=True)
