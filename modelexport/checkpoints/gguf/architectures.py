@@ -1685,7 +1685,73 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
 )
 """Every architecture; of those of one model type, the first whose ``applies`` suit."""
 
+_NO_GRAPH = (
+    *("aria_text", "axk1", "axk2", "bailing_hybrid", "bart", "beam", "bert-generation", "big_bird", "bigbird_pegasus"),
+    *("biogpt", "blenderbot", "blenderbot-small", "blt", "codegen", "cohere_compass_text", "cpmant", "ctrl", "cwm"),
+    *("data2vec-text", "diffllama", "doge", "electra", "emu3_text_model", "ernie", "flex_olmo", "flint", "git"),
+    *("gpt_neo", "gpt_neox_japanese", "gptj", "helium", "hyperclovax", "inkling2_text", "inkling_text", "jetmoe"),
+    *("kolibri1", "lfm3", "longcat_flash", "marian", "mbart", "megatron-bert", "ministral", "mllama_text_model"),
+    *(
+        "modernbert-decoder",
+        "moshi",
+        "musicgen",
+        "musicgen_melody",
+        "mvp",
+        "nanochat",
+        "olmo_hybrid",
+        "openai-gpt",
+        "opt",
+        "pegasus",
+    ),
+    *(
+        "persimmon",
+        "phi4_multimodal",
+        "plbart",
+        "prophetnet",
+        "recurrent_gemma",
+        "reformer",
+        "rembert",
+        "roberta-prelayernorm",
+    ),
+    *("roc_bert", "roformer", "rwkv", "trocr", "vaultgemma", "whisper", "xglm", "xlm", "xlm-roberta-xl", "xlnet"),
+    *("xlstm", "xmod", "zamba", "zamba2", "zaya"),
+)
+
 LEFT_OUT: Mapping[str, str] = {
+    **dict.fromkeys(_NO_GRAPH, "llama.cpp has no architecture for it"),
+    **dict.fromkeys(
+        ("bert", "camembert", "roberta", "xlm-roberta"),
+        "llama.cpp has it as an encoder, without a head that predicts the next token",
+    ),
+    **dict.fromkeys(
+        ("gemma4_assistant", "gemma4_unified_assistant"),
+        "llama.cpp has it beside the model that it drafts for, whose keys and values it attends to",
+    ),
+    "bitnet": "llama.cpp computes silu in its MLP, where the model has relu2 (hidden_act)",
+    "minimax": (
+        "its checkpoints hold what its decay is computed from (self_attn.slope_rate, query_decay, key_decay, "
+        "diagonal_decay), and a file has no place for it, since llama.cpp computes it itself"
+    ),
+    "deepseek_v4": (
+        "llama.cpp wants the experts of each token (ffn.gate.tid2eid) in integers of 32 bits, and the model has them "
+        "in 64 bits: integers are not converted here"
+    ),
+    "qwen4_exp_text": (
+        "llama.cpp wants the multipliers of its n-gram embeddings, which are tensors, in the header, which is written "
+        "before any tensor is read"
+    ),
+    "hy_v4": (
+        "llama.cpp rotates neighbouring features, the last of each head (self_attn.q_b_proj, kv_a_proj_with_mqa, "
+        "indexer), where the model rotates halves, and the rows of a part of a head are not put in another order here"
+    ),
+    "dots3_note_text": (
+        "llama.cpp wants the scale of its latents multiplied into their norms (q_a_layernorm, kv_a_layernorm), and "
+        "kv_b_proj of other heads in layers with a sliding window"
+    ),
+    "hrm_text": (
+        "llama.cpp numbers the layers of its two stacks (model.L_module, model.H_module) on, and here the layers of "
+        "one are numbered"
+    ),
     "phimoe": (
         "llama.cpp computes its norms (input_layernorm, post_attention_layernorm, norm) without taking the mean away, "
         "and weighs its experts (block_sparse_moe.gate) by all of them, where the model masks those far from the best"
@@ -1699,4 +1765,4 @@ LEFT_OUT: Mapping[str, str] = {
         "others, and always of those behind the 20th; and altup_projections and altup_unembed_projections in stacks"
     ),
 }
-"""Model types that llama.cpp has an architecture for and that are not written -> why."""
+"""Model types that are exported to other formats and not written -> why."""

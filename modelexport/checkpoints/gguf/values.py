@@ -928,7 +928,7 @@ class SameLayers:
         others = self.others.read(config) or ()
         found = self.kinds.read(config) or (self.usual,) * len(others)
         number = next(
-            (i for i, (one, two) in enumerate(zip(found, others, strict=False)) if self.pairs[two] != one), None
+            (i for i, (one, two) in enumerate(zip(found, others, strict=False)) if self.pairs.get(two) != one), None
         )
         if number is None:
             return None
