@@ -46,6 +46,9 @@ _KINDS: tuple[tuple[str, Kind], ...] = (
 )
 """Names of tensors in a GGUF file -> what they are to a mixture; the first that matches counts."""
 
+_KEPT = re.compile(r".*indexer\.[qk]_proj\.weight")
+"""Names of tensors that no mixture quantises."""
+
 _SMALLER = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
 """The type of smaller blocks that takes a type's place where its own do not divide a row."""
 
@@ -342,6 +345,9 @@ def resolve(
         taken = _fitting(wanted, columns, number_format)
         if rows < 2:  # one dim to llama.cpp
             kept.update(dict.fromkeys(tensor.modules, "one row: llama.cpp keeps vectors as they are"))
+            continue
+        if _KEPT.fullmatch(tensor.name):
+            kept.update(dict.fromkeys(tensor.modules, "llama.cpp keeps the projections of MiniMax's indexers"))
             continue
         if taken is None:
             why = f"{columns:,} input features are no multiple of the block of any type"

@@ -42,6 +42,7 @@ SAID_OTHERWISE = {
     "exaone4": {"sliding_window_pattern"},  # no layer has a window
     "hunyuan_vl_text": {"rope_parameters"},  # the base that alpha makes
     "dots1": {"sliding_window"},  # as here
+    "minimax_m3_vl_text": {"rotary_dim"},  # partial_rotary_factor counts
     "cohere2_moe": {"prefix_dense_intermediate_size"},  # as wide as the experts, which null means
 }
 

@@ -21,13 +21,22 @@ from typing import Any
 
 import numpy as np
 
+SPARSE_IF_FLASH = ("minimax-m3",)
+"""Architectures whose graph attends to every token where flash attention is not asked for."""
+
+
+def architecture(path: str) -> str:
+    import gguf
+
+    field = gguf.GGUFReader(path).fields["general.architecture"]
+    return bytes(field.parts[field.data[0]]).decode()
+
 
 def log_probabilities(path: str, prompt: list[int]) -> list[float]:
     from llama_cpp import Llama
 
-    model = Llama(
-        path, n_ctx=max(64, len(prompt)), logits_all=True, verbose=False, n_threads=1, n_threads_batch=1, seed=0
-    )
+    settings = {"logits_all": True, "verbose": False, "n_threads": 1, "n_threads_batch": 1, "seed": 0}
+    model = Llama(path, n_ctx=max(64, len(prompt)), flash_attn=architecture(path) in SPARSE_IF_FLASH, **settings)
     model.eval(prompt)
     scores = np.asarray(model.scores[: len(prompt)], dtype=np.float64)
     scores -= scores.max(axis=-1, keepdims=True)

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -422,6 +422,8 @@ OTHERWISE = {
     "glm4_moe_lite": r".*\.attn_v_b\.weight",
     "youtu": r".*\.attn_v_b\.weight",
     "laguna": r".*\.attn_gate\.weight",  # never quantised here
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), r".*\.(attn_v_b|indexer\.(attn_k|proj))\.weight"),
+    "kimi_linear": r".*\.(attn_v_b|ssm_beta)\.weight",
     "mistral4": r".*\.attn_v_b\.weight",
     "minicpm3": r".*\.attn_kv_b\.weight",  # the same linear, whole
     "gemma4_text": r"per_layer_token_embd\.weight",  # no linear
@@ -525,25 +527,31 @@ def test_llama_cpp_multiplies_by_the_scales_of_nvfp4(tmp_path: Path, kind: str) 
     assert (difference.median() if routed else difference.mean()) <= BOUND
 
 
+def draft_prefix(names: Iterable[str]) -> str:
+    """The names of the draft layer's tensors begin with it."""
+    if any(name.startswith("mtp.") for name in names):
+        return "mtp.layers.0."
+    return f"model.layers.{max(int(name.split('.')[2]) for name in names if name.startswith('model.layers.'))}."
+
+
 def lively(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors with linears of the draft layer so large that what it computes depends on each."""
+    prefixes = ("mtp.", draft_prefix(tensors))
     return {
-        name: value * 4 if name.startswith(("mtp.", "model.layers.2.")) and value.dim() > 1 else value
-        for name, value in tensors.items()
+        name: value * 4 if name.startswith(prefixes) and value.dim() > 1 else value for name, value in tensors.items()
     }
 
 
 def drafting_model(source: Path, out: Path) -> Any:
     """A model of which the draft layer of another is the one decoder layer, with the norm and the head behind it."""
     config = json.loads((source / "config.json").read_text())
-    below = config["model_type"] in BELOW_MTP
-    layer = "mtp.layers.0." if below else "model.layers.2."
+    tensors = load_file(source / "model.safetensors")
+    layer = draft_prefix(tensors)
     renamed = {
         f"{layer}shared_head.norm.": "model.norm.",
         f"{layer}shared_head.head.": "lm_head.",
         "mtp.norm.": "model.norm.",
     }
-    tensors = load_file(source / "model.safetensors")
     found = {name: value for name, value in tensors.items() if name.startswith(("model.embed_tokens.", "lm_head."))}
     for name, value in tensors.items():
         new = next((new + name.removeprefix(old) for old, new in renamed.items() if name.startswith(old)), "")
@@ -553,7 +561,9 @@ def drafting_model(source: Path, out: Path) -> Any:
     out.mkdir()
     save_file(found, out / "model.safetensors", metadata={"format": "pt"})
     config |= {"num_hidden_layers": 1, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0}
-    config |= {"layer_types": ["full_attention"], "mlp_layer_types": ["sparse"]}
+    config |= {"layer_types": config["layer_types"][-1:] if "index_topk" in config else ["full_attention"]}
+    config |= {"mlp_layer_types": ["sparse"], "indexer_types": ["full"]}
+    config["index_topk"] = config["max_position_embeddings"]  # llama.cpp's drafts attend to everything
     (out / "config.json").write_text(json.dumps(config))
     return AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
 
@@ -570,7 +580,8 @@ def drafted(source: Path, model: Any, ids: list[int], states: torch.Tensor) -> t
         weight = weight + 1 if model.config.model_type in BELOW_MTP else weight
         return torch.nn.functional.rms_norm(value, weight.shape, weight, model.config.rms_norm_eps)
 
-    own = next((name for name in tensors if name.endswith(".2.embed_tokens.weight")), "model.embed_tokens.weight")
+    own = f"{draft_prefix(tensors)}embed_tokens.weight"
+    own = own if own in tensors else "model.embed_tokens.weight"
     embedded = normed(tensors[own].float()[ids], tensor("enorm", "pre_fc_norm_embedding"))
     joined = torch.cat([embedded, normed(states, tensor("hnorm", "pre_fc_norm_hidden"))], dim=-1)
     with torch.inference_mode():
@@ -579,7 +590,7 @@ def drafted(source: Path, model: Any, ids: list[int], states: torch.Tensor) -> t
     return scores[:-1].gather(-1, torch.tensor(ids)[1:, None])[:, 0]
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe", "qwen3_next"])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe", "qwen3_next"])
 def test_draft_layers(tmp_path: Path, kind: str) -> None:
     """llama.cpp computes the model as without them, and drafts as transformers' decoder layer does."""
     plain = gguf_tiny_model(kind)

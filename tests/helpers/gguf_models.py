@@ -12,6 +12,13 @@ _TURNED = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]
 _PARTLY_TURNED = {**ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]}
 _TURNED_BY_ALPHA = {**_TURNED, "rope_type": "dynamic", "alpha": 100.0, "factor": 1.0}
 _YARN = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 32}
+_GEMMA4 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "per_layer_config": {"1": {"head_dim": 64}, "3": {"head_dim": 64}},
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+}
 _SWA = {
     "num_hidden_layers": 3,
     "layer_types": ["full_attention", *["sliding_attention"] * 2],
@@ -31,13 +38,8 @@ CHANGES: dict[str, dict[str, Any]] = {
         kind: {"rope_parameters": {**_TURNED, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]}}
         for kind in ("qwen3_5_text", "qwen3_5_moe_text")
     },
-    "gemma4_text": {
-        "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "per_layer_config": {"1": {"head_dim": 64}, "3": {"head_dim": 64}},
-        "num_kv_shared_layers": 2,
-        "use_double_wide_mlp": True,
-    },
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": _GEMMA4,
     "qwen3_moe": {"norm_topk_prob": True},
     "exaone4": {
         "sliding_window": None,
@@ -104,6 +106,31 @@ CHANGES: dict[str, dict[str, Any]] = {
             "full_attention": {**_YARN, "partial_rotary_factor": 0.5},
             "sliding_attention": ROPE,
         },
+    },
+    "deepseek_v32": {"index_head_dim": 64},
+    "glm_moe_dsa": {
+        "index_head_dim": 64,
+        "num_hidden_layers": 3,
+        "indexer_types": ["full", "full", "shared"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "layer_types": ["indexed_attention"] * 3,
+    },
+    "mimo_v2_flash": {
+        "rope_parameters": {
+            "full_attention": {**ROPE, "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+            "sliding_attention": {**ROPE, "partial_rotary_factor": 0.5},
+        },
+        "v_head_dim": 16,
+    },
+    "minimax_m3_vl_text": {
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5},
+        "shared_intermediate_size": 256,
+        "index_n_heads": 2,
+        "index_block_size": 4,
+        "index_topk_blocks": 2,
     },
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention"]},
 }

@@ -23,6 +23,7 @@ from modelexport.checkpoints.gguf.values import (
     Among,
     Choice,
     Count,
+    DoubleSlidingKvHeads,
     DoubleWidth,
     EachLayer,
     EveryFourth,
@@ -32,6 +33,7 @@ from modelexport.checkpoints.gguf.values import (
     FusedKvHeads,
     Heads,
     If,
+    IndexerTypes,
     Kinds,
     KvHeadsByLayer,
     LastOfEach,
@@ -44,6 +46,8 @@ from modelexport.checkpoints.gguf.values import (
     Quotient,
     Requirement,
     Rotated,
+    RotatedFeatures,
+    SameLayers,
     Says,
     Sections,
     Sum,
@@ -123,6 +127,7 @@ class GgufArchitecture:
         rules: what its graph takes for granted.
         rotated: the features of a head that are rotated, before ``partial_rotary_factor``; None: no rotary embedding.
         partial: whether ``partial_rotary_factor`` says how many of them are; else all are.
+        alike: whether layers with a sliding window rotate as many of them as the others; else all.
         plain_rope: whether it is told that the rotary embedding is not scaled.
         longrope: whether its graph has LongRoPE's factors.
         alpha: whether the base of its rotary embedding may be what transformers makes of ``alpha`` (type ``dynamic``).
@@ -145,9 +150,10 @@ class GgufArchitecture:
     halves: bool = False
     norms: Function = "value"
     activations: tuple[str, ...] = ("silu",)
-    rules: tuple[Requirement, ...] = ()
+    rules: tuple[Requirement | SameLayers, ...] = ()
     rotated: ValueSource | None = HEAD_DIM
     partial: bool = True
+    alike: bool = False
     plain_rope: bool = False
     longrope: bool = False
     alpha: bool = False
@@ -297,7 +303,12 @@ TENSORS: Mapping[str, str | Stored] = {
 }
 """Names of most architectures: of modules within a layer, and of parameters that are no ``weight`` or ``bias``."""
 
-FLOAT32 = frozenset({_ROUTER, "ffn_gate_inp_shexp", "position_embd", "ssm_conv1d", "shortconv.conv"})
+FLOAT32 = frozenset(
+    {
+        *(_ROUTER, "ffn_gate_inp_shexp", "position_embd", "indexer.proj"),
+        *("ssm_conv1d", "ssm_conv1d_q", "ssm_conv1d_k", "ssm_conv1d_v", "shortconv.conv"),
+    }
+)
 """Arrays that llama.cpp wants in float32, beside norms, biases and whatever else has one dim or is no ``weight``."""
 
 _ATTENTION_SCALES = frozenset({"attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output", "output"})
@@ -313,7 +324,7 @@ SCALED: Mapping[str, frozenset[str]] = {
             *("afmoe", "arcee", "bloom", "chatglm", "command-r", "dbrx", "dots1", "ernie4_5", "ernie4_5-moe"),
             *("exaone-moe", "exaone4", "falcon", "gemma", "gemma2", "gemma3", "glm4", "glm4moe", "gpt-oss"),
             *("gpt2", "gptneox", "granite", "granite_swa", "granitemoe", "hunyuan-dense", "hunyuan-moe"),
-            *("hunyuan_vl", "jais2", "lfm2", "lfm2moe", "minimax-m2", "mpt", "nemotron", "olmo", "olmo2"),
+            *("hunyuan_vl", "jais2", "lfm2", "lfm2moe", "minimax-m2", "minimax-m3", "mpt", "nemotron", "olmo", "olmo2"),
             *("olmoe", "phi2", "phi3", "qwen2", "qwen2moe", "qwen2vl", "qwen3vl", "qwen3vlmoe", "seed_oss"),
             *("smollm3", "stablelm", "starcoder", "starcoder2"),
         ),
@@ -329,11 +340,14 @@ SCALED: Mapping[str, frozenset[str]] = {
     "hy_v3": _ATTENTION_SCALES | _MLP_SCALES | _EXPERT_SCALES | _SHARED_SCALES,
     "cohere2moe": _ATTENTION_SCALES - {"output"} | _MLP_SCALES | _EXPERT_SCALES | _SHARED_SCALES,
     "minicpm3": frozenset({"attn_output", "output"}),
+    **dict.fromkeys(
+        ("deepseek32", "glm-dsa"), frozenset({"attn_output"}) | _MLP_SCALES | _EXPERT_SCALES | _SHARED_SCALES
+    ),
     "qwen35": _ATTENTION_SCALES | _MLP_SCALES | _DELTA_SCALES,
     "qwen35moe": _ATTENTION_SCALES | _EXPERT_SCALES | _SHARED_SCALES | _DELTA_SCALES,
     "mellum": _ATTENTION_SCALES | _EXPERT_SCALES,
     "laguna": _ATTENTION_SCALES - {"output"},
-    **dict.fromkeys(("deepseek2", "mistral4"), frozenset({"attn_output"})),
+    **dict.fromkeys(("deepseek2", "mistral4", "mimo2"), frozenset({"attn_output"})),
     **dict.fromkeys(("mamba", "mamba2"), _SSM_SCALES | {"output"}),
     **dict.fromkeys(("falcon-h1", "granitehybrid", "jamba"), _ATTENTION_SCALES | _SSM_SCALES),
     "nemotron_h": _ATTENTION_SCALES | _SSM_SCALES | _MLP_SCALES,
@@ -505,6 +519,177 @@ _DEEPSEEK = GgufArchitecture(
     implied={"num_key_value_heads": HEADS},
     rules=(Requirement("rope_interleave", (True, None)),),
     drafts=Drafts(),
+)
+
+_INDEXER: dict[str, str | Stored] = _under(
+    "self_attn.indexer",
+    {
+        "k_norm.weight": "indexer.k_norm.weight",
+        "k_norm.bias": "indexer.k_norm.bias",
+        "weights_proj": "indexer.proj.weight",
+        "wk": "indexer.attn_k.weight",
+        "wq_b": "indexer.attn_q_b.weight",
+    },
+)
+_DEEPSEEK32 = replace(
+    _DEEPSEEK,
+    name="deepseek32",
+    model_types=("deepseek_v32",),
+    values={
+        **_DEEPSEEK.values,
+        "attention.indexer.head_count": whole("index_n_heads"),
+        "attention.indexer.key_length": whole("index_head_dim"),
+        "attention.indexer.top_k": whole("index_topk"),
+    },
+    tensors=_INDEXER,
+    rules=(Requirement("index_head_dim", (64, 128, 192, 256), why="turns its features in blocks of 64"),),
+)
+_GLM_DSA = replace(
+    _DEEPSEEK32,
+    name="glm-dsa",
+    model_types=("glm_moe_dsa",),
+    values={**_DEEPSEEK32.values, "attention.indexer.types": IndexerTypes()},
+    yarn="",
+    assumed={"attention.indexer.types": 0},  # all have one
+    rules=(*_DEEPSEEK32.rules, Requirement("rope_parameters.rope_type", ("default", None))),
+)
+
+_KIMI_LINEAR = GgufArchitecture(
+    name="kimi-linear",
+    model_types=("kimi_linear",),
+    values={
+        **_LATENT,
+        "context_length": whole("max_position_embeddings", "model_max_length"),
+        "attention.head_count_kv": First(
+            (
+                If("layer_types", Only(Fixed(1), Where(("full_attention",), others="linear_attention"))),
+                Only(Fixed(1), Among("linear_attn_config.full_attn_layers", start=1)),
+            )
+        ),
+        "rope.dimension_count": whole("qk_rope_head_dim"),
+        "ssm.conv_kernel": whole("linear_conv_kernel_dim", "linear_attn_config.short_conv_kernel_size"),
+        "kda.head_dim": whole("linear_head_dim", "linear_attn_config.head_dim"),
+        "leading_dense_block_count": First((_LEADING_OR_SPARSE, whole("first_k_dense_replace", least=0))),
+        "expert_count": _EXPERT_COUNT,
+        "expert_used_count": whole("num_experts_per_tok", "num_experts_per_token"),
+        "expert_feed_forward_length": _EXPERT_WIDTH,
+        "expert_shared_count": whole("n_shared_experts", "num_shared_experts"),
+        "expert_group_count": whole("n_group", "num_expert_group"),
+        "expert_group_used_count": whole("topk_group"),
+        "expert_weights_scale": number("routed_scaling_factor"),
+        "expert_gating_func": _SIGMOID,
+    },
+    tensors={
+        **_under(
+            "self_attn",
+            {
+                **{f"{which}_conv1d": f"ssm_conv1d_{which}" for which in "qkv"},
+                "A_log": Stored(("ssm_a.",), function="minus exp", shape=(0, 1)),
+                "dt_bias": "ssm_dt.bias",
+                "f_a_proj": "ssm_f_a",
+                "f_b_proj": "ssm_f_b",
+                "b_proj": "ssm_beta",
+                "g_a_proj": "ssm_g_a",
+                "g_b_proj": "ssm_g_b",
+                "o_norm": "ssm_norm",
+            },
+        ),
+        **_under(
+            "block_sparse_moe",
+            {**_MLP, **_under("shared_experts", _SHARED), "gate.e_score_correction_bias": _CORRECTION},
+        ),
+    },
+    rotated=None,
+    output=True,
+    implied={"num_key_value_heads": HEADS, "linear_num_heads": HEADS},
+    rules=(
+        Requirement("q_lora_rank", (None,)),
+        Requirement("linear_num_heads", (None,), equal=HEADS, why="has as many heads in every layer"),
+        Requirement("linear_attn_config.num_heads", (None,), equal=HEADS, why="has as many heads in every layer"),
+        Requirement("norm_topk_prob", (True,)),
+        Requirement("moe_renormalize", (True, None)),
+        Requirement("moe_router_activation_func", ("sigmoid", None)),
+    ),
+)
+_MIMO_LAYERS = Kinds(last_of=6)
+_MIMO2 = GgufArchitecture(
+    name="mimo2",
+    model_types=("mimo_v2_flash",),
+    values={
+        **_MOE,
+        "attention.head_count_kv": DoubleSlidingKvHeads(_MIMO_LAYERS),
+        "attention.value_length": whole("v_head_dim"),
+        "attention.value_scale": number("attention_value_scale", optional=True),
+        "attention.sliding_window": First((whole("sliding_window_size", optional=True, plus=1), _WINDOW)),
+        _PATTERN: Where(("sliding_attention",), _MIMO_LAYERS),
+        "leading_dense_block_count": First((_LEADING_OR_SPARSE, Fixed(1))),
+        "expert_feed_forward_length": _EXPERT_WIDTH,
+        **_GROUPS,
+    },
+    tensors={"self_attn.attention_sink_bias": "attn_sinks.weight"},
+    alike=True,
+    output=True,
+    rules=(
+        Requirement("norm_topk_prob", (True,)),
+        Requirement("routed_scaling_factor", (1, None)),
+        Requirement("swa_num_key_value_heads", (None,), equal=Product((Fixed(2), KV_HEADS))),
+    ),
+)
+
+_MLP_LAYERS = Kinds("mlp_layer_types", flags=("moe_layer_freq", ("dense", "sparse")))
+_MINIMAX_M3 = GgufArchitecture(
+    name="minimax-m3",
+    model_types=("minimax_m3_vl_text",),
+    values={
+        **_MOE,
+        "feed_forward_length": whole("dense_intermediate_size"),
+        "leading_dense_block_count": First((Leading("dense", _MLP_LAYERS, others="sparse"), Fixed(0))),
+        "expert_feed_forward_length": whole("intermediate_size"),
+        "expert_shared_count": Fixed(1),
+        "expert_weights_scale": number("routed_scaling_factor"),
+        "expert_weights_norm": Fixed(True),
+        "expert_gating_func": _SIGMOID,
+        **{
+            f"attention.indexer.{key}": whole(f"index_{own}", f"sparse_attention_config.sparse_{older}")
+            for key, own, older in (
+                ("head_count", "n_heads", "num_index_heads"),
+                ("key_length", "head_dim", "index_dim"),
+                ("top_k", "topk_blocks", "topk_blocks"),
+                ("block_size", "block_size", "block_size"),
+                ("local_blocks", "local_blocks", "local_block"),
+            )
+        },
+    },
+    tensors={
+        **_under(
+            "self_attn.indexer", {name: f"indexer.{name}.weight" for name in ("q_proj", "k_proj", "q_norm", "k_norm")}
+        ),
+        "mlp.gate_up_proj": Stored(("ffn_gate", "ffn_up")),
+        "mlp.shared_experts.gate_up_proj": Stored(("ffn_gate_shexp", "ffn_up_shexp")),
+        **_under("block_sparse_moe.shared_experts", _SHARED),
+    },
+    norms="one more",
+    activations=("silu", "swigluoai"),
+    output=True,
+    implied={"shared_intermediate_size": whole("intermediate_size")},
+    rules=(
+        SameLayers(
+            Kinds(
+                flags=("sparse_attention_config.sparse_attention_freq", ("full_attention", "minimax_m3_sparse")),
+            ),
+            _MLP_LAYERS,
+            {"dense": "full_attention", "sparse": "minimax_m3_sparse"},
+            "full_attention",
+            "has indexers in the layers with experts",
+        ),
+        Requirement(
+            "rotary_dim", (None,), equal=RotatedFeatures(), why="rotates as many as partial_rotary_factor says"
+        ),
+        Requirement("shared_intermediate_size", equal=whole("intermediate_size")),
+        Requirement("index_n_heads", (None,), equal=KV_HEADS, why="has an indexer's head for each of keys"),
+        Requirement("swiglu_alpha", (1.702, None)),
+        Requirement("swiglu_limit", (7, None)),
+    ),
 )
 
 _COHERE = GgufArchitecture(
@@ -760,7 +945,7 @@ _LLAMA4 = GgufArchitecture(
 _FULL_HEAD_DIM = OfFullLayers("head_dim", "global_head_dim", 512)
 _GEMMA4 = GgufArchitecture(
     name="gemma4",
-    model_types=("gemma4_text",),
+    model_types=("gemma4_text", "gemma4_unified_text"),
     applies=(Requirement("enable_moe_block", (False, None)),),
     values={
         "feed_forward_length": DoubleWidth(),
@@ -947,6 +1132,11 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
         rules=(Requirement("topk_method", ("greedy", None), why="adds up the two best of each group of experts"),),
     ),
     replace(_DEEPSEEK, model_types=("kimi_k2", "glm4_moe_lite")),
+    _DEEPSEEK32,
+    _GLM_DSA,
+    _KIMI_LINEAR,
+    _MIMO2,
+    _MINIMAX_M3,
     replace(
         _DEEPSEEK,
         name="mistral4",
@@ -1495,7 +1685,73 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
 )
 """Every architecture; of those of one model type, the first whose ``applies`` suit."""
 
+_NO_GRAPH = (
+    *("aria_text", "axk1", "axk2", "bailing_hybrid", "bart", "beam", "bert-generation", "big_bird", "bigbird_pegasus"),
+    *("biogpt", "blenderbot", "blenderbot-small", "blt", "codegen", "cohere_compass_text", "cpmant", "ctrl", "cwm"),
+    *("data2vec-text", "diffllama", "doge", "electra", "emu3_text_model", "ernie", "flex_olmo", "flint", "git"),
+    *("gpt_neo", "gpt_neox_japanese", "gptj", "helium", "hyperclovax", "inkling2_text", "inkling_text", "jetmoe"),
+    *("kolibri1", "lfm3", "longcat_flash", "marian", "mbart", "megatron-bert", "ministral", "mllama_text_model"),
+    *(
+        "modernbert-decoder",
+        "moshi",
+        "musicgen",
+        "musicgen_melody",
+        "mvp",
+        "nanochat",
+        "olmo_hybrid",
+        "openai-gpt",
+        "opt",
+        "pegasus",
+    ),
+    *(
+        "persimmon",
+        "phi4_multimodal",
+        "plbart",
+        "prophetnet",
+        "recurrent_gemma",
+        "reformer",
+        "rembert",
+        "roberta-prelayernorm",
+    ),
+    *("roc_bert", "roformer", "rwkv", "trocr", "vaultgemma", "whisper", "xglm", "xlm", "xlm-roberta-xl", "xlnet"),
+    *("xlstm", "xmod", "zamba", "zamba2", "zaya"),
+)
+
 LEFT_OUT: Mapping[str, str] = {
+    **dict.fromkeys(_NO_GRAPH, "llama.cpp has no architecture for it"),
+    **dict.fromkeys(
+        ("bert", "camembert", "roberta", "xlm-roberta"),
+        "llama.cpp has it as an encoder, without a head that predicts the next token",
+    ),
+    **dict.fromkeys(
+        ("gemma4_assistant", "gemma4_unified_assistant"),
+        "llama.cpp has it beside the model that it drafts for, whose keys and values it attends to",
+    ),
+    "bitnet": "llama.cpp computes silu in its MLP, where the model has relu2 (hidden_act)",
+    "minimax": (
+        "its checkpoints hold what its decay is computed from (self_attn.slope_rate, query_decay, key_decay, "
+        "diagonal_decay), and a file has no place for it, since llama.cpp computes it itself"
+    ),
+    "deepseek_v4": (
+        "llama.cpp wants the experts of each token (ffn.gate.tid2eid) in integers of 32 bits, and the model has them "
+        "in 64 bits: integers are not converted here"
+    ),
+    "qwen4_exp_text": (
+        "llama.cpp wants the multipliers of its n-gram embeddings, which are tensors, in the header, which is written "
+        "before any tensor is read"
+    ),
+    "hy_v4": (
+        "llama.cpp rotates neighbouring features, the last of each head (self_attn.q_b_proj, kv_a_proj_with_mqa, "
+        "indexer), where the model rotates halves, and the rows of a part of a head are not put in another order here"
+    ),
+    "dots3_note_text": (
+        "llama.cpp wants the scale of its latents multiplied into their norms (q_a_layernorm, kv_a_layernorm), and "
+        "kv_b_proj of other heads in layers with a sliding window"
+    ),
+    "hrm_text": (
+        "llama.cpp numbers the layers of its two stacks (model.L_module, model.H_module) on, and here the layers of "
+        "one are numbered"
+    ),
     "phimoe": (
         "llama.cpp computes its norms (input_layernorm, post_attention_layernorm, norm) without taking the mean away, "
         "and weighs its experts (block_sparse_moe.gate) by all of them, where the model masks those far from the best"
@@ -1509,4 +1765,4 @@ LEFT_OUT: Mapping[str, str] = {
         "others, and always of those behind the 20th; and altup_projections and altup_unembed_projections in stacks"
     ),
 }
-"""Model types that llama.cpp has an architecture for and that are not written -> why."""
+"""Model types that are exported to other formats and not written -> why."""

@@ -217,7 +217,7 @@ def read_rope(config: Mapping[str, Any]) -> Rope:
         read.whole("rotary_dim") if "rotary_dim" in read.said else int(features * (said.part if target.partial else 1))
     )
     values: dict[str, Value] = {"rope.dimension_count": part, "rope.freq_base": base}
-    sliding = _base_of_sliding_layers(read)
+    sliding = _base_of_sliding_layers(read, said.part if target.alike else 1)
     if sliding is not None:
         values["rope.freq_base_swa"] = sliding
     if target.plain_rope:
@@ -225,14 +225,19 @@ def read_rope(config: Mapping[str, Any]) -> Rope:
     return _scaled(target, said, read, values, features)
 
 
-def _base_of_sliding_layers(read: JsonValues) -> float | None:
-    """The base of layers with a sliding window, of models that have two."""
+def _base_of_sliding_layers(read: JsonValues, part: float) -> float | None:
+    """The base of layers with a sliding window, of models that have two.
+
+    Args:
+        part: of a head's features that llama.cpp rotates in these layers.
+    """
     if read.object("rope_parameters").has("sliding_attention"):
         said = read_rope_config(read.content, "sliding_attention")
-        if said.kind != "default" or said.part != 1:
+        if said.kind != "default" or said.part != part:
             raise PlanError(
                 f"--format gguf: rope_parameters.sliding_attention has rope_type '{shown(said.kind)}' for {said.part} "
-                "of a head's features, and llama.cpp rotates all, unscaled, in layers with a sliding window"
+                f"of a head's features, and llama.cpp rotates {'all' if part == 1 else part}, unscaled, in layers with "
+                "a sliding window"
             )
         return said.theta
     return read.number("rope_local_base_freq") if read.has("rope_local_base_freq") else None
@@ -347,6 +352,8 @@ def restore_rope(
         return {**found, "rope_parameters": rope}
     swa = shortest_float32(said.number("rope.freq_base_swa", 1e4))
     sliding = {"rope_type": "default", "rope_theta": swa}
+    if target.alike and "partial_rotary_factor" in rope:
+        sliding["partial_rotary_factor"] = part
     return {**found, "rope_parameters": {"full_attention": rope, "sliding_attention": sliding}}
 
 

@@ -17,12 +17,14 @@ from types import MappingProxyType
 from typing import Any, Protocol, cast
 
 from modelexport.checkpoints.gguf.file import Value
+from modelexport.checkpoints.rope import read_rope_config
 from modelexport.errors import CheckpointError, shown
 from modelexport.system.json_values import JsonValues
 
 MOST_HEAD_DIM = 1 << 16  # each feature has a frequency
 MOST_LAYERS = 1 << 16
 MOST_SECTIONS = 4
+_NO_FLAGS: tuple[str, tuple[str, str]] = ("", ("", ""))
 _NO_LETTERS: tuple[str, Mapping[str, str]] = ("", MappingProxyType({}))
 
 
@@ -127,9 +129,9 @@ class Whole:
         return {_name(self.keys, known): value - self.plus if isinstance(value, int) else value}
 
 
-def whole(*keys: str, optional: bool = False, least: int = 1) -> Whole:
+def whole(*keys: str, optional: bool = False, least: int = 1, plus: int = 0) -> Whole:
     """A whole number, by the names that its key may have."""
-    return Whole(keys, optional, least)
+    return Whole(keys, optional, least, plus)
 
 
 @dataclass(frozen=True)
@@ -502,6 +504,8 @@ class Kinds:
         offset: the key of which one of a period is of the other kind, where that need not be the last.
         letters: a key whose text has a letter for each layer, and what the letters mean.
         first_of: of how many layers the first is of the other kind, where config.json says nothing; 0: nothing follows.
+        last_of: the same of the last, and the very first layer is of the other kind, too.
+        flags: a key whose list has 0 or 1 for each layer, and the kinds that these mean.
     """
 
     key: str = "layer_types"
@@ -511,9 +515,14 @@ class Kinds:
     offset: str = ""
     letters: tuple[str, Mapping[str, str]] = _NO_LETTERS
     first_of: int = 0
+    last_of: int = 0
+    flags: tuple[str, tuple[str, str]] = _NO_FLAGS
 
     def read(self, config: JsonValues) -> tuple[str, ...] | None:
         found = config.texts(self.key)
+        holder, name = _inside(config, self.flags[0])
+        if found is None and holder.has(name):
+            found = tuple(self.flags[1][each != 0] for each in holder.numbers(name))
         if found is None and config.has(self.letters[0]):
             found = tuple(self.letters[1].get(letter, letter) for letter in config.text(self.letters[0]))
         if found is not None and not any(map(config.has, LAYERS.keys)):
@@ -527,6 +536,8 @@ class Kinds:
             found = tuple(self.usual if (i + 1) % each else self.other for i in range(layers))
         if found is None and self.first_of:
             found = tuple(self.usual if i % self.first_of else self.other for i in range(layers))
+        if found is None and self.last_of:
+            found = tuple(self.usual if i and (i + 1) % self.last_of else self.other for i in range(layers))
         if found is not None and len(found) < layers:
             raise CheckpointError(f"{config.where}: {self.key} has {len(found)} entries, there are {layers} layers")
         return None if found is None else found[:layers]
@@ -597,6 +608,28 @@ class Among:
         return {self.key: [i + self.start for i, has in enumerate(value) if has]}
 
 
+_INDEXER_LETTERS = MappingProxyType({"F": "full", "S": "shared"})
+
+
+@dataclass(frozen=True)
+class IndexerTypes:
+    """For each layer, whether it has an indexer of its own, which others take the selected tokens from (GLM-5.2)."""
+
+    kinds: Kinds = Kinds("indexer_types", letters=("index_topk_pattern", _INDEXER_LETTERS))
+
+    def read(self, config: JsonValues) -> tuple[bool, ...]:
+        found = self.kinds.read(config)
+        if found is not None:
+            return tuple(kind == "full" for kind in found)
+        each, first = config.whole("index_topk_freq", 1), config.whole("index_skip_topk_offset", 2, least=0)
+        return tuple(max(i - first + 1, 0) % each == 0 for i in range(LAYERS.read(config)))
+
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        if not isinstance(value, (list, tuple)):
+            return {}
+        return {self.kinds.key: ["full" if has else "shared" for has in value]}
+
+
 @dataclass(frozen=True)
 class Heads:
     """Heads of queries: of each layer, where a list says it."""
@@ -618,6 +651,17 @@ class Heads:
         if not isinstance(value, (list, tuple)) or not value:
             return HEADS.write(value, known)
         return {self.key: list(value), **HEADS.write(value[0], known)}
+
+
+@dataclass(frozen=True)
+class RotatedFeatures:
+    """The features of a head that are rotated: by ``partial_rotary_factor``."""
+
+    def read(self, config: JsonValues) -> int:
+        return int(HEAD_DIM.read(config) * read_rope_config(config.content).part)
+
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        return {}
 
 
 _BASES = ("rope_parameters.rope_theta", "rope_theta")
@@ -713,6 +757,24 @@ class KvHeadsByLayer:
         own = {kind == _FULL: heads for kind, heads in zip(kinds, value, strict=False)}
         told = {"attention_k_eq_v": True, self.full.every: own.get(True)}
         return {**told, **KV_HEADS.write(own.get(False), known)}
+
+
+@dataclass(frozen=True)
+class DoubleSlidingKvHeads:
+    """Heads of keys and values of each layer: those with a sliding window have twice as many (MiMo-V2-Flash)."""
+
+    kinds: Kinds
+
+    def read(self, config: JsonValues) -> Value:
+        heads, kinds = KV_HEADS.read(config), self.kinds.read(config) or ()
+        return tuple(heads if kind == _FULL else 2 * heads for kind in kinds)
+
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        if not isinstance(value, (list, tuple)):
+            return {}
+        kinds = self.kinds.read(known) if _is_told(LAYERS, known) else None
+        own = next((heads for kind, heads in zip(kinds or (), value, strict=False) if kind == _FULL), None)
+        return {} if own is None else KV_HEADS.write(own, known)
 
 
 @dataclass(frozen=True)
@@ -833,6 +895,47 @@ class Requirement:
             return None
         listed = " or ".join("nothing" if each is None else str(each).lower() for each in allowed)
         return f"{self.key} is {shown(found)}, and llama.cpp {self.why or f'computes such a model with {listed}'}"
+
+
+@dataclass(frozen=True)
+class SameLayers:
+    """A requirement that layers are of a kind by one list where they are of another by a second.
+
+    Attributes:
+        kinds, others: the lists.
+        pairs: kinds of the second list -> those that the first must have.
+        usual: the kind of all layers of the first, where config.json says nothing.
+        why: what llama.cpp computes.
+    """
+
+    kinds: Kinds
+    others: Kinds
+    pairs: Mapping[str, str]
+    usual: str
+    why: str
+
+    @property
+    def key(self) -> str:
+        """The key of config.json that it is about."""
+        return self.kinds.key
+
+    def write(self, known: ModelConfig) -> Mapping[str, Any]:
+        """The first list, as the second wants it."""
+        return {self.key: [self.pairs[kind] for kind in self.others.read(known) or () if kind in self.pairs]}
+
+    def check(self, config: JsonValues) -> str | None:
+        """Returns what is wrong with a config.json; None where nothing is."""
+        others = self.others.read(config) or ()
+        found = self.kinds.read(config) or (self.usual,) * len(others)
+        number = next(
+            (i for i, (one, two) in enumerate(zip(found, others, strict=False)) if self.pairs.get(two) != one), None
+        )
+        if number is None:
+            return None
+        return (
+            f"{self.key}[{number}] is '{shown(found[number])}' in a layer that is '{shown(others[number])}' by "
+            f"{self.others.key}, and llama.cpp {self.why}"
+        )
 
 
 @dataclass(frozen=True)
