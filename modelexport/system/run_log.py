@@ -3,11 +3,13 @@
 One line is one object: ``seconds`` since the run began, ``rank`` (None: the process that started the ranks), ``phase``,
 ``layer``, ``waiting``, and the bytes of weights ``read`` and ``written`` so far by that process. Lines are short enough
 for the kernel to append each whole (``O_APPEND``), so that neither processes beside each other nor a killed one leave
-half a line. :mod:`modelexport.inspection.report.timeline` reads them.
+half a line; a disk that fills may cut the last of a process. :mod:`modelexport.inspection.report.timeline` reads them,
+and passes over such a line.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -161,7 +163,8 @@ class RunLog:
             if len(line) > _LONGEST_LINE:  # characters that JSON escapes
                 line = json.dumps({**about, "phase": about["phase"][:_SHORT_PHASE], "layer": None}).encode() + b"\n"
             try:
-                os.write(self._fd, line)
+                if os.write(self._fd, line) < len(line):  # what others append may stand behind it already
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except OSError as error:
                 os.close(self._fd)
                 self._fd = None

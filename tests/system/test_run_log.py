@@ -76,6 +76,20 @@ def test_a_full_disk_ends_the_log_and_not_the_run(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == message
 
 
+def test_a_line_that_is_cut_is_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, path = os.write, tmp_path / "log"
+    log = RunLog(LogFile.begin(str(path)), 0, beats=False)
+    log.write("one")
+    monkeypatch.setattr(os, "write", lambda fd, line: write(fd, line[:20]))
+    log.write("two")
+    monkeypatch.undo()
+    log.write("three")
+    log.close()
+    whole, cut = path.read_bytes().splitlines()
+    assert json.loads(whole)["phase"] == "one"
+    assert len(cut) == 20
+
+
 def test_a_log_that_cannot_be_is_refused_before_the_run(tmp_path: Path) -> None:
     for path, out, reason in [
         (tmp_path, None, "is a directory"),
