@@ -25,7 +25,7 @@ from modelexport.quantization.calibration import static_ranges
 from modelexport.quantization.calibration.cut import WHOLE, ForwardShard
 from modelexport.quantization.calibration.statistics import InputStatistics
 from modelexport.quantization.kv_caches import CACHES, CacheRounding
-from modelexport.quantization.output_errors import OutputErrors, input_tensors
+from modelexport.quantization.output_errors import OutputErrors, input_tensors, some_rows
 
 if TYPE_CHECKING:
     from modelexport.exporting.rank import RankJob
@@ -220,11 +220,14 @@ class CalibratedLayer:
                 )
 
     def _errors_to_nearest(self) -> OutputErrors:
-        """The output errors that rounding to nearest would cause, with nothing folded."""
+        """The output errors that rounding to nearest would cause, with nothing folded; of large weights by some rows:
+        the search for scales takes as long as it does for what is stored."""
         errors = OutputErrors()
         self._agree(search=False)
         for linear in map(CalibratedLinear.computing, self.quantised.values()):
-            errors.add(linear, linear.nearest())
+            some = some_rows(linear)
+            told = linear if some is None else replace(linear, weight=linear.weight[some.to(linear.weight.device)])
+            errors.add(linear, told.nearest(), some=some)
         return errors
 
     def _agree(self, *, search: bool = True) -> None:
