@@ -26,6 +26,7 @@ from modelexport.quantization.calibration.cut import WHOLE, ForwardShard
 from modelexport.quantization.calibration.statistics import InputStatistics
 from modelexport.quantization.kv_caches import CACHES, CacheRounding
 from modelexport.quantization.output_errors import OutputErrors, input_tensors, some_rows
+from modelexport.system.allocator import return_freed_memory
 
 if TYPE_CHECKING:
     from modelexport.exporting.rank import RankJob
@@ -188,6 +189,7 @@ class CalibratedLayer:
             by_head=self.cache is not None and self.cache.by_head,
             advance=self.advance,
         )
+        return_freed_memory()  # activations of samples, before copies of weights are made beside them
         self.seen = wants
         for name, linear in self.linears.items():
             linear.inputs = self.observed.inputs.get(name)

@@ -36,6 +36,7 @@ from modelexport.quantization.algorithms.base import Algorithm, Folding, Roundin
 from modelexport.quantization.algorithms.rotation import Rotation
 from modelexport.quantization.calibration.layers import LayerRunner
 from modelexport.quantization.calibration.ranges import Ranges
+from modelexport.system.allocator import return_freed_memory
 from modelexport.system.startup import without_collector
 
 
@@ -154,6 +155,7 @@ class CalibratedExport(RankExport):
         if step.index is None:
             return super().quantise(step, shards)
         made = self._calibrated(step)
+        return_freed_memory()  # the layer's and the samples', before the next one is read
         layer = LayerConfig(step.layer, step.index)
         for number, task in enumerate(step.tasks):
             module = self.module_of(layer, task)

@@ -58,6 +58,7 @@ from modelexport.quantization.calibration.sums import ForwardRanks
 from modelexport.quantization.calibration.towers import EmbeddedSample
 from modelexport.quantization.calibration.watch import Activation, AllSeen, LayerInputs, ShardedProducts
 from modelexport.quantization.kv_caches import CacheRounding
+from modelexport.system.allocator import return_freed_memory
 
 __all__ = ["BATCH_TOKENS", "DYNAMIC", "FilledLayer", "LayerRunner", "Observed", "Read"]
 
@@ -565,6 +566,7 @@ class LayerRunner:
             found.reverse()
             while found:
                 yield found.pop()  # not kept any longer
+            return_freed_memory(seldom=True)  # or blocks of many sizes lie between each other, more by each wave
             self._progress(wave.stop, len(self.batches))
 
     def _run(
