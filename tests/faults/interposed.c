@@ -1,5 +1,5 @@
-/* Interposed by LD_PRELOAD before libc's calls on files and sockets: lets the n-th one fail, fall short or kill, and
- * logs them.
+/* Interposed by LD_PRELOAD before libc's calls on files and sockets: lets the n-th one fail, fall short, be late or
+ * kill, and logs them; and before those on the clock, to which it adds FAULTS_CLOCK seconds.
  *
  * Every process that inherits the environment maps the file FAULTS_CONTROL, a struct control, which the program that
  * directs them arms and reads; FAULTS_DATA, if set, is a file that takes the bytes that are written. A call is looked
@@ -18,11 +18,13 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <sys/mman.h>
 #include <sys/sendfile.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/time.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -30,7 +32,7 @@
 #undef openat
 
 enum kind { OPEN, READ, WRITE, FSYNC, MMAP, RENAME, UNLINK, MKDIR, ALLOCATE, TRUNCATE, SENDMSG, RECVMSG, MUNMAP, BEGIN_FSYNC };
-enum mode { OFF, FAIL, SHORT, KILL };
+enum mode { OFF, FAIL, SHORT, KILL, DELAY };
 enum target { FILES = 1, SOCKETS = 2, MEMFDS = 4, PIPES = 8 };
 enum { PATH_BYTES = 256, SITE_BYTES = 160, PLACE_BYTES = 78, SCOPES = 4, EXEMPT = 8, RECORDS = 1 << 16 };
 
@@ -58,6 +60,7 @@ struct control {
 };
 
 static struct control *control;
+static double clock_ahead; /* seconds */
 static char *data_area;
 static __thread int inside;
 
@@ -76,6 +79,8 @@ static void *mapped(const char *variable, size_t size) {
 }
 
 __attribute__((constructor)) static void begin(void) {
+    const char *ahead = getenv("FAULTS_CLOCK");
+    if (ahead) clock_ahead = atof(ahead);
     control = mapped("FAULTS_CONTROL", sizeof(struct control));
     if (control && control->data_size) data_area = mapped("FAULTS_DATA", control->data_size);
 }
@@ -236,6 +241,11 @@ static int decide(struct call *call) {
     if (control->mode == KILL) {
         kill(getpid(), SIGKILL);
         for (;;) pause();
+    }
+    if (control->mode == DELAY) {
+        usleep(control->code);
+        errno = code;
+        return OFF;
     }
     if (control->mode == FAIL) errno = control->code;
     return control->mode;
@@ -700,3 +710,27 @@ ssize_t recvfrom(int fd, void *buffer, size_t length, int flags, struct sockaddr
 }
 ssize_t recv(int fd, void *buffer, size_t length, int flags) { return recvfrom(fd, buffer, length, flags, NULL, NULL); }
 ssize_t __recv_chk(int fd, void *buffer, size_t length, size_t room, int flags) { return (void)room, recv(fd, buffer, length, flags); }
+
+/* --- the clock ---------------------------------------------------------------------------------------------------- */
+
+int clock_gettime(clockid_t clock, struct timespec *found) {
+    long result = syscall(SYS_clock_gettime, clock, found);
+    if (!result && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE)) found->tv_sec += (time_t)clock_ahead;
+    return (int)result;
+}
+
+int gettimeofday(struct timeval *restrict found, void *restrict zone) {
+    struct timespec now;
+    (void)zone;
+    clock_gettime(CLOCK_REALTIME, &now);
+    found->tv_sec = now.tv_sec;
+    found->tv_usec = now.tv_nsec / 1000;
+    return 0;
+}
+
+time_t time(time_t *kept) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    if (kept) *kept = now.tv_sec;
+    return now.tv_sec;
+}

@@ -17,7 +17,7 @@ KINDS = (
     *("open", "read", "write", "fsync", "mmap", "rename", "unlink", "mkdir", "allocate", "truncate"),
     *("sendmsg", "recvmsg", "munmap", "begin fsync"),
 )
-OFF, FAIL, SHORT, KILL = range(4)
+OFF, FAIL, SHORT, KILL, DELAY = range(5)
 FILES, SOCKETS, MEMFDS, PIPES = 1, 2, 4, 8
 _PATH, _SITE, _SCOPES, _EXEMPT, _RECORDS = 256, 160, 4, 8, 1 << 16
 DATA_SIZE = 1 << 30
@@ -59,10 +59,10 @@ class Fault:
     """What is to happen at one call.
 
     Attributes:
-        mode: FAIL, SHORT or KILL (the process that makes the call).
+        mode: FAIL, SHORT, KILL (the process that makes the call) or DELAY.
         kinds: which calls count.
         nth: which of them it happens at, from 1.
-        code: the error of FAIL.
+        code: the error of FAIL; the microseconds of DELAY.
         site: only calls from this line count; "" counts all.
         sticky: whether all later ones fail, too.
     """
@@ -75,7 +75,7 @@ class Fault:
     sticky: bool = False
 
     def __str__(self) -> str:
-        what = ("nothing", os.strerror(self.code), "short", "killed")[self.mode]
+        what = ("nothing", os.strerror(self.code), "short", "killed", f"{self.code} us late")[self.mode]
         at = f" of {self.site}" if self.site else ""
         return f"{what} at call {self.nth}{' and later' if self.sticky else ''} ({', '.join(self.kinds)}){at}"
 

@@ -1,4 +1,4 @@
-"""Two machines in one: network namespaces with a veth pair between them, their own host names and /dev/shm."""
+"""Machines in one: network namespaces with a cable or a switch between them, their own host names and /dev/shm."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.helpers.switch import Conditions
+
+_ROOT = Path(__file__).parents[2]
+
 # What makes a namespace a machine: what ranks could share without a network is taken away. /tmp stays common.
 _ISOLATE = ["unshare", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc"]
 
 
 @dataclass(frozen=True)
 class Host:
-    """One of the two machines."""
+    """One of the machines."""
 
     name: str
     namespace: str
@@ -87,10 +91,49 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
         _ip("link", "add", cables[0], "type", "veth", "peer", "name", cables[1])
         for host, cable in zip(hosts, cables, strict=True):
             _ip("link", "set", cable, "netns", host.namespace)
-            _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", cable)
-            _ip("-n", host.namespace, "link", "set", cable, "up")
-            _ip("-n", host.namespace, "link", "set", "lo", "up")
+            _connect(host, cable)
         yield hosts
+
+
+class Network:
+    """A switch that hosts hang on.
+
+    Args:
+        devices: names of theirs, which are made.
+    """
+
+    def __init__(self, devices: Sequence[str]) -> None:
+        command = [sys.executable, "-m", "tests.helpers.switch", *devices]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=_ROOT)
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "ready\n", "the switch has not begun"
+
+    def become(self, conditions: Conditions) -> None:
+        """From now on frames pass as they say."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(conditions.as_line())
+        self._process.stdin.flush()
+
+    def close(self) -> None:
+        """Ends the switch."""
+        self._process.communicate(timeout=10)
+
+
+@contextlib.contextmanager
+def hosts_on_a_switch(count: int) -> Iterator[tuple[list[Host], Network]]:
+    """So many hosts, each a port of the network by its number."""
+    tag = os.getpid() % 100_000
+    hosts = [Host(f"host-{n}", f"mexp-{tag}-{n}", f"10.213.8.{n + 1}") for n in range(count)]
+    devices = [f"mx{tag}n{n}" for n in range(count)]
+    with contextlib.ExitStack() as stack:
+        network = Network(devices)
+        stack.callback(network.close)
+        for host, device in zip(hosts, devices, strict=True):
+            _ip("netns", "add", host.namespace)
+            stack.callback(_ip, "netns", "delete", host.namespace)
+            _ip("link", "set", device, "netns", host.namespace)
+            _connect(host, device)
+        yield hosts, network
 
 
 def torchrun(
@@ -116,6 +159,12 @@ def finish(processes: Sequence[subprocess.Popen[bytes]], seconds: float = 120.0)
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+
+
+def _connect(host: Host, device: str) -> None:
+    _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", device)
+    _ip("-n", host.namespace, "link", "set", device, "up")
+    _ip("-n", host.namespace, "link", "set", "lo", "up")
 
 
 def _ip(*arguments: str) -> None:

@@ -24,11 +24,13 @@ import socket
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from modelexport.distributed.config import MultiprocessConfig, is_loopback
 from modelexport.distributed.listening import bind_towards
 from modelexport.distributed.supervision.failures import OWN, Failure, exception_message
+from modelexport.distributed.supervision.heartbeat import remove_rank
 from modelexport.distributed.supervision.interrupting import Interrupter
 from modelexport.distributed.supervision.status import current_status, in_rank, phase_of_error, phase_scope
 from modelexport.distributed.supervision.watch_hub import Hub, Lines, keep_alive
@@ -53,6 +55,7 @@ class PeerWatch:
         self._rank = config.rank
         self._hub: Hub | None = None
         self._cause: Failure | None = None
+        self._hub_is_gone = False
         self._released, self._judged, self._closed = threading.Event(), threading.Event(), threading.Event()
         self._send_lock = threading.Lock()
         if config.rank == 0:
@@ -89,6 +92,8 @@ class PeerWatch:
             self._send({"failed": fields})
             self._judged.wait(_VERDICT_SECONDS)
         cause = self._cause
+        if cause is not None:
+            self._remove_files()
         if cause is None or cause.rank == self._rank or getattr(error, "_modelexport_cause", None) is cause:
             return error
         return cause.error()
@@ -140,6 +145,7 @@ class PeerWatch:
             if messages is None:
                 if not (self._closed.is_set() or self._released.is_set()):
                     gone = "its process ended, or its machine; no other rank can say more"
+                    self._hub_is_gone = True
                     self._judge(Failure(0, time.monotonic(), OWN, "", gone))
                 return
             for message in messages:
@@ -165,7 +171,18 @@ class PeerWatch:
         self._interrupter.interrupt()
         if not self._closed.wait(_GRACE_SECONDS) and not self._interrupter.raised:
             note(f"modelexport: {cause.error()}")
+            self._remove_files()
             os._exit(1)
+
+    def _remove_files(self) -> None:
+        """Removes what this rank left for others, who will not read it: the job has failed.
+
+        Rank 0 does so for a rank that is gone. If that is rank 0, every rank does: were it only cut off, it would have
+        given this rank up by now, as this one it.
+        """
+        for directory in map(Path, current_status().directories):
+            for rank in {self._rank, 0} if self._hub_is_gone else {self._rank}:
+                remove_rank(directory, rank)
 
     def _error(self) -> BaseException | None:
         if self._cause is None:
