@@ -13,21 +13,25 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from modelexport.distributed import launch
+from modelexport.distributed.supervision import heartbeat
 from modelexport.errors import RankFailedError
 
 
 def work(kind: str, culprit: int) -> None:
     rank, ones = dist.get_rank(), torch.ones(3)
     launch.phase(f"step {rank}")
+    heart = heartbeat.Heart(Path(os.environ["TEST_WORKSPACE"]), rank)
     dist.all_reduce(ones)
     launch.report({"rank": rank})
     if kind == "fine":
+        heart.stop()
         return time.sleep(0.2 * rank)
     if kind == "stuck":
         if rank == 1:

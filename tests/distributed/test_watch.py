@@ -48,11 +48,12 @@ class Jobs:
             port = probe.getsockname()[1]
         self.number += 1
         files = [self.directory / f"{self.number}-{rank}.json" for rank in range(world)]
+        self.workspace = self.directory / f"{self.number}-workspace"
         places = []
         for rank, file in enumerate(files):
             place = {
                 "SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_STEP_NUM_TASKS": world, "SLURM_NODEID": 0,
-                "SLURM_STEP_TASKS_PER_NODE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+                "SLURM_STEP_TASKS_PER_NODE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TEST_WORKSPACE": self.workspace,
             }  # fmt: skip
             places.append(({name: str(value) for name, value in place.items()}, str(file)))
         assert self.program.stdin is not None
@@ -104,6 +105,7 @@ def test_every_rank_raises_what_one_died_of(jobs: Jobs, kind: str, culprit: int,
         if (kind, culprit) != ("kill", 0):  # what rank 0 did, only rank 0 knew
             assert one.said["phase"] == f"step {culprit}"
     assert ended[culprit].status == (-signal.SIGKILL if kind == "kill" else 0)
+    assert not jobs.workspace.exists(), "each took its file along, and another that of the one that was killed"
 
 
 def test_a_rank_that_its_launcher_ends_says_why(jobs: Jobs) -> None:
