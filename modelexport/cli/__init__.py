@@ -75,8 +75,10 @@ def _run(arguments: list[str]) -> int:
 
 def _is_ours_to_say(error: ModelExportError) -> bool:
     """Returns whether this process prints ``error``: under torchrun and the like the first rank does, and the
-    culprit."""
+    culprit; all the others where the first rank is gone without a word."""
     rank = _external_rank()
+    if isinstance(error, RankFailedError) and error.rank == 0 and not error.phase:
+        return True
     return rank in (None, 0) or not isinstance(error, (UsageError, RankFailedError))
 
 

@@ -36,7 +36,7 @@ from modelexport.distributed.launch.grid import grid_ranks
 from modelexport.distributed.launch.supervisor import RankHandle, Supervisor
 from modelexport.distributed.supervision import status
 from modelexport.distributed.supervision.phase_board import PhaseBoard, new_board_file
-from modelexport.errors import UsageError
+from modelexport.errors import GatherError, UsageError
 from tests.distributed import _launch_targets as targets
 from tests.distributed._launch_helpers import launch
 
@@ -97,12 +97,18 @@ def test_backends(monkeypatch: pytest.MonkeyPatch) -> None:
         set_distributed_backend("glue")
 
 
-def test_a_process_by_itself_can_join_a_group_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment without a rank's place, to which what init_dist sets does not stick."""
     for name in targets.VARIABLES:
-        monkeypatch.setenv(name, "")  # so that what init_dist sets is undone
+        monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("TP_SOCKET_IFNAME", "lo")
+
+
+@pytest.mark.usefixtures("bare")
+def test_a_process_by_itself_can_join_a_group_of_one() -> None:
     for join in (
         lambda: init_process_group_from_backend("gloo"),
         lambda: init_dist(0, 0, 1, 1, "127.0.0.1", 29500, "env://", "gloo", timeout=5.0),
@@ -131,6 +137,23 @@ def test_the_grid_is_arange_viewed(mp: int, pp: int, dp: int) -> None:
             "pp": tuple(world[d, :, m].tolist()),
             "dp": tuple(world[:, p, m].tolist()),
         }
+
+
+@pytest.mark.parametrize(
+    ("rank", "message"),
+    [
+        (0, r"rank 1 of 2 did not come within 1 s: .*--timeout"),
+        (1, r"rank 1 on \S+ did not reach rank 0 at 127\.0\.0\.1:"),
+    ],
+)
+@pytest.mark.usefixtures("bare")
+def test_ranks_that_do_not_come_are_named(rank: int, message: str) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with pytest.raises(GatherError, match=message):
+        init_dist(rank, 0, 2, 1, "127.0.0.1", port, "env://", "gloo", timeout=1.0)
+    assert not dist.is_initialized()
 
 
 @pytest.mark.parametrize(

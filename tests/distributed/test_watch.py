@@ -53,7 +53,8 @@ class Jobs:
         for rank, file in enumerate(files):
             place = {
                 "SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_STEP_NUM_TASKS": world, "SLURM_NODEID": 0,
-                "SLURM_STEP_TASKS_PER_NODE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TEST_WORKSPACE": self.workspace,
+                "SLURM_STEP_TASKS_PER_NODE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+                "TEST_WORKSPACE": self.workspace,
             }  # fmt: skip
             places.append(({name: str(value) for name, value in place.items()}, str(file)))
         assert self.program.stdin is not None

@@ -16,16 +16,18 @@ from modelexport.distributed.launch.grid import forget_grid, init_grid
 from modelexport.distributed.listening import bind_towards
 from modelexport.distributed.supervision.status import phase_scope
 from modelexport.distributed.supervision.watch import PeerWatch
+from modelexport.distributed.transport.link import LostPeerError
 from modelexport.errors import GatherError, UsageError
 
 if TYPE_CHECKING:
-    from torch.distributed import Backend, TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import Backend, Store, TCPStore  # type: ignore[attr-defined]
 
 _BACKEND_VARIABLE = "TORCH_DISTRIBUTED_BACKEND"
 _GROUP_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "INIT_METHOD",
     "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME",
 )  # fmt: skip
+_NAMED = 8  # of the ranks that are missing
 _own_store: TCPStore | None = None
 
 
@@ -105,6 +107,7 @@ def init_dist(
 
     Raises:
         UsageError: rank or sizes contradict each other.
+        GatherError: ranks did not come in time, or cannot reach each other.
     """
     if not 0 <= rank < world_size or not 0 <= local_rank < local_world_size <= world_size:
         raise UsageError(f"rank {rank} of {world_size} (local rank {local_rank} of {local_world_size}) does not exist")
@@ -127,37 +130,87 @@ def _join(
     listener: socket.socket | None,
 ) -> None:
     import torch.distributed as dist
-    from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
-    global _own_store
     _set_environment(config)
     if timeout is None:
         timeout = float(os.environ.get("MODELEXPORT_TIMEOUT", DEFAULT_TIMEOUT))
     limit = timedelta(seconds=timeout)
-    common: dict[str, Any] = {"backend": _backend_per_device(backend, config), "timeout": limit}
-    place: dict[str, Any] = {"rank": config.rank, "world_size": config.world_size}
-    if config.init_method != "env://":
-        dist.init_process_group(init_method=config.init_method, **place, **common)
-    elif config.world_size == 1:
-        dist.init_process_group(store=HashStore(), **place, **common)
-    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        dist.init_process_group(init_method="env://", **common)
-    else:
-        if listener is None and config.rank == 0:  # left to itself, torch's server listens on all interfaces
-            listener = bind_towards(config.master_addr, int(config.master_port), reuse=True)
-            listener.listen(max(128, config.world_size))
-        # torch 2.6's libuv server cannot take over a listening socket.
-        extra: dict[str, Any] = {"master_listen_fd": listener.detach(), "use_libuv": False} if listener else {}
-        _own_store = TCPStore(
-            config.master_addr,
-            int(config.master_port),
-            config.world_size,
-            config.rank == 0,
+    where = f"rank {config.rank} on {socket.gethostname()}"
+    try:
+        store = _store(config, limit, listener)
+    except dist.DistError as error:
+        raise LostPeerError(
+            f"{where} did not reach rank 0 at {config.master_addr}:{config.master_port} within {timeout:g} s: see "
+            "whether rank 0 runs there, whether MASTER_ADDR and MASTER_PORT are the same for all ranks, and whether a "
+            "firewall is between them",
+            [0],
+        ) from error
+    store.set(_here(config.rank), socket.gethostname())
+    try:
+        dist.init_process_group(
+            store=store,
+            rank=config.rank,
+            world_size=config.world_size,
+            backend=_backend_per_device(backend, config),
             timeout=limit,
-            wait_for_workers=False,
-            **extra,
         )
-        dist.init_process_group(store=_own_store, **place, **common)
+    except RuntimeError as error:  # of gloo, or a DistError
+        raise _not_together(config, store, timeout, error) from error
+
+
+def _store(config: MultiprocessConfig, limit: timedelta, listener: socket.socket | None) -> Store:
+    """The group's key-value store; rank 0 keeps it for the others where no other launcher does."""
+    from torch.distributed import HashStore, TCPStore, rendezvous  # type: ignore[attr-defined]
+
+    global _own_store
+    if config.init_method == "env://" and config.world_size == 1:
+        return HashStore()
+    if config.init_method != "env://" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        found: Store = next(rendezvous(config.init_method, config.rank, config.world_size, timeout=limit))[0]
+        found.set_timeout(limit)
+        return found
+    if listener is None and config.rank == 0:  # left to itself, torch's server listens on all interfaces
+        listener = bind_towards(config.master_addr, int(config.master_port), reuse=True)
+        listener.listen(max(128, config.world_size))
+    # torch 2.6's libuv server cannot take over a listening socket.
+    extra: dict[str, Any] = {"master_listen_fd": listener.detach(), "use_libuv": False} if listener else {}
+    _own_store = TCPStore(
+        config.master_addr,
+        int(config.master_port),
+        config.world_size,
+        config.rank == 0,
+        timeout=limit,
+        wait_for_workers=False,
+        **extra,
+    )
+    return _own_store
+
+
+def _here(rank: int) -> str:
+    return f"modelexport/here/{rank}"
+
+
+def _not_together(config: MultiprocessConfig, store: Store, timeout: float, error: RuntimeError) -> LostPeerError:
+    """The error of a group that has not come together: names the ranks that have not come, where the store knows."""
+    try:
+        missing = [rank for rank in range(config.world_size) if not store.check([_here(rank)])]
+    except RuntimeError:  # it is rank 0 that is gone, and the store with it
+        place = f"{config.master_addr}:{config.master_port}"
+        return LostPeerError(f"rank 0 at {place} was lost before all {config.world_size} ranks had come", [0])
+    if missing:
+        one = len(missing) == 1
+        names = ", ".join(map(str, missing[:_NAMED])) + (" and others" if len(missing) > _NAMED else "")
+        return LostPeerError(
+            f"{'rank' if one else 'ranks'} {names} of {config.world_size} did not come within {timeout:g} s: see "
+            f"whether the launcher started {'it' if one else 'them'}, and whether MASTER_ADDR ({config.master_addr}) "
+            "can be reached from there; --timeout waits longer",
+            missing,
+        )
+    return LostPeerError(
+        f"all {config.world_size} ranks came to MASTER_ADDR ({config.master_addr}), but rank {config.rank} on "
+        f"{socket.gethostname()} cannot reach all others: {str(error).splitlines()[0]}; they must reach each other "
+        f"over the interface {os.environ.get('GLOO_SOCKET_IFNAME', 'that leads there')} (GLOO_SOCKET_IFNAME)"
+    )
 
 
 def _set_environment(config: MultiprocessConfig) -> None:
