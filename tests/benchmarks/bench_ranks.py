@@ -78,7 +78,7 @@ def steps(rank: int, world: int) -> Iterator[tuple[str, Callable[[], object]]]:
     part = torch.full((TOTAL // world,), rank, dtype=torch.uint8)
 
     def tensors() -> None:
-        with gather.get_tensors_parallel(part, everybody, None, None) as found:
+        with gather.get_tensors_parallel(part, everybody) as found:
             assert rank or sum(len(each) for each in found) == TOTAL // world * world
 
     yield "tensors", tensors
@@ -143,6 +143,8 @@ def line(counts: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]
     a, b = torch.linalg.lstsq(rows, torch.ones(len(y), 1, dtype=torch.float64)).solution.flatten().tolist()
     if a < 0:
         a, b = 0.0, float((n / y).sum() / (n / y).square().sum())
+    elif b < 0:
+        a, b = float((1 / y).sum() / (1 / y).square().sum()), 0.0
     return a, b
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.faults.interposed import is_built
+from tests.helpers.hosts import why_not
 
 pytestmark = [
     pytest.mark.timeout(280),
@@ -64,6 +65,8 @@ def test_a_kill_loses_nothing(few: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("program", ["campaign", "power_loss", "kills"])
+@pytest.mark.parametrize("program", ["campaign", "power_loss", "kills", "hosts"])
 def test_very_many(program: str, tmp_path: Path) -> None:
+    if program == "hosts" and (reason := why_not()):
+        pytest.skip(reason)
     assert not run(program, str(tmp_path))["defects"]
