@@ -35,7 +35,7 @@ from modelexport.layers import LayerConfig, ModuleConfig, TensorShard
 from modelexport.models.decoded import StoredLinear
 from modelexport.models.in_memory import gather_layers, is_gathered
 from modelexport.quantization import decoding, devices, formats, kernels
-from modelexport.quantization.calibration.ranges import Ranges
+from modelexport.quantization.calibration.static_ranges import Ranges
 from modelexport.quantization.kv_caches import CACHES
 from modelexport.quantization.methods import ReadOnlyNumbers, WeightSlice, of_method
 from modelexport.recipe import ExportRecipe

@@ -21,7 +21,8 @@ from modelexport.inspection.evaluate import tokenise
 from modelexport.models.architecture import language_config
 from modelexport.quantization.calibration import text as calibration_text
 from modelexport.quantization.calibration.layers import LayerRunner
-from modelexport.quantization.calibration.ranges import Ranges, observe, token_batches_from
+from modelexport.quantization.calibration.ranges import observe, token_batches_from
+from modelexport.quantization.calibration.static_ranges import Ranges
 from tests.helpers.models import copy_checkpoint, make_llama
 from tests.helpers.tiny_models import tiny_checkpoint, tiny_model
 from tests.quantization._forward_ranks import forward_reader

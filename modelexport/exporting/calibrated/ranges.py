@@ -12,7 +12,8 @@ from modelexport.exporting.calibrated.forward import forward_cut
 from modelexport.exporting.calibrated.samples import Samples, forward_reader, shared_samples
 from modelexport.exporting.rank import RankExport, RankJob
 from modelexport.models.architecture import language_config
-from modelexport.quantization.calibration.ranges import Ranges, observe
+from modelexport.quantization.calibration.ranges import observe
+from modelexport.quantization.calibration.static_ranges import Ranges
 from modelexport.quantization.kv_caches import CACHES
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ from modelexport.quantization import algorithms
 from modelexport.quantization.algorithms.base import Algorithm, Folding, Rounding
 from modelexport.quantization.algorithms.rotation import Rotation
 from modelexport.quantization.calibration.layers import LayerRunner
-from modelexport.quantization.calibration.ranges import Ranges
+from modelexport.quantization.calibration.static_ranges import Ranges
 from modelexport.system.allocator import return_freed_memory
 from modelexport.system.startup import without_collector
 

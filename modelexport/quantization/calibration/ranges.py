@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,34 +19,14 @@ from modelexport.errors import ValuesError
 from modelexport.quantization.calibration import static_ranges
 from modelexport.quantization.calibration.cut import ForwardCut, ForwardShard, general
 from modelexport.quantization.calibration.layers import DYNAMIC, LayerRunner, Observed
+from modelexport.quantization.calibration.static_ranges import Ranges
 from modelexport.quantization.calibration.statistics import InputStatistics
 from modelexport.quantization.calibration.text import LENGTH, SAMPLES, token_batches_from
 from modelexport.quantization.calibration.towers import EmbeddedSample
 from modelexport.quantization.formats.base import NumberFormat
 from modelexport.quantization.kv_caches import CacheFormat
 
-__all__ = ["LENGTH", "SAMPLES", "Ranges", "observe", "token_batches_from"]
-
-
-@dataclass(frozen=True)
-class Ranges:
-    """The ranges of a model's activations: magnitudes that scales are to cover, finite and not negative.
-
-    Attributes:
-        inputs: linear, by its module's name in the checkpoint -> of its inputs. All experts of a layer have the same.
-        keys, values: layer -> of what goes into its KV cache: keys after the rotary embedding, values as projected;
-            one for all heads, or one for each. With latent attention (DeepSeek) both are of the latent and of the
-            rotary part, which share one cache.
-        unseen: linears of experts that no token was routed to; their ``inputs`` are those of their siblings.
-        samples, length: how much text it was.
-    """
-
-    inputs: dict[str, float]
-    keys: dict[int, tuple[float, ...]]
-    values: dict[int, tuple[float, ...]]
-    unseen: tuple[str, ...] = ()
-    samples: int = 0
-    length: int = 0
+__all__ = ["LENGTH", "SAMPLES", "observe", "token_batches_from"]
 
 
 def observe(

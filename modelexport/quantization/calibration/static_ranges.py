@@ -27,6 +27,7 @@ All follow from whole-number counts and a maximum, so neither the order of the s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,7 @@ from modelexport.quantization.kv_caches import CACHES, CacheFormat
 if TYPE_CHECKING:
     from modelexport.quantization.formats.base import NumberFormat
 
-__all__ = ["FRACTION", "METHODS", "choose", "choose_cache", "squared_error", "together", "wants"]
+__all__ = ["FRACTION", "METHODS", "Ranges", "choose", "choose_cache", "squared_error", "together", "wants"]
 
 METHODS = ("max", "percentile", "mse")
 FRACTION = 0.9999
@@ -48,6 +49,27 @@ FRACTION = 0.9999
 
 _STEPS_AN_OCTAVE = 16
 _OCTAVES = 8
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """The ranges of a model's activations: magnitudes that scales are to cover, finite and not negative.
+
+    Attributes:
+        inputs: linear, by its module's name in the checkpoint -> of its inputs. All experts of a layer have the same.
+        keys, values: layer -> of what goes into its KV cache: keys after the rotary embedding, values as projected;
+            one for all heads, or one for each. With latent attention (DeepSeek) both are of the latent and of the
+            rotary part, which share one cache.
+        unseen: linears of experts that no token was routed to; their ``inputs`` are those of their siblings.
+        samples, length: how much text it was.
+    """
+
+    inputs: dict[str, float]
+    keys: dict[int, tuple[float, ...]]
+    values: dict[int, tuple[float, ...]]
+    unseen: tuple[str, ...] = ()
+    samples: int = 0
+    length: int = 0
 
 
 def wants(method: str) -> frozenset[str]:
