@@ -21,6 +21,9 @@ WHY = "of what sees or hears beside the language model, which llama.cpp has in a
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _DEEPSTACK = "deepstack_visual_indexes"
 """The key of ``vision_config`` that lists the images' features that are added behind the first layers, one each."""
+_DEEPSTACK_TARGETS = ("deepstack_layer_map", "spatial_target_layers")
+"""Keys of Granite 4 Vision's: pairs of a layer of the vision tower and the one that its features are added before; and
+the layers that the features of parts of an image are added before."""
 
 
 def language_part_alone(checkpoint: Checkpoint) -> tuple[Checkpoint, list[str]]:
@@ -78,7 +81,13 @@ def _config_of(config: Mapping[str, Any], names: Collection[str]) -> dict[str, A
     own |= {key: config[key] for key in (*_TOKENS, "dtype", "torch_dtype") if config.get(key) is not None}
     seen = config.get("vision_config")
     listed = seen.get(_DEEPSTACK) if isinstance(seen, Mapping) else None
-    return {**own, "num_deepstack_layers": len(listed)} if isinstance(listed, list) else own
+    if isinstance(listed, list):
+        own["num_deepstack_layers"] = len(listed)
+    mapped, sampled = (config.get(key) for key in _DEEPSTACK_TARGETS)
+    if isinstance(mapped, list):
+        layers = [each[1] for each in mapped if isinstance(each, (list, tuple)) and len(each) == 2]
+        own["deepstack_target_layers"] = [*layers, *(sampled if isinstance(sampled, list) else ())]
+    return own
 
 
 def _names(family: Family, config: Mapping[str, Any], names: Collection[str]) -> dict[str, str]:

@@ -101,6 +101,8 @@ def test_values_by_layer() -> None:
     assert (gemma["rope.freq_base"], gemma["rope.freq_base_swa"]) == (1e6, 1e4)
     assert values_of("granitemoehybrid")["attention.head_count_kv"] == (0, 2)
     assert values_of("glm4_moe_lite")["leading_dense_block_count"] == 1
+    granite = values_of("granite4_vision_text", num_hidden_layers=5, deepstack_target_layers=[3, 0, -1])
+    assert granite["deepstack_mapping"] == (-1, -1, -1, 1, 2)
     latent = values_of("deepseek_v3")
     keys = ("attention.key_length", "attention.key_length_mla", "attention.value_length", "rope.dimension_count")
     assert [latent[key] for key in keys] == [80, 32, 64, 16]

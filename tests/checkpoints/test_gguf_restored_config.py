@@ -25,9 +25,10 @@ REFUSED = ("jamba", "nemotron_h")
 READ_AS = {
     **dict.fromkeys(("mistral", "internlm3", "iquestcoder"), "llama"),
     "granitemoeshared": "granitemoe",
-    "granite_docling_text": "granite",
+    **dict.fromkeys(("granite_docling_text", "granite4_vision_text"), "granite"),
     "glm4_moe_lite": "deepseek_v3",
-    "qwen2_5_vl_text": "qwen2_vl_text",
+    **dict.fromkeys(("qwen2_5_vl_text", "qwen2_5_omni_text"), "qwen2_vl_text"),
+    "qwen3_omni_moe_text": "qwen3_vl_moe_text",
 }
 """Types that llama.cpp does not tell from others, which compute the same."""
 NO_NUMBERS = {

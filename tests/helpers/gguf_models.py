@@ -19,20 +19,27 @@ _GEMMA4 = {
     "num_kv_shared_layers": 2,
     "use_double_wide_mlp": True,
 }
-_SWA = {
-    "num_hidden_layers": 3,
-    "layer_types": ["full_attention", *["sliding_attention"] * 2],
-    "layer_rope_theta": [1e4, 1e4, 0],
+_GRANITE_MULTIPLIERS = {
     "attention_multiplier": 0.25,
     "embedding_multiplier": 3.0,
     "logits_scaling": 2.0,
     "residual_multiplier": 0.5,
 }
+_SWA = {
+    "num_hidden_layers": 3,
+    "layer_types": ["full_attention", *["sliding_attention"] * 2],
+    "layer_rope_theta": [1e4, 1e4, 0],
+    **_GRANITE_MULTIPLIERS,
+}
 
 CHANGES: dict[str, dict[str, Any]] = {
     "qwen2_vl_text": {"rope_parameters": _TURNED},
     "qwen2_5_vl_text": {"rope_parameters": _TURNED},
+    "qwen2_5_omni_text": {"rope_parameters": _TURNED},
+    "paddleocr_vl_text": {"rope_parameters": _TURNED},
     "qwen3_vl_text": {"rope_parameters": _TURNED},
+    "qwen3_omni_moe_text": {"rope_parameters": _TURNED},
+    "granite4_vision_text": _GRANITE_MULTIPLIERS,
     "qwen3_vl_moe_text": {"rope_parameters": _TURNED, "tie_word_embeddings": False},
     **{
         kind: {"rope_parameters": {**_TURNED, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]}}
@@ -165,6 +172,15 @@ WRAPPED: dict[str, dict[str, Any]] = {
     "hunyuan_vl": {"text_config": {"rope_parameters": _TURNED_BY_ALPHA, "head_dim": 32}},
     "granite_docling": {"vision_config": {"out_hidden_size": 128, "num_position_embeddings": 64}},
     "qwen3_5": {"vision_config": {"out_hidden_size": 128, "num_position_embeddings": 64}},
+    "granite4_vision": {
+        "text_config": {**_GRANITE_MULTIPLIERS, "num_hidden_layers": 4},
+        "downsample_rate": "1/2",
+        "deepstack_layer_map": [[-1, 0], [-2, 1]],
+        "spatial_target_layers": [2, 3],
+    },
+    "paddleocr_vl": {"text_config": {"rope_parameters": _TURNED}},
+    "qwen2_5_omni_thinker": {"text_config": {"rope_parameters": _TURNED}},
+    "qwen3_omni_moe_thinker": {"text_config": {"rope_parameters": {**_TURNED, "mrope_interleaved": True}}},
 }
 """Models that also see or hear, and the settings of their parts; their language models are of types of the table."""
 _SEEN = {"vision_config": {"out_hidden_size": 128, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}}
@@ -173,7 +189,8 @@ for _kind in ("qwen3_vl", "qwen3_vl_moe"):
 
 ONLY_WRAPPED = (
     *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "glm4v_text", "glm_ocr_text"),
-    *("glm4v_moe_text", "hunyuan_vl_text", "granite_docling_text"),
+    *("glm4v_moe_text", "hunyuan_vl_text", "granite_docling_text", "granite4_vision_text", "paddleocr_vl_text"),
+    *("qwen2_5_omni_text", "qwen3_omni_moe_text"),
 )
 """Types of the table whose models transformers has as parts of others alone."""
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from modelexport.checkpoints.safetensors.file import Reader
+from modelexport.checkpoints.safetensors.file import Checkpoint, Reader
 from modelexport.models.language_part import language_part_alone, part_as
 from modelexport.models.opening import open_model
 from modelexport.models.rules import expected_rules
-from tests.helpers.gguf_models import gguf_tiny_config
+from modelexport.quantization.calibration.model import build
+from tests.helpers.gguf_models import gguf_tiny_config, gguf_tiny_model
 from tests.helpers.models import make_llama
 from tests.helpers.tiny_models import tiny_checkpoint
 
@@ -49,3 +52,33 @@ def test_a_part_s_head_is_its_embedding_where_its_config_says_so(tied: bool) -> 
     config = {**gguf_tiny_config("qwen2_vl_text"), "tie_word_embeddings": tied}
     names = {rule.name for rule in expected_rules(config, "BF16")}
     assert ("lm_head.weight" in names) != tied
+
+
+def loaded(part: Checkpoint) -> Any:
+    """The model that calibration runs, with a checkpoint's weights."""
+    model: Any = build(part.config or {}, {})
+    with Reader(part) as reader:
+        tensors = {name: reader.read(info) for name, info in part.infos.items()}
+    model.load_state_dict(tensors, strict=False, assign=True)
+    model.tie_weights()
+    assert not [name for name, each in model.named_parameters() if each.is_meta]
+    return model
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["granite4_vision", pytest.param("paddleocr_vl", marks=pytest.mark.extended)])
+def test_a_part_that_transformers_does_not_list_computes_what_the_whole_does(tmp_path: Path, kind: str) -> None:
+    whole = gguf_tiny_model(kind)
+    whole.save_pretrained(tmp_path)
+    part, _ = language_part_alone(open_model(tmp_path))
+    tokens = torch.arange(3, 27)[None]
+    with torch.inference_mode():
+        expected, found = (model(input_ids=tokens).logits for model in (whole, loaded(part)))
+    assert expected.std() > 0.01
+    torch.testing.assert_close(found, expected)
+
+
+def test_the_layers_that_an_image_is_added_before_are_told(tmp_path: Path) -> None:
+    gguf_tiny_model("granite4_vision").save_pretrained(tmp_path)
+    part, _ = language_part_alone(open_model(tmp_path))
+    assert (part.config or {})["deepstack_target_layers"] == [0, 1, 2, 3]

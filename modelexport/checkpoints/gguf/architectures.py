@@ -23,6 +23,7 @@ from modelexport.checkpoints.gguf.values import (
     Among,
     Choice,
     Count,
+    DeepstackMapping,
     DoubleSlidingKvHeads,
     DoubleWidth,
     EachLayer,
@@ -1092,6 +1093,12 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
         ),
     ),
     GgufArchitecture(name="granite", model_types=("granite", "granite_docling_text"), values=_GRANITE, pairs=True),
+    GgufArchitecture(
+        name="granite",
+        model_types=("granite4_vision_text",),
+        values={**_GRANITE, "deepstack_mapping": DeepstackMapping("deepstack_target_layers")},
+        pairs=True,
+    ),
     _GRANITE_SWA,
     replace(
         _GRANITE_SWA,
@@ -1485,13 +1492,32 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
         model_types=("qwen3_5_moe_text",),
         values={**_QWEN35.values, **_QWEN_MOE, "feed_forward_length": None},
     ),
-    GgufArchitecture(name="qwen2vl", model_types=("qwen2_vl_text", "qwen2_5_vl_text"), values=_MROPE),
+    GgufArchitecture(
+        name="qwen2vl", model_types=("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text"), values=_MROPE
+    ),
+    GgufArchitecture(
+        name="paddleocr",
+        model_types=("paddleocr_vl_text",),
+        values={"rope.dimension_sections": First((_OPTIONAL_SECTIONS, Fixed((16, 24, 24, 0))))},
+        rules=(Requirement("use_bias", (False, None)),),
+    ),
     GgufArchitecture(name="qwen3vl", model_types=("qwen3_vl_text",), values=_DEEPSTACK),
     GgufArchitecture(
         name="qwen3vlmoe",
         model_types=("qwen3_vl_moe_text",),
         values={**_DEEPSTACK, **_MOE, "expert_feed_forward_length": _EXPERT_WIDTH},
         rules=_EVERY_LAYER_ROUTES,
+    ),
+    GgufArchitecture(
+        name="qwen3vlmoe",
+        model_types=("qwen3_omni_moe_text",),
+        values={
+            "rope.dimension_sections": First((_OPTIONAL_SECTIONS, Fixed((24, 20, 20, 0)))),
+            "n_deepstack_layers": Fixed(0),  # as its own conversion has it
+            **_MOE,
+            "expert_feed_forward_length": _EXPERT_WIDTH,
+        },
+        rules=(Requirement("norm_topk_prob", (True, None)), *_EVERY_LAYER_ROUTES),
     ),
     GgufArchitecture(name="chatglm", model_types=("glm",)),
     GgufArchitecture(

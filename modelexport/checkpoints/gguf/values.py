@@ -476,6 +476,34 @@ class Sections:
 
 
 @dataclass(frozen=True)
+class DeepstackMapping:
+    """For each layer, the number of the projector whose features of an image are added before it, or -1; by the layers
+    of all projectors, of which the first stands in place of the tokens (Granite 4 Vision).
+
+    Attributes:
+        key: of these layers' numbers.
+    """
+
+    key: str
+
+    def read(self, config: JsonValues) -> tuple[int, ...] | None:
+        if not config.has(self.key):
+            return None
+        found, layers = config.numbers(self.key), LAYERS.read(config)
+        if not all(each.is_integer() and -layers <= each < layers for each in found):
+            raise CheckpointError(
+                f"{config.where}: {self.key} is {shown(list(found))}; numbers of {layers} layers are needed"
+            )
+        numbers = {layer: number for number, layer in enumerate(sorted(int(each) % layers for each in found)) if number}
+        return tuple(numbers.get(layer, -1) for layer in range(layers))
+
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        if not isinstance(value, (list, tuple)):
+            return {}
+        return {self.key: [0, *(layer for layer, number in enumerate(value) if int(str(number)) >= 0)]}
+
+
+@dataclass(frozen=True)
 class AdjustedWidth:
     """The features of LFM2's MLP: two thirds of what is said, times a factor, as a multiple of a number."""
 

@@ -12,6 +12,7 @@ Only the linears of the language model's decoder layers are quantised. All else 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -38,6 +39,7 @@ __all__ = [
 
 PLANNED = "tensor-parallel plan"
 WHOLE = "no plan: replicated"
+_TEXT_PART = "text_config"
 
 
 def derive(config: Mapping[str, Any], names: Collection[str] = (), *, part: bool = False) -> Family:
@@ -116,16 +118,20 @@ def is_language_part(model_type: object) -> bool:
 
     if model_type in MODEL_MAPPING_NAMES or not isinstance(model_type, str):
         return model_type in MODEL_MAPPING_NAMES
-    from modelexport.quantization.calibration.model import causal_class
+    from modelexport.quantization.calibration.model import causal_class, text_class
 
-    return causal_class(model_type) is not None
+    return causal_class(model_type) is not None or text_class(model_type) is not None
 
 
 def is_text_part(model_type: str) -> bool:
     """Returns whether transformers has models of that type as the ``text_config`` of others."""
     from transformers import CONFIG_MAPPING
 
-    return getattr(CONFIG_MAPPING[model_type], "base_config_key", "") == "text_config"
+    own = CONFIG_MAPPING[model_type]
+    if getattr(own, "base_config_key", "") == _TEXT_PART:
+        return True
+    beside = vars(sys.modules[own.__module__]).values()  # configs that do not say so, as Qwen Omni's
+    return any((getattr(each, "sub_configs", None) or {}).get(_TEXT_PART) is own for each in beside)
 
 
 def model_types() -> dict[str, str]:

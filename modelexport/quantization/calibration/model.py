@@ -33,6 +33,7 @@ __all__ = [
     "parsed_config",
     "running",
     "sources",
+    "text_class",
     "unknown",
 ]
 
@@ -192,6 +193,35 @@ def causal_class(kind: str) -> Any | None:
     return found if getattr(getattr(found, "config_class", None), "model_type", None) == kind else None
 
 
+def text_class(kind: str) -> Any | None:
+    """transformers' language model, without a head, of a type that no list of its has: beside a model that also sees or
+    hears, and generates, the one class that takes a config of the type, and caches keys and values of its own alone.
+    None where there is none, or where the type is listed itself."""
+    import importlib
+    import importlib.util
+    import inspect
+
+    from transformers import CONFIG_MAPPING, GenerationMixin, PreTrainedModel
+    from transformers.models.auto import modeling_auto
+
+    if kind in modeling_auto.MODEL_MAPPING_NAMES or kind not in CONFIG_MAPPING:
+        return None
+    own = CONFIG_MAPPING[kind]
+    name = own.__module__.replace(".configuration_", ".modeling_")
+    if importlib.util.find_spec(name) is None:
+        return None
+    classes: list[Any] = [each for each in vars(importlib.import_module(name)).values() if isinstance(each, type)]
+    lists = ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
+    wholes = {each for of in lists for each in getattr(modeling_auto, f"MODEL_FOR_{of}_MAPPING_NAMES").values()}
+    if not any(each.__name__ in wholes and issubclass(each, GenerationMixin) for each in classes):
+        return None
+    found = {each for each in classes if issubclass(each, PreTrainedModel) and each.config_class is own}
+    inputs = {each: inspect.signature(each.forward).parameters for each in found if not each.can_generate()}
+    decoders = {each for each, of in inputs.items() if "past_key_values" in of and "encoder_hidden_states" not in of}
+    kept = [each for each in decoders if decoders.isdisjoint(each.__mro__[1:])]
+    return kept[0] if len(kept) == 1 else None
+
+
 def _with_head(parsed: Any, attention: str) -> Any:
     """The language model of one that also sees or hears: transformers has it as a part of that alone, without a head.
 
@@ -200,13 +230,16 @@ def _with_head(parsed: Any, attention: str) -> Any:
     """
     from transformers import AutoModel, PreTrainedModel
 
+    own = text_class(parsed.model_type)
+    made = AutoModel.from_config if own is None else own._from_config
+
     class LanguageModel(PreTrainedModel):
         base_model_prefix = "model"
         _supports_sdpa = True
         _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # where config.json says so  # noqa: RUF012
 
         def __init__(self) -> None:
-            base = AutoModel.from_config(parsed, attn_implementation=attention)
+            base = made(parsed, attn_implementation=attention)
             super().__init__(base.config)
             self.model = base
             self.lm_head = nn.Linear(parsed.hidden_size, parsed.vocab_size, bias=False)
@@ -215,9 +248,17 @@ def _with_head(parsed: Any, attention: str) -> Any:
         def forward(self, **inputs: Any) -> Any:
             from transformers.modeling_outputs import CausalLMOutput
 
-            return CausalLMOutput(logits=self.lm_head(self.model(**inputs).last_hidden_state))
+            logits = self.lm_head(self.model(**inputs).last_hidden_state)
+            return CausalLMOutput(logits=_scaled_logits(logits, parsed))
 
     return LanguageModel()
+
+
+def _scaled_logits(logits: Tensor, parsed: Any) -> Tensor:
+    """The logits as the whole model has them, which does behind its head what its language model's config says."""
+    logits = logits * getattr(parsed, "output_multiplier", 1.0) / getattr(parsed, "logits_scaling", 1.0)
+    cap = getattr(parsed, "final_logit_softcapping", None)
+    return cap * torch.tanh(logits / cap) if cap else logits
 
 
 def _special(value: Any) -> Any:
