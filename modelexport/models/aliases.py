@@ -11,7 +11,7 @@ from typing import Any
 
 __all__ = ["LANGUAGE_TYPES", "language_type", "parts"]
 
-_KEYS = ("text_config", "llm_config", "language_config")
+_KEYS = ("thinker_config", "text_config", "llm_config", "language_config")
 """Keys by which models that also see or hear have the config of their language model."""
 
 LANGUAGE_TYPES: Mapping[str, str | Mapping[str, str]] = {

@@ -87,14 +87,21 @@ def family_of(config: Mapping[str, Any], names: Collection[str] = ()) -> Family:
     family = declared_family(model_type)
     if family is not None:
         return family.as_in(names)
-    from modelexport.models.derived import KEY, causal_types, derive, derive_by_structure, is_known, is_text_part
+    from modelexport.models import derived
 
-    if config.get(KEY) is not None:
-        return derive_by_structure(config)
+    if config.get(derived.KEY) is not None:
+        return derived.derive_by_structure(config)
     part = part_of(config)
-    if is_known(model_type):
+    if derived.is_known(model_type):
         try:
-            return derive(config, names, part=is_text_part(model_type))
+            return derived.derive(config, names, part=derived.is_text_part(model_type))
+        except derived.JoinedModels:
+            part = derived.language_part(config)
+            if part is None:
+                raise
+            names = names_within(config, part, names)
+            if any(name.endswith(_HEAD) for name in names):  # else tied by its own config, which does not count here
+                part["tie_word_embeddings"] = False
         except CheckpointError as error:  # transformers cannot build the rest: it needs a package, or another version
             if part is None:
                 raise
@@ -103,7 +110,7 @@ def family_of(config: Mapping[str, Any], names: Collection[str] = ()) -> Family:
             except CheckpointError:
                 raise error from None
     elif part is None:
-        known = {*known_model_types(), *causal_types()}
+        known = {*known_model_types(), *derived.causal_types()}
         raise PlanError(
             f"unknown architecture '{shown(model_type)}'{nearest(model_type, known, listing='modelexport models')}; "
             f"{BY_STRUCTURE}"
@@ -128,6 +135,26 @@ def part_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
 def has_part(config: Mapping[str, Any]) -> bool:
     """Returns whether config.json is that of a model which has a language model as a part."""
     return bool(parts(config))
+
+
+_HEAD = ".lm_head.weight"
+
+
+def names_within(config: Mapping[str, Any], own: Mapping[str, Any], names: Collection[str]) -> Collection[str]:
+    """The tensors of the part of a model that has the language model as a part in its turn: those below ``thinker.``
+    where the ``text_config`` of ``thinker_config`` is meant; all of them where there is no such part.
+
+    Args:
+        config: of the whole model.
+        own: of the language model.
+        names: every tensor of the checkpoint.
+    """
+    for key, part in config.items():
+        inner = part.get("text_config") if isinstance(part, Mapping) else None
+        if isinstance(inner, Mapping) and inner.get("model_type") == own.get("model_type"):
+            stem = f"{key.removesuffix('_config')}."
+            return [name for name in names if name.startswith(stem)] or names
+    return names
 
 
 def _family_of_part(part: Mapping[str, Any], names: Collection[str]) -> Family:

@@ -13,7 +13,14 @@ from typing import Any
 
 from modelexport.checkpoints.safetensors.file import Checkpoint
 from modelexport.errors import CheckpointError, PlanError
-from modelexport.models.architecture import Family, family_of, language_config, part_place, read_dimensions
+from modelexport.models.architecture import (
+    Family,
+    family_of,
+    language_config,
+    names_within,
+    part_place,
+    read_dimensions,
+)
 
 __all__ = ["language_part_alone", "part_as"]
 
@@ -44,7 +51,7 @@ def language_part_alone(checkpoint: Checkpoint) -> tuple[Checkpoint, list[str]]:
     family = family_of(own)
     if family.architecture.isidentifier():  # and not one that transformers has as a part alone
         own["architectures"] = [family.architecture]
-    new = _names(family, own, checkpoint.infos)
+    new = _names(family, own, names_within(config, own, checkpoint.infos))
     infos = {new[name]: replace(info, name=new[name]) for name, info in checkpoint.infos.items() if name in new}
     others = dict.fromkeys((name for name in checkpoint.infos if name not in new), WHY)
     placements = {new.get(name, name): place for name, place in checkpoint.placements.items() if name not in others}

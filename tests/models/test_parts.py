@@ -14,11 +14,12 @@ from torch import Tensor
 from modelexport.errors import CheckpointError
 from modelexport.exporting import export
 from modelexport.inspection.verify import verify_checkpoint
-from modelexport.models.architecture import family_of, language_config, why_no_language_model
+from modelexport.models.architecture import family_of, language_config, read_dimensions, why_no_language_model
 from modelexport.models.matching import match
 from modelexport.models.opening import open_model
+from modelexport.models.rules import expected_rules
 from tests.helpers.models import copy_checkpoint, make_llama
-from tests.helpers.tiny_models import tiny_checkpoint
+from tests.helpers.tiny_models import tiny_checkpoint, tiny_config
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
 
@@ -74,6 +75,21 @@ def test_names_without_the_part_s_own_first_word_are_found(tmp_path: Path) -> No
     family = family_of(config, [*names, "lm_head.weight"])
     assert family.layer_prefix == "model.language_model.layers.{i}"
     assert [module.path for module in family.after] == ["model.language_model.norm", "lm_head"]
+
+
+def test_of_joined_models_the_one_that_reads_text_is_meant() -> None:
+    """Qwen Omni's thinker, and not the talker beside it."""
+    config = json.loads(tiny_config("qwen2_5_omni").to_json_string())
+    text = config["thinker_config"]["text_config"]
+    assert text["tie_word_embeddings"]
+    names = [rule.name for rule in expected_rules({**text, "tie_word_embeddings": False}, "BF16")]
+    joined = [f"{part}.{name}" for part in ("talker", "thinker") for name in names]
+    family = family_of(config, joined)
+    assert family.layer_prefix == "thinker.model.layers.{i}"
+    assert "thinker.lm_head" in {module.path for module in family.after}
+    tied = family_of(config, [name for name in joined if not name.endswith("lm_head.weight")])
+    assert read_dimensions(config, tied).tied_embeddings
+    assert not read_dimensions(config, family).tied_embeddings
 
 
 def test_two_language_models_are_refused(tmp_path: Path) -> None:

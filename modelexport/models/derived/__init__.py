@@ -19,13 +19,14 @@ from functools import lru_cache
 from typing import Any
 
 from modelexport.models.derived.modules import Derivation
-from modelexport.models.derived.skeleton import Skeleton, language_part, read_skeleton
+from modelexport.models.derived.skeleton import JoinedModels, Skeleton, language_part, read_skeleton
 from modelexport.models.derived.structure import KEY, StructuralDerivation, read_structure
 from modelexport.models.families.base import Family
 from modelexport.models.families.drafts import draft_counts
 
 __all__ = [
     "KEY",
+    "JoinedModels",
     "causal_types",
     "derive",
     "derive_by_structure",

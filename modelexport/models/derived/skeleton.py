@@ -165,6 +165,10 @@ def _tensor(module: str, leaf: str) -> str:
     return f"{module.strip('.')}.{leaf}"
 
 
+class JoinedModels(PlanError):
+    """Several models are joined in one, as Qwen Omni's thinker and its talker."""
+
+
 def read_skeleton(config: Mapping[str, Any], *, part: bool = False) -> Skeleton:
     """Build transformers' model of a config.json on torch's meta device, and look at it. No code but its own runs.
 
@@ -256,12 +260,12 @@ def _token_embedding(model: Any) -> Any:
     """The embedding of a model's tokens.
 
     Raises:
-        PlanError: it has none that transformers can name, as where several models are joined in one.
+        JoinedModels: it has none that transformers can name.
     """
     try:
         return model.get_input_embeddings()
     except NotImplementedError as error:
-        raise PlanError(
+        raise JoinedModels(
             f"transformers' {type(model).__name__} names no token embedding, as where several models are joined in "
             "one: export the checkpoint of its language model alone"
         ) from error
