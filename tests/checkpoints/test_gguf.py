@@ -293,14 +293,14 @@ def test_llama3_s_factors_are_transformers(tmp_path: Path) -> None:
     assert_same(found, model)
     assert set(found.left_out) == {"rope_freqs.weight"}
     info = read_gguf(path).infos["rope_freqs.weight"]
-    for value, why in ((8.0001, None), (8.1, "rope_freqs.weight holds other factors")):
+    for value, why in ((8.0001, None), (8.1, "rope_freqs.weight holds other numbers")):
         text = bytearray(path.read_bytes())
         text[info.offset + 63 * 4 : info.offset + 64 * 4] = struct.pack("<f", value)
         path.write_bytes(text)
         if why is not None:
             with pytest.raises(CheckpointError, match=why):
                 reopen(gguf, tmp_path)
-    with pytest.raises(CheckpointError, match=r"config\.json has no such factors"):
+    with pytest.raises(CheckpointError, match=r"config\.json has no factors of the rotary"):
         reopen(gguf, tmp_path, {key: value for key, value in model.config.items() if key != "rope_parameters"})
 
 

@@ -101,6 +101,8 @@ def test_values_by_layer() -> None:
     assert (gemma["rope.freq_base"], gemma["rope.freq_base_swa"]) == (1e6, 1e4)
     assert values_of("granitemoehybrid")["attention.head_count_kv"] == (0, 2)
     assert values_of("glm4_moe_lite")["leading_dense_block_count"] == 1
+    muse = values_of("muse_glimmer_text", num_hidden_layers=5, layer_types=None, layer_rope_theta=None)
+    assert muse["attention.sliding_window_pattern"] == (False, True, True, True, False)
     granite = values_of("granite4_vision_text", num_hidden_layers=5, deepstack_target_layers=[3, 0, -1])
     assert granite["deepstack_mapping"] == (-1, -1, -1, 1, 2)
     latent = values_of("deepseek_v3")
@@ -121,6 +123,11 @@ def test_values_by_layer() -> None:
             "cohere2",
             {"tie_word_embeddings": False},
             "tie_word_embeddings is False, and llama.cpp has no head of its own",
+        ),
+        (
+            "muse_glimmer_text",
+            {"layer_rope_theta": [1e4, 1e4, 1e4]},
+            r"layer_rope_theta is \[1.*, and llama.cpp rotates the layers with a sliding window",
         ),
         ("qwen2_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\], and llama.cpp has experts in every layer"),
     ],

@@ -25,6 +25,13 @@ _GRANITE_MULTIPLIERS = {
     "logits_scaling": 2.0,
     "residual_multiplier": 0.5,
 }
+_MUSE = {
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "layer_rope_theta": [1e4, 1e4, 0],
+    "sliding_window": 8,
+    "output_multiplier": 0.25,
+}
 _SWA = {
     "num_hidden_layers": 3,
     "layer_types": ["full_attention", *["sliding_attention"] * 2],
@@ -40,6 +47,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_vl_text": {"rope_parameters": _TURNED},
     "qwen3_omni_moe_text": {"rope_parameters": _TURNED},
     "granite4_vision_text": _GRANITE_MULTIPLIERS,
+    "muse_glimmer_text": _MUSE,
     "qwen3_vl_moe_text": {"rope_parameters": _TURNED, "tie_word_embeddings": False},
     **{
         kind: {"rope_parameters": {**_TURNED, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]}}
@@ -178,6 +186,7 @@ WRAPPED: dict[str, dict[str, Any]] = {
         "deepstack_layer_map": [[-1, 0], [-2, 1]],
         "spatial_target_layers": [2, 3],
     },
+    "muse_glimmer": {"text_config": _MUSE},
     "paddleocr_vl": {"text_config": {"rope_parameters": _TURNED}},
     "qwen2_5_omni_thinker": {"text_config": {"rope_parameters": _TURNED}},
     "qwen3_omni_moe_thinker": {"text_config": {"rope_parameters": {**_TURNED, "mrope_interleaved": True}}},
@@ -190,7 +199,7 @@ for _kind in ("qwen3_vl", "qwen3_vl_moe"):
 ONLY_WRAPPED = (
     *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "glm4v_text", "glm_ocr_text"),
     *("glm4v_moe_text", "hunyuan_vl_text", "granite_docling_text", "granite4_vision_text", "paddleocr_vl_text"),
-    *("qwen2_5_omni_text", "qwen3_omni_moe_text"),
+    *("qwen2_5_omni_text", "qwen3_omni_moe_text", "muse_glimmer_text"),
 )
 """Types of the table whose models transformers has as parts of others alone."""
 

@@ -66,8 +66,11 @@ def loaded(part: Checkpoint) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["granite4_vision", pytest.param("paddleocr_vl", marks=pytest.mark.extended)])
-def test_a_part_that_transformers_does_not_list_computes_what_the_whole_does(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    ["granite4_vision", *(pytest.param(kind, marks=pytest.mark.extended) for kind in ("paddleocr_vl", "muse_glimmer"))],
+)
+def test_a_part_without_a_causal_model_computes_what_the_whole_does(tmp_path: Path, kind: str) -> None:
     whole = gguf_tiny_model(kind)
     whole.save_pretrained(tmp_path)
     part, _ = language_part_alone(open_model(tmp_path))

@@ -53,6 +53,7 @@ from modelexport.checkpoints.gguf.file import (
     GgufFile,
     Value,
     encode_header,
+    float32_bytes,
     part_name,
     part_values,
     parts_of,
@@ -62,6 +63,7 @@ from modelexport.checkpoints.gguf.file import (
 from modelexport.checkpoints.gguf.metadata import (
     FACTOR_TOLERANCE,
     architecture,
+    constants,
     draft_kinds,
     file_values,
     is_written,
@@ -234,11 +236,8 @@ def arrays(plan: ShardPlan, config: dict[str, Any]) -> list[Array]:
     found = [_array(name, group, target) for name, group in stacks.items()]
     if target.architecture.output and "output.weight" not in stacks:
         found += [replace(array, name="output.weight") for array in found if array.name == "token_embd.weight"]
-    for name, content in read_rope(config).arrays().items():
-        number = len(content) // 4
-        found.append(
-            Constant(FILE, name, "F32", (number,), (), content=content, what="factors of the rotary embedding")
-        )
+    for name, (numbers, what) in constants(config).items():
+        found.append(Constant(FILE, name, "F32", (len(numbers),), (), content=float32_bytes(numbers, name), what=what))
     return found
 
 
@@ -784,10 +783,10 @@ def _open(directory: Path, found: GgufFile, config: dict[str, Any], rules: Rules
         target = _Target.of(config)
         if model != target.architecture.name:
             raise CheckpointError(f"{found.path}: holds a '{model}', config.json is of a '{config.get('model_type')}'")
-        factors = read_rope(config).arrays()
+        numbers = constants(config)
     except PlanError as error:
         raise CheckpointError(f"{directory}: config.json: {error}") from error
-    raise_problems(directory, _check_factors(found, factors))
+    raise_problems(directory, _check_constants(found, numbers))
     rules = _with_drafts(rules, found, target)
     config = _with_types(config, found, rules)
     embedding = found.infos.get("token_embd.weight")
@@ -818,14 +817,14 @@ def _open(directory: Path, found: GgufFile, config: dict[str, Any], rules: Rules
         directory,
         config,
         rules,
-        {FILE: {name: info for name, info in found.infos.items() if name not in ROPE_FACTORS}},
+        {FILE: {name: info for name, info in found.infos.items() if name not in numbers}},
         parallelism=Parallelism(),
         arrays=lambda plan, own: [array for array in arrays(plan, own) if not isinstance(array, Constant)],
         dtype_of=dtype_of,
         format_name=NAME,
         headers={},
     )
-    return replace(checkpoint, left_out=dict.fromkeys(factors, "factors of the rotary embedding"))
+    return replace(checkpoint, left_out={name: what for name, (_, what) in numbers.items()})
 
 
 def _with_drafts(rules: Rules, found: GgufFile, target: _Target) -> Rules:
@@ -862,24 +861,24 @@ def _the_file(directory: Path) -> list[Path]:
     return [directory / names[0]]
 
 
-def _check_factors(found: GgufFile, factors: Mapping[str, bytes]) -> list[str]:
-    """Checks the factors of the rotary embedding against config.json."""
+def _check_constants(found: GgufFile, numbers: Mapping[str, tuple[tuple[float, ...], str]]) -> list[str]:
+    """Checks the tensors whose numbers config.json says, and that the rotary embedding has no other factors."""
     problems = []
-    for name in ROPE_FACTORS:
-        info, wanted = found.infos.get(name), factors.get(name)
+    for name in dict.fromkeys((*ROPE_FACTORS, *numbers)):
+        info, (wanted, what) = found.infos.get(name), numbers.get(name, (None, "factors of the rotary embedding"))
         if info is None and wanted is None:
             continue
         if info is None or wanted is None:
-            problems.append(f"{name} is {'missing' if info is None else 'there, but config.json has no such factors'}")
-        elif info.dtype != "F32" or info.nbytes != len(wanted):
-            problems.append(f"{name} is {info.dtype} {list(info.shape)}, config.json makes it {len(wanted) // 4} F32")
+            state = "missing" if info is None else f"there, but config.json has no {what}"
+            problems.append(f"{name} is {state}")
+        elif info.dtype != "F32" or info.shape != (len(wanted),):
+            problems.append(f"{name} is {info.dtype} {list(info.shape)}, config.json makes it {len(wanted)} F32")
         else:
             with open_regular(info.path) as stream:
                 stream.seek(info.offset)
-                theirs = stream.read(info.nbytes)
-            pairs = zip(struct.iter_unpack("<f", theirs), struct.iter_unpack("<f", wanted), strict=True)
-            if any(abs(a - b) > FACTOR_TOLERANCE * abs(b) for (a,), (b,) in pairs):
-                problems.append(f"{name} holds other factors than config.json makes")
+                theirs = struct.unpack(f"<{len(wanted)}f", stream.read(info.nbytes))
+            if any(abs(a - b) > FACTOR_TOLERANCE * abs(b) for a, b in zip(theirs, wanted, strict=True)):
+                problems.append(f"{name} holds other numbers than config.json makes ({what})")
     return problems
 
 

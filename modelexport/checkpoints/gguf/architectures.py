@@ -21,6 +21,7 @@ from modelexport.checkpoints.gguf.values import (
     LAYERS,
     AdjustedWidth,
     Among,
+    BaseWhere,
     Choice,
     Count,
     DeepstackMapping,
@@ -136,6 +137,8 @@ class GgufArchitecture:
             they would have if all were rotated: by factors, which are infinite for the others.
         yarn: what its graph makes of the factors that YaRN's settings have for the attention: nothing, or it computes
             with ``mscale_all_dim`` where ``mscale`` is the same, or 1.
+        filled: arrays of every layer that hold one number of config.json for each feature of a head, by their names
+            without ``blk.N.``.
         output: whether the head is stored as well where it is the embedding.
         assumed: what llama.cpp takes for values that a file lacks, beside what it takes in every architecture.
         implied: keys of config.json that have no value in the file, and what they are by others.
@@ -160,6 +163,7 @@ class GgufArchitecture:
     alpha: bool = False
     proportional: bool = False
     yarn: Literal["", "mscale alike", "mscale 1"] = ""
+    filled: Mapping[str, ValueSource] = field(default_factory=dict)
     output: bool = False
     assumed: Mapping[str, Value] = field(default_factory=dict)
     implied: Mapping[str, ValueSource] = field(default_factory=dict)
@@ -325,9 +329,9 @@ SCALED: Mapping[str, frozenset[str]] = {
             *("afmoe", "arcee", "bloom", "chatglm", "command-r", "dbrx", "dots1", "ernie4_5", "ernie4_5-moe"),
             *("exaone-moe", "exaone4", "falcon", "gemma", "gemma2", "gemma3", "glm4", "glm4moe", "gpt-oss"),
             *("gpt2", "gptneox", "granite", "granite_swa", "granitemoe", "hunyuan-dense", "hunyuan-moe"),
-            *("hunyuan_vl", "jais2", "lfm2", "lfm2moe", "minimax-m2", "minimax-m3", "mpt", "nemotron", "olmo", "olmo2"),
-            *("olmoe", "phi2", "phi3", "qwen2", "qwen2moe", "qwen2vl", "qwen3vl", "qwen3vlmoe", "seed_oss"),
-            *("smollm3", "stablelm", "starcoder", "starcoder2"),
+            *("hunyuan_vl", "jais2", "lfm2", "lfm2moe", "minimax-m2", "minimax-m3", "mpt", "muse-glimmer", "nemotron"),
+            *("olmo", "olmo2", "olmoe", "paddleocr", "phi2", "phi3", "qwen2", "qwen2moe", "qwen2vl", "qwen3vl"),
+            *("qwen3vlmoe", "seed_oss", "smollm3", "stablelm", "starcoder", "starcoder2"),
         ),
         _ATTENTION_SCALES,
     ),
@@ -634,6 +638,37 @@ _MIMO2 = GgufArchitecture(
         Requirement("norm_topk_prob", (True,)),
         Requirement("routed_scaling_factor", (1, None)),
         Requirement("swa_num_key_value_heads", (None,), equal=Product((Fixed(2), KV_HEADS))),
+    ),
+)
+
+_MUSE_LAYERS = Kinds(every=4)
+_MUSE_GLIMMER = GgufArchitecture(
+    name="muse-glimmer",
+    model_types=("muse_glimmer_text",),
+    values={
+        "attention.sliding_window": _WINDOW,
+        _PATTERN: Where(("sliding_attention",), _MUSE_LAYERS),
+        "final_logit_softcapping": number("final_logit_softcapping"),
+        "logit_scale": number("output_multiplier"),
+    },
+    tensors={
+        **_POST_ATTENTION,
+        "self_attn.gate_proj": "attn_gate",
+        "final_norm": Stored(("output_norm",), is_norm=False),
+    },
+    pairs=True,
+    norms="one more",
+    filled={"attn_q_norm.weight": number("qk_scale_factor"), "attn_k_norm.weight": Fixed(1.0)},
+    output=True,
+    implied={"layer_rope_theta": BaseWhere(Where(("sliding_attention",), _MUSE_LAYERS))},
+    rules=(
+        Requirement(
+            "layer_rope_theta",
+            (None,),
+            equal=BaseWhere(Where(("sliding_attention",), _MUSE_LAYERS)),
+            why="rotates the layers with a sliding window, all with one base, and no others",
+        ),
+        Requirement("post_norm_eps", (1e-8, None)),
     ),
 )
 
@@ -1143,6 +1178,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
     _GLM_DSA,
     _KIMI_LINEAR,
     _MIMO2,
+    _MUSE_GLIMMER,
     _MINIMAX_M3,
     replace(
         _DEEPSEEK,

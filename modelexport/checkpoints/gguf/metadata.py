@@ -14,8 +14,8 @@ from typing import Any
 
 from modelexport.checkpoints.gguf.architectures import ARCHITECTURES, LEFT_OUT, VALUES, Drafts, GgufArchitecture
 from modelexport.checkpoints.gguf.defaults import DEFAULTS
-from modelexport.checkpoints.gguf.file import Value, float32_bytes
-from modelexport.checkpoints.gguf.values import MOST_HEAD_DIM, ModelConfig, shortest_float32
+from modelexport.checkpoints.gguf.file import Value
+from modelexport.checkpoints.gguf.values import HEAD_DIM, LAYERS, MOST_HEAD_DIM, ModelConfig, shortest_float32
 from modelexport.checkpoints.rope import RopeConfig, read_rope_config
 from modelexport.errors import CheckpointError, PlanError, shown
 from modelexport.system.json_values import JsonValues
@@ -58,10 +58,6 @@ class Rope:
 
     values: Mapping[str, Value] = field(default_factory=dict)
     factors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-
-    def arrays(self) -> dict[str, bytes]:
-        """The factors as they are stored."""
-        return {name: float32_bytes(each, name) for name, each in self.factors.items()}
 
 
 def model_types() -> tuple[str, ...]:
@@ -132,6 +128,20 @@ def architecture(config: Mapping[str, Any]) -> GgufArchitecture:
         wrong.append(f"{key} is '{shown(activation)}', and llama.cpp computes {found.activations[0]} in such a model")
     if wrong:
         raise PlanError(f"--format gguf: {'; '.join(wrong)}")
+    return found
+
+
+def constants(config: Mapping[str, Any]) -> dict[str, tuple[tuple[float, ...], str]]:
+    """The tensors of a file whose numbers (float32) config.json says: name -> (the numbers, what they are).
+
+    Raises:
+        PlanError, CheckpointError: as :func:`architecture` and :func:`read_rope`.
+    """
+    target, read = architecture(config), read_config(config)
+    found = {name: (own, "factors of the rotary embedding") for name, own in read_rope(config).factors.items()}
+    for name, source in target.filled.items():
+        numbers = (float(str(source.read(read))),) * HEAD_DIM.read(read)
+        found |= {f"blk.{i}.{name}": (numbers, "a number of config.json") for i in range(LAYERS.read(read))}
     return found
 
 

@@ -68,12 +68,14 @@ class _Contents:
         values: by name, without the architecture's.
         arrays: names of its tensors.
         factors: of the rotary embedding, by name.
+        filled: the first number of arrays of the first layer that hold one of config.json, by their names in it.
         vocab: rows of the embedding.
     """
 
     values: Mapping[str, Any]
     arrays: frozenset[str]
     factors: Mapping[str, tuple[float, ...]]
+    filled: Mapping[str, float]
     vocab: int
 
     def in_a_layer(self, names: Iterable[str]) -> bool:
@@ -120,13 +122,14 @@ def _contents(found: GgufFile, name: str) -> _Contents:
     if embedding is None:
         raise _refused(found.path, "token_embd.weight is missing")
     factors = {each: _factors(found.infos[each]) for each in ROPE_FACTORS if each in found.infos}
-    return _Contents(
-        {key.removeprefix(prefix): values[key] for key in own}, frozenset(found.infos), factors, embedding.shape[0]
-    )
+    told = {array: f"blk.0.{array}" for each in ARCHITECTURES if each.name == name for array in each.filled}
+    filled = {array: _factors(found.infos[own])[0] for array, own in told.items() if own in found.infos}
+    own_values = {key.removeprefix(prefix): values[key] for key in own}
+    return _Contents(own_values, frozenset(found.infos), factors, filled, embedding.shape[0])
 
 
 def _factors(info: TensorInfo) -> tuple[float, ...]:
-    if info.dtype != "F32" or len(info.shape) != 1 or info.shape[0] > _MOST_FACTORS:
+    if info.dtype != "F32" or len(info.shape) != 1 or not 0 < info.shape[0] <= _MOST_FACTORS:
         raise CheckpointError(f"{info.path}: {info.name} is {info.dtype} {list(info.shape)}, a row of F32 is needed")
     with open_regular(info.path) as stream:
         stream.seek(info.offset)
@@ -152,6 +155,8 @@ def _made(target: GgufArchitecture, kind: str, contents: _Contents) -> dict[str,
         before = len(config)
         for key, source in sources.items():
             _add(config, source.write(values.get(key), read_config(config)))
+    for array, source in target.filled.items():
+        _add(config, source.write(contents.filled.get(array), read_config(config)))
     config["tie_word_embeddings"] = "output.weight" not in contents.arrays
     for key in filter(DEFAULTS.get(kind, {}).__contains__, _FLAGS.keys() - {rule.key for rule in target.rules}):
         _add(config, {key: contents.in_a_layer(_FLAGS[key])})

@@ -533,6 +533,7 @@ class Kinds:
         letters: a key whose text has a letter for each layer, and what the letters mean.
         first_of: of how many layers the first is of the other kind, where config.json says nothing; 0: nothing follows.
         last_of: the same of the last, and the very first layer is of the other kind, too.
+        every: each so many layers, counted back from the last one, one is of the other kind, where nothing is said.
         flags: a key whose list has 0 or 1 for each layer, and the kinds that these mean.
     """
 
@@ -544,6 +545,7 @@ class Kinds:
     letters: tuple[str, Mapping[str, str]] = _NO_LETTERS
     first_of: int = 0
     last_of: int = 0
+    every: int = 0
     flags: tuple[str, tuple[str, str]] = _NO_FLAGS
 
     def read(self, config: JsonValues) -> tuple[str, ...] | None:
@@ -566,6 +568,8 @@ class Kinds:
             found = tuple(self.usual if i % self.first_of else self.other for i in range(layers))
         if found is None and self.last_of:
             found = tuple(self.usual if i and (i + 1) % self.last_of else self.other for i in range(layers))
+        if found is None and self.every:
+            found = tuple(self.usual if (layers - 1 - i) % self.every else self.other for i in range(layers))
         if found is not None and len(found) < layers:
             raise CheckpointError(f"{config.where}: {self.key} has {len(found)} entries, there are {layers} layers")
         return None if found is None else found[:layers]
@@ -710,6 +714,25 @@ class OneBase:
             return None
         holder, name = _present(config, _BASES)
         return tuple(holder.number(name) if each else 0 for each in config.numbers(self.key))
+
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        return {}
+
+
+@dataclass(frozen=True)
+class BaseWhere:
+    """The base of the rotary embedding for some layers, 0 for the others.
+
+    Attributes:
+        where: which they are.
+    """
+
+    where: Where
+
+    def read(self, config: JsonValues) -> tuple[float, ...] | None:
+        rotated = self.where.read(config)
+        holder, name = _present(config, _BASES)
+        return None if rotated is None else tuple(holder.number(name) if has else 0 for has in rotated)
 
     def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
         return {}
