@@ -180,6 +180,8 @@ WRAPPED: dict[str, dict[str, Any]] = {
     "hunyuan_vl": {"text_config": {"rope_parameters": _TURNED_BY_ALPHA, "head_dim": 32}},
     "granite_docling": {"vision_config": {"out_hidden_size": 128, "num_position_embeddings": 64}},
     "qwen3_5": {"vision_config": {"out_hidden_size": 128, "num_position_embeddings": 64}},
+    "gemma4_unified": {"text_config": _GEMMA4},
+    "minimax_m3_vl": {"text_config": CHANGES["minimax_m3_vl_text"]},
     "granite4_vision": {
         "text_config": {**_GRANITE_MULTIPLIERS, "num_hidden_layers": 4},
         "downsample_rate": "1/2",

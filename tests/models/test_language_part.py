@@ -13,6 +13,7 @@ from modelexport.checkpoints.safetensors.file import Checkpoint, Reader
 from modelexport.models.language_part import language_part_alone, part_as
 from modelexport.models.opening import open_model
 from modelexport.models.rules import expected_rules
+from modelexport.models.stacked import experts_apart
 from modelexport.quantization.calibration.model import build
 from tests.helpers.gguf_models import gguf_tiny_config, gguf_tiny_model
 from tests.helpers.models import make_llama
@@ -85,3 +86,26 @@ def test_the_layers_that_an_image_is_added_before_are_told(tmp_path: Path) -> No
     gguf_tiny_model("granite4_vision").save_pretrained(tmp_path)
     part, _ = language_part_alone(open_model(tmp_path))
     assert (part.config or {})["deepstack_target_layers"] == [0, 1, 2, 3]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_part_has_the_names_and_forms_of_a_model_of_its_own(tmp_path: Path) -> None:
+    """MiniMax-M3 is published with other modules in its layers than its language model is saved with."""
+    gguf_tiny_model("minimax_m3_vl").save_pretrained(tmp_path)
+    whole = experts_apart(open_model(tmp_path))
+    part, _ = language_part_alone(whole)
+    assert {rule.name: rule.shape for rule in expected_rules(part.config or {}, "F32", apart=True)} == {
+        name: info.shape for name, info in part.infos.items()
+    }
+    theirs = {
+        "mlp.gate.weight": "block_sparse_moe.gate.weight",
+        "mlp.experts.1.up_proj.weight": "block_sparse_moe.experts.1.w3.weight",
+        "self_attn.indexer.k_proj.weight": "self_attn.index_k_proj.weight",
+    }
+    there = {name.rpartition("model.layers.")[2]: info for name, info in whole.infos.items() if "model.layers." in name}
+    with Reader(whole) as reader, Reader(part) as own:
+        for name, their in theirs.items():
+            assert torch.equal(own.read(part.infos[f"model.layers.1.{name}"]), reader.read(there[f"1.{their}"]))
+        gate, up = (reader.read(there[f"0.mlp.{each}_proj.weight"]) for each in ("gate", "up"))
+        fused = own.read(part.infos["model.layers.0.mlp.gate_up_proj.weight"], rows=(200, 300), cols=(3, 70))
+        assert torch.equal(fused, torch.cat([gate, up])[200:300, 3:70])

@@ -57,9 +57,13 @@ def derive(config: Mapping[str, Any], names: Collection[str] = (), *, part: bool
     return _derived(json.dumps(config, sort_keys=True, default=str), frozenset(names), part)
 
 
-def skeleton_of(config: Mapping[str, Any], *, part: bool = False) -> Skeleton:
-    """transformers' model of a config.json without storage. Arguments and errors as :func:`derive`."""
-    return _skeleton(json.dumps(config, sort_keys=True, default=str), part)
+def skeleton_of(config: Mapping[str, Any], *, part: bool = False, in_whole: bool = False) -> Skeleton:
+    """transformers' model of a config.json without storage. Arguments and errors as :func:`derive`.
+
+    Args:
+        in_whole: as :func:`~modelexport.models.derived.skeleton.read_skeleton`.
+    """
+    return _skeleton(json.dumps(config, sort_keys=True, default=str), part, in_whole)
 
 
 def derive_by_structure(config: Mapping[str, Any]) -> Family:
@@ -78,8 +82,8 @@ def _described(config: str) -> Family:
 
 
 @lru_cache(maxsize=8)
-def _skeleton(config: str, part: bool) -> Skeleton:
-    return read_skeleton(json.loads(config), part=part)
+def _skeleton(config: str, part: bool, in_whole: bool = False) -> Skeleton:
+    return read_skeleton(json.loads(config), part=part, in_whole=in_whole)
 
 
 @lru_cache(maxsize=8)

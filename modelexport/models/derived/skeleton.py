@@ -7,6 +7,7 @@ saves): the same conversions that it saves by are run here, on tensors without s
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -165,16 +166,20 @@ def _tensor(module: str, leaf: str) -> str:
     return f"{module.strip('.')}.{leaf}"
 
 
+_OF_OTHER_PARTS = re.compile(r"\^|language_model|vision|projector|audio")
+
+
 class JoinedModels(PlanError):
     """Several models are joined in one, as Qwen Omni's thinker and its talker."""
 
 
-def read_skeleton(config: Mapping[str, Any], *, part: bool = False) -> Skeleton:
+def read_skeleton(config: Mapping[str, Any], *, part: bool = False, in_whole: bool = False) -> Skeleton:
     """Build transformers' model of a config.json on torch's meta device, and look at it. No code but its own runs.
 
     Args:
         part: whether it may also be a language model that transformers has only as a part of others: as calibration
             builds it, with a head.
+        in_whole: whether tensors within layers have the names and forms that the whole model is saved with.
 
     Raises:
         CheckpointError: transformers does not accept the numbers of config.json, or nobody has models so large.
@@ -205,6 +210,8 @@ def read_skeleton(config: Mapping[str, Any], *, part: bool = False) -> Skeleton:
     many = sum(counts)  # a stack is taken apart
     if many > MOST_TENSORS:
         raise CheckpointError(f"config.json makes {many:,} tensors; at most {MOST_TENSORS:,} are believed")
+    if in_whole:
+        model._weight_conversions = _conversions_of_whole(parsed)
     saved = _on_disk(model, held)
     embedding = _name_of(model, _token_embedding(model), held)
     embedding = tied.get(f"{embedding}.weight", f"{embedding}.").rpartition(".")[0]
@@ -427,9 +434,9 @@ def _on_disk(model: Any, held: Mapping[str, Any]) -> _Saved:
         shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
         return _Saved(shapes, {name: name for name in shapes})
     saved = revert_weight_conversion(model, dict(held))
-    mapping = [
-        each for each in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(each, PrefixChange)
-    ]
+    set_before = getattr(model, "_weight_conversions", None)
+    mapping = get_model_conversion_mapping(model, add_legacy=False) if set_before is None else set_before
+    mapping = [each for each in mapping if not isinstance(each, PrefixChange)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
     renamings = [each for each in mapping if not isinstance(each, WeightConverter)]
     flexible = {
@@ -448,6 +455,21 @@ def _on_disk(model: Any, held: Mapping[str, Any]) -> _Saved:
             either_way.add(name)
     shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
     return _Saved(shapes, targets, frozenset(changed), frozenset(either_way))
+
+
+def _conversions_of_whole(parsed: Any) -> list[Any]:
+    """transformers' renamings and conversions within the layers of the model that a language model is a part of."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    found: list[Any] = []
+    for each in vars(sys.modules[type(parsed).__module__]).values():
+        if (getattr(each, "sub_configs", None) or {}).get("text_config") is type(parsed):
+            found += get_checkpoint_conversion_mapping(each.model_type) or []
+    return [
+        each
+        for each in found
+        if not any(_OF_OTHER_PARTS.search(pattern) for pattern in (*each.source_patterns, *each.target_patterns))
+    ]
 
 
 def _renaming(model: Any) -> Callable[[str], str]:
