@@ -22,6 +22,7 @@ from modelexport.models.matching import ModelDescription
 from modelexport.models.rules import expected_rules
 from tests.helpers.format_models import Model, assert_same, make_model, reopen, write
 from tests.helpers.gguf_models import NOT_IN_TRANSFORMERS, gguf_tiny_config
+from tests.helpers.tiny_overrides import ROPE
 
 TYPES = [kind for kind in model_types() if kind not in NOT_IN_TRANSFORMERS]
 
@@ -101,6 +102,10 @@ def test_values_by_layer() -> None:
     assert (gemma["rope.freq_base"], gemma["rope.freq_base_swa"]) == (1e6, 1e4)
     assert values_of("granitemoehybrid")["attention.head_count_kv"] == (0, 2)
     assert values_of("glm4_moe_lite")["leading_dense_block_count"] == 1
+    step = values_of("step3p5", swiglu_limits=[None, 7, 0, 16.5])
+    assert step["attention.head_count"] == (4, 6, 6, 4)
+    assert step["swiglu_clamp_exp"] == (0, 7, 0, 16.5)
+    assert step["rope.dimension_count"] == 32  # of which llama.cpp rotates half, where there is no window
     muse = values_of("muse_glimmer_text", num_hidden_layers=5, layer_types=None, layer_rope_theta=None)
     assert muse["attention.sliding_window_pattern"] == (False, True, True, True, False)
     granite = values_of("granite4_vision_text", num_hidden_layers=5, deepstack_target_layers=[3, 0, -1])
@@ -129,12 +134,19 @@ def test_values_by_layer() -> None:
             {"layer_rope_theta": [1e4, 1e4, 1e4]},
             r"layer_rope_theta is \[1.*, and llama.cpp rotates the layers with a sliding window",
         ),
+        ("step3p5", {"query_pre_attn_scalar": 64}, "query_pre_attn_scalar is 64, and llama.cpp computes.*or 32"),
         ("qwen2_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\], and llama.cpp has experts in every layer"),
     ],
 )
 def test_what_llama_cpp_would_compute_otherwise_is_refused(kind: str, changes: dict[str, Any], why: str) -> None:
     with pytest.raises(PlanError, match=why):
         architecture({**gguf_tiny_config(kind), **changes})
+
+
+def test_other_rotated_features_than_llama_cpp_has_are_refused() -> None:
+    rope = {"full_attention": {**ROPE, "partial_rotary_factor": 0.25}, "sliding_attention": ROPE}
+    with pytest.raises(PlanError, match=r"partial_rotary_factor 0\.25, and llama\.cpp rotates 0\.5"):
+        read_rope({**gguf_tiny_config("step3p5"), "rope_parameters": rope})
 
 
 def test_a_window_that_is_not_told_is_a_warning() -> None:

@@ -32,6 +32,30 @@ _MUSE = {
     "sliding_window": 8,
     "output_multiplier": 0.25,
 }
+_STEP = {
+    "num_hidden_layers": 4,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "num_sliding_attention_heads": 6,
+    "per_layer_config": {"1": {"num_attention_heads": 6}, "2": {"num_attention_heads": 6}},
+    "sliding_window": 8,
+    "share_expert_dim": 64,
+    "moe_router_scaling_factor": 3.0,
+    "swiglu_limits": [None, 0.05, None, None],
+    "swiglu_limits_shared": [0.0625, None, 0.125, None],
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "llama3",
+            "rope_theta": 5e6,
+            "partial_rotary_factor": 0.5,
+            "factor": 2.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 32.0,
+            "original_max_position_embeddings": 64,
+        },
+        "sliding_attention": ROPE,
+    },
+}
 _SWA = {
     "num_hidden_layers": 3,
     "layer_types": ["full_attention", *["sliding_attention"] * 2],
@@ -48,6 +72,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_omni_moe_text": {"rope_parameters": _TURNED},
     "granite4_vision_text": _GRANITE_MULTIPLIERS,
     "muse_glimmer_text": _MUSE,
+    "step3p5": _STEP,
     "qwen3_vl_moe_text": {"rope_parameters": _TURNED, "tie_word_embeddings": False},
     **{
         kind: {"rope_parameters": {**_TURNED, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]}}
@@ -189,6 +214,7 @@ WRAPPED: dict[str, dict[str, Any]] = {
         "spatial_target_layers": [2, 3],
     },
     "muse_glimmer": {"text_config": _MUSE},
+    "step3p7": {"text_config": _STEP},
     "paddleocr_vl": {"text_config": {"rope_parameters": _TURNED}},
     "qwen2_5_omni_thinker": {"text_config": {"rope_parameters": _TURNED}},
     "qwen3_omni_moe_thinker": {"text_config": {"rope_parameters": {**_TURNED, "mrope_interleaved": True}}},
@@ -201,7 +227,7 @@ for _kind in ("qwen3_vl", "qwen3_vl_moe"):
 ONLY_WRAPPED = (
     *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "glm4v_text", "glm_ocr_text"),
     *("glm4v_moe_text", "hunyuan_vl_text", "granite_docling_text", "granite4_vision_text", "paddleocr_vl_text"),
-    *("qwen2_5_omni_text", "qwen3_omni_moe_text", "muse_glimmer_text"),
+    *("qwen2_5_omni_text", "qwen3_omni_moe_text", "muse_glimmer_text", "step3p5"),
 )
 """Types of the table whose models transformers has as parts of others alone."""
 

@@ -89,14 +89,22 @@ def test_the_layers_that_an_image_is_added_before_are_told(tmp_path: Path) -> No
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_part_has_the_names_and_forms_of_a_model_of_its_own(tmp_path: Path) -> None:
-    """MiniMax-M3 is published with other modules in its layers than its language model is saved with."""
-    gguf_tiny_model("minimax_m3_vl").save_pretrained(tmp_path)
-    whole = experts_apart(open_model(tmp_path))
-    part, _ = language_part_alone(whole)
+@pytest.mark.parametrize("kind", ["minimax_m3_vl", "step3p7"])
+def test_a_part_has_the_names_and_forms_of_a_model_of_its_own(tmp_path: Path, kind: str) -> None:
+    """Both are published with other modules in their layers than their language models are saved with; the gates and
+    ups of Step's experts are a stack each."""
+    gguf_tiny_model(kind).save_pretrained(tmp_path)
+    part, _ = language_part_alone(experts_apart(open_model(tmp_path)))
     assert {rule.name: rule.shape for rule in expected_rules(part.config or {}, "F32", apart=True)} == {
         name: info.shape for name, info in part.infos.items()
     }
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_of_a_part_are_those_of_the_whole_by_other_names(tmp_path: Path) -> None:
+    gguf_tiny_model("minimax_m3_vl").save_pretrained(tmp_path)
+    whole = experts_apart(open_model(tmp_path))
+    part, _ = language_part_alone(whole)
     theirs = {
         "mlp.gate.weight": "block_sparse_moe.gate.weight",
         "mlp.experts.1.up_proj.weight": "block_sparse_moe.experts.1.w3.weight",

@@ -40,6 +40,7 @@ from modelexport.checkpoints.gguf.values import (
     KvHeadsByLayer,
     LastOfEach,
     Leading,
+    Limits,
     NoLayer,
     OfFullLayers,
     OneBase,
@@ -52,6 +53,7 @@ from modelexport.checkpoints.gguf.values import (
     SameLayers,
     Says,
     Sections,
+    SlidingHeads,
     Sum,
     ValueSource,
     Where,
@@ -130,6 +132,7 @@ class GgufArchitecture:
         rotated: the features of a head that are rotated, before ``partial_rotary_factor``; None: no rotary embedding.
         partial: whether ``partial_rotary_factor`` says how many of them are; else all are.
         alike: whether layers with a sliding window rotate as many of them as the others; else all.
+        halved: whether it rotates, in layers without a sliding window, half of the features that it is told.
         plain_rope: whether it is told that the rotary embedding is not scaled.
         longrope: whether its graph has LongRoPE's factors.
         alpha: whether the base of its rotary embedding may be what transformers makes of ``alpha`` (type ``dynamic``).
@@ -158,6 +161,7 @@ class GgufArchitecture:
     rotated: ValueSource | None = HEAD_DIM
     partial: bool = True
     alike: bool = False
+    halved: bool = False
     plain_rope: bool = False
     longrope: bool = False
     alpha: bool = False
@@ -331,7 +335,7 @@ SCALED: Mapping[str, frozenset[str]] = {
             *("gpt2", "gptneox", "granite", "granite_swa", "granitemoe", "hunyuan-dense", "hunyuan-moe"),
             *("hunyuan_vl", "jais2", "lfm2", "lfm2moe", "minimax-m2", "minimax-m3", "mpt", "muse-glimmer", "nemotron"),
             *("olmo", "olmo2", "olmoe", "paddleocr", "phi2", "phi3", "qwen2", "qwen2moe", "qwen2vl", "qwen3vl"),
-            *("qwen3vlmoe", "seed_oss", "smollm3", "stablelm", "starcoder", "starcoder2"),
+            *("qwen3vlmoe", "seed_oss", "smollm3", "stablelm", "starcoder", "starcoder2", "step35"),
         ),
         _ATTENTION_SCALES,
     ),
@@ -641,6 +645,34 @@ _MIMO2 = GgufArchitecture(
     ),
 )
 
+_STEP35 = GgufArchitecture(
+    name="step35",
+    model_types=("step3p5",),
+    values={
+        **_MOE,
+        "attention.head_count": SlidingHeads("num_sliding_attention_heads"),
+        "attention.sliding_window": _WINDOW,
+        _PATTERN: _SLIDING,
+        "leading_dense_block_count": First((_LEADING_OR_SPARSE, Fixed(3))),
+        "expert_feed_forward_length": _EXPERT_WIDTH,
+        "expert_shared_feed_forward_length": whole("share_expert_dim"),
+        "expert_weights_scale": number("moe_router_scaling_factor"),
+        "expert_weights_norm": Fixed(True),
+        "expert_gating_func": _SIGMOID,
+        "swiglu_clamp_exp": Limits("swiglu_limits"),
+        "swiglu_clamp_shexp": Limits("swiglu_limits_shared"),
+    },
+    tensors={"self_attn.g_proj": "attn_gate"},
+    norms="one more",
+    partial=False,
+    halved=True,
+    output=True,
+    rules=(
+        Requirement("query_pre_attn_scalar", (None,), equal=HEAD_DIM),
+        Requirement("attention_bias", (False, None)),
+        Requirement("mlp_bias", (False, None)),
+    ),
+)
 _MUSE_LAYERS = Kinds(every=4)
 _MUSE_GLIMMER = GgufArchitecture(
     name="muse-glimmer",
@@ -1178,6 +1210,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
     _GLM_DSA,
     _KIMI_LINEAR,
     _MIMO2,
+    _STEP35,
     _MUSE_GLIMMER,
     _MINIMAX_M3,
     replace(

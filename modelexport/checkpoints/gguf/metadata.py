@@ -226,6 +226,11 @@ def read_rope(config: Mapping[str, Any]) -> Rope:
     part = (
         read.whole("rotary_dim") if "rotary_dim" in read.said else int(features * (said.part if target.partial else 1))
     )
+    if target.halved and said.part != 0.5:
+        raise PlanError(
+            f"--format gguf: rope_parameters.full_attention has partial_rotary_factor {said.part}, and llama.cpp "
+            "rotates 0.5 of a head's features in such a model's layers without a sliding window"
+        )
     values: dict[str, Value] = {"rope.dimension_count": part, "rope.freq_base": base}
     sliding = _base_of_sliding_layers(read, said.part if target.alike else 1)
     if sliding is not None:
@@ -278,7 +283,9 @@ def _scaled(
         if kind == "yarn":
             return Rope(values | _yarn(target, found, read))
         if kind == "llama3":
-            return Rope(values, {"rope_freqs.weight": _llama3(found, base, features)})
+            rotated = features // 2 if target.halved else features
+            factors = _llama3(found, base, rotated)
+            return Rope(values, {"rope_freqs.weight": (*factors, *(1.0,) * (features // 2 - len(factors)))})
         if kind in ("longrope", "su") and target.longrope:
             return _longrope(found, read, values)
     model_type = read.content.get("model_type")
@@ -333,7 +340,7 @@ def restore_rope(
         return {}
     said = JsonValues(values, "the GGUF file")
     features = int(str(target.rotated.read(known)))
-    part = said.whole("rope.dimension_count", features) / features
+    part = 0.5 if target.halved else said.whole("rope.dimension_count", features) / features
     base = shortest_float32(said.number("rope.freq_base", 1e4))
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": base}
     if part != 1 or known.has("partial_rotary_factor"):
@@ -344,7 +351,8 @@ def restore_rope(
         turned = sum(each == 1 for each in factors["rope_freqs.weight"])
         rope |= {"rope_type": "proportional", "partial_rotary_factor": 2 * turned / features}
     elif "rope_freqs.weight" in factors:
-        rope |= _restored_llama3(factors["rope_freqs.weight"], base, features)
+        rotated = features // 2 if target.halved else features
+        rope |= _restored_llama3(factors["rope_freqs.weight"][: rotated // 2], base, rotated)
     elif factors:
         original = said.whole("rope.scaling.original_context_length")
         rope |= {"rope_type": "longrope", _ORIGINAL: original}

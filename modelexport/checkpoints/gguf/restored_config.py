@@ -102,7 +102,7 @@ def restored_configs(found: GgufFile) -> Iterator[dict[str, Any]]:
         except (_Unlike, ModelExportError) as error:
             reasons[kind] = error_text(error)
         else:
-            yield {**made, **_beside(found)}
+            yield {**made, **_beside(found, kind)}
     if len(reasons) == len(targets):
         raise _refused(found.path, "; ".join(f"as {kind}: {reason}" for kind, reason in reasons.items()))
 
@@ -136,12 +136,13 @@ def _factors(info: TensorInfo) -> tuple[float, ...]:
         return struct.unpack(f"<{info.shape[0]}f", stream.read(info.nbytes))
 
 
-def _beside(found: GgufFile) -> dict[str, Any]:
+def _beside(found: GgufFile, kind: str) -> dict[str, Any]:
     """The dtype of the numbers that are not in blocks, and the special tokens."""
     tokens = {key: found.values.get(f"tokenizer.ggml.{own}") for own, key in _TOKENS.items()}
     dtype = _DTYPES.get(found.infos["token_embd.weight"].dtype, "float32")
     said = {key: value for key, value in tokens.items() if isinstance(value, int)}
-    return {"dtype": dtype, "pad_token_id": None, **said}  # some classes assume one that is in their own vocabulary
+    padding = {"pad_token_id": None}  # some classes assume one that is in their own vocabulary, and some want any
+    return {"dtype": dtype, **({} if "pad_token_id" in DEFAULTS.get(kind, {}) else padding), **said}
 
 
 def _made(target: GgufArchitecture, kind: str, contents: _Contents) -> dict[str, Any]:
@@ -234,7 +235,9 @@ def _same(own: Any, made: Any) -> bool:
     if isinstance(made, Sequence) and not isinstance(made, str):
         if isinstance(own, int) and not isinstance(own, bool):
             return by_period(own, len(made)) == tuple(made)
-        return isinstance(own, (list, tuple)) and list(own) == list(made)
+        if not isinstance(own, (list, tuple)):
+            return False
+        return _near(own, made) if any(isinstance(each, float) for each in made) else list(own) == list(made)
     if isinstance(made, float) and isinstance(own, (int, float)) and not isinstance(own, bool):
         return _near((own,), (made,))
     return type(own) is type(made) and bool(own == made)

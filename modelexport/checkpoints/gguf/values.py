@@ -21,6 +21,7 @@ from modelexport.checkpoints.rope import read_rope_config
 from modelexport.errors import CheckpointError, shown
 from modelexport.system.json_values import JsonValues
 
+_FULL = "full_attention"
 MOST_HEAD_DIM = 1 << 16  # each feature has a frequency
 MOST_LAYERS = 1 << 16
 MOST_SECTIONS = 4
@@ -686,6 +687,58 @@ class Heads:
 
 
 @dataclass(frozen=True)
+class SlidingHeads:
+    """Heads of queries of each layer: those with a sliding window have a number of their own (Step 3.7).
+
+    Attributes:
+        key: of that number; where it is missing, they have as many as the others.
+    """
+
+    key: str
+
+    def read(self, config: JsonValues) -> Value:
+        heads, kinds = HEADS.read(config), Kinds().read(config)
+        own = config.whole(self.key, heads)
+        return heads if kinds is None else tuple(heads if kind == _FULL else own for kind in kinds)
+
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        kinds = Kinds().read(known) if _is_told(LAYERS, known) else None
+        if not isinstance(value, (list, tuple)) or kinds is None:
+            return {} if isinstance(value, (list, tuple)) else HEADS.write(value, known)
+        own = {kind == _FULL: heads for kind, heads in zip(kinds, value, strict=False)}
+        told = {self.key: own[False]} if False in own else {}
+        return {**told, **HEADS.write(own.get(True, own.get(False)), known)}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """For each layer, what the numbers of its MLP are cut off at; 0: nothing is.
+
+    Attributes:
+        key: of the list, which has null or 0 in such a layer.
+    """
+
+    key: str
+
+    def read(self, config: JsonValues) -> tuple[float, ...] | None:
+        found = config.content.get(self.key)
+        if found is None:
+            return None
+        layers = LAYERS.read(config)
+        if not isinstance(found, list) or len(found) < layers:
+            raise CheckpointError(f"{config.where}: {self.key} is {shown(found)}; a list for {layers} layers is needed")
+        limits = found[:layers]
+        if not all(each is None or (type(each) in (int, float) and 0 <= each < math.inf) for each in limits):
+            raise CheckpointError(f"{config.where}: {self.key} is {shown(limits)}; numbers from 0, or null, are needed")
+        return tuple(float(each or 0) for each in limits)
+
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        if not isinstance(value, (list, tuple)):
+            return {}
+        return {self.key: [shortest_float32(float(str(each))) or None for each in value]}
+
+
+@dataclass(frozen=True)
 class RotatedFeatures:
     """The features of a head that are rotated: by ``partial_rotary_factor``."""
 
@@ -759,7 +812,6 @@ class Rotated:
         return {self.key: [holder.number(name) if has else 0 for has in value]}
 
 
-_FULL = "full_attention"
 _BY_LAYER = "per_layer_config"
 
 

@@ -253,6 +253,8 @@ class Derivation:
             return replace(module, why=_OUTSIDE if self._is_large(shape) else "")
         if len(shape) > 1 and "expert" in f"{kind} {parent.rpartition('.')[2]}".lower():
             whole = shape == self.skeleton.shapes.get(target)
+            if self._is_half_of_a_stack(found, name, target):  # it has a stack of its own on disk
+                whole, target = True, role
             joined = self.skeleton.joined.get(target) if whole else None
             stacked = whole and not joined and shape[0] == self.most_experts
             saved = f"{self.prefix}.{found.layer}.{role}"
@@ -266,7 +268,13 @@ class Derivation:
             )
         elif self._is_large(shape):
             module = replace(module, why=f"of a {kind}, which is no linear to what engines quantise")
-        return self.axes.other(module, target)
+        return self.axes.other(module, found.tensors[name][1])
+
+    def _is_half_of_a_stack(self, found: Found, name: str, target: str) -> bool:
+        """Returns whether transformers joins a stack of experts with another of its shape as it loads them."""
+        shape, joined = found.tensors[name][0], self.skeleton.shapes.get(target, ())
+        does = ROLES.get(found.leaf) if name == "weight" else None
+        return len(shape) == 3 and does in ("gate", "up") and joined == (shape[0], 2 * shape[1], shape[2])
 
     def _stack(self, role: str, shape: tuple[int, ...], target: str) -> ExpertStack | None:
         """The linears of a tensor that holds those of all experts, by what it is called in memory; None: not known."""
