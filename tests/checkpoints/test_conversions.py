@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from modelexport.checkpoints.safetensors.conversions import Conversion, Function
 from modelexport.checkpoints.safetensors.file import torch_dtype
+from modelexport.errors import CheckpointError
 
 DTYPES = ("BF16", "F16", "F32")
 
@@ -57,3 +58,16 @@ def test_a_float32_model_s_numbers_are_no_narrow_one_s() -> None:
     assert Conversion("BF16").holds(stored[:2])
     assert not Conversion("BF16").holds(stored)
     assert not Conversion("F16").holds(np.array([1e6], np.float32))
+
+
+def test_integers_of_64_bits_come_back() -> None:
+    values, conversion = torch.tensor([0, -7, 2**31 - 1, -(2**31)]), Conversion("I64")
+    stored = conversion.encode(values)
+    assert stored.dtype == np.int32
+    assert conversion.decode(stored.view(np.float32)).tolist() == values.tolist()
+    assert conversion.encode(values.numpy().view(np.float64)).tolist() == values.tolist()
+
+
+def test_integers_that_32_bits_do_not_hold_are_refused() -> None:
+    with pytest.raises(CheckpointError, match="an integer is 2147483648, and the file holds those from -2147483648"):
+        Conversion("I64").encode(torch.tensor([1, 2**31]))

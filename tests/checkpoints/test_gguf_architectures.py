@@ -102,6 +102,9 @@ def test_values_by_layer() -> None:
     assert (gemma["rope.freq_base"], gemma["rope.freq_base_swa"]) == (1e6, 1e4)
     assert values_of("granitemoehybrid")["attention.head_count_kv"] == (0, 2)
     assert values_of("glm4_moe_lite")["leading_dense_block_count"] == 1
+    published = {"layer_types": None, "mlp_layer_types": None, "compress_ratios": [0, 4, 128, 0], "num_hash_layers": 2}
+    deepseek = values_of("deepseek_v4", **published)
+    assert (deepseek["attention.compress_ratios"], deepseek["hash_layer_count"]) == ((0, 4, 128), 2)
     step = values_of("step3p5", swiglu_limits=[None, 7, 0, 16.5])
     assert step["attention.head_count"] == (4, 6, 6, 4)
     assert step["swiglu_clamp_exp"] == (0, 7, 0, 16.5)
@@ -133,6 +136,11 @@ def test_values_by_layer() -> None:
             "muse_glimmer_text",
             {"layer_rope_theta": [1e4, 1e4, 1e4]},
             r"layer_rope_theta is \[1.*, and llama.cpp rotates the layers with a sliding window",
+        ),
+        (
+            "deepseek_v4",
+            {"layer_types": ["sliding_attention"] * 3},
+            "layer_types has no 'compressed_sparse_attention', and llama.cpp fails on such a model without one",
         ),
         ("step3p5", {"query_pre_attn_scalar": 64}, "query_pre_attn_scalar is 64, and llama.cpp computes.*or 32"),
         ("qwen2_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\], and llama.cpp has experts in every layer"),
@@ -174,6 +182,17 @@ def test_float32_tensors_of_a_narrow_model_stay_so(tmp_path: Path) -> None:
     write(gguf, tmp_path, model, model.plan())
     found = reopen(gguf, tmp_path)
     assert {found.infos[name].dtype for name in values if name.endswith("A_log")} == {"F32"}
+
+
+def test_integers_of_64_bits_are_in_32(tmp_path: Path) -> None:
+    """Each token's experts in DeepSeek-V4."""
+    model = tiny("deepseek_v4")
+    rules = [dataclasses.replace(r, dtype="I64") if r.name.endswith("tid2eid") else r for r in model.rules]
+    values = {n: torch.arange(v.numel()).view(v.shape) if n.endswith("tid2eid") else v for n, v in model.values.items()}
+    model = Model(model.config, rules, values)
+    write(gguf, tmp_path, model, model.plan())
+    assert read_gguf(tmp_path / "model.gguf").infos["blk.0.ffn_gate_tid2eid.weight"].dtype == "I32"
+    assert_same(reopen(gguf, tmp_path), model)
 
 
 def test_gemma_s_norms_and_mamba_s_decay_are_computed(tmp_path: Path) -> None:

@@ -148,6 +148,17 @@ CHANGES: dict[str, dict[str, Any]] = {
         },
     },
     "deepseek_v32": {"index_head_dim": 64},
+    "deepseek_v4": {
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "index_head_dim": 64,
+        "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+        "mlp_layer_types": ["hash_moe", "moe", "moe"],
+        "qk_rope_head_dim": 8,
+        "swiglu_limit": 0.5,
+    },
     "glm_moe_dsa": {
         "index_head_dim": 64,
         "num_hidden_layers": 3,
@@ -289,4 +300,11 @@ def gguf_tiny_model(kind: str) -> Any:
     for parameter in model.parameters():
         if parameter.dim() == 2 and parameter.shape[0] == EXPERTS:  # a router: it is not to decide by next to nothing
             parameter.data *= 16
+    for name, buffer in model.named_buffers():
+        if name.endswith("tid2eid"):  # the experts of each token, as they are published: no token has one twice
+            buffer.data = (
+                torch.rand(buffer.shape[0], EXPERTS, generator=torch.Generator().manual_seed(seed))
+                .argsort(-1)[:, : buffer.shape[1]]
+                .contiguous()
+            )
     return model.float().eval()

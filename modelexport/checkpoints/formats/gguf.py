@@ -255,7 +255,7 @@ def _check(
         rule
         for rule in rules
         if rule.name in named
-        and (type_of(rule.dtype, rule.shape) is None or target.is_scale(rule))
+        and ((type_of(rule.dtype, rule.shape) is None and rule.dtype != "I64") or target.is_scale(rule))
         and not _is_block_scale(rule, scaled)
     ]
     if alien:
@@ -418,6 +418,9 @@ def _array(name: str, group: Sequence[tuple[TensorRule, Stored]], target: _Targe
         form = (1,)  # ggml has no numbers without a dim
     whole_shape = ((len(group),) if stacked else ()) + shape
     stored_shape = None if form == shape else form
+    if first.dtype == "I64":
+        conversion = Conversion(first.dtype)
+        return Array(FILE, name, "I32", whole_shape, tuple(shares), conversion=conversion, stored_shape=stored_shape)
     if _is_float32(name, form) and (first.dtype != "F32" or stored.function != "value"):
         conversion = Conversion(first.dtype, stored.function)
         return Array(FILE, name, "F32", whole_shape, tuple(shares), conversion=conversion, stored_shape=stored_shape)
@@ -658,7 +661,7 @@ def _values(plan: ShardPlan, config: dict[str, Any], source: Path | None) -> dic
     kinds: Counter[str] = Counter()
     for rule in plan.rules.values():
         stored = target.stored(rule)
-        plain = stored is not None and not _is_float32(stored.names[0], rule.shape)
+        plain = stored is not None and not _is_float32(stored.names[0], rule.shape) and rule.dtype != "I64"
         if plain and rule.role.rpartition(".")[2] not in ("embedding", "head"):
             kind = type_of(rule.dtype, rule.shape)
             assert kind is not None
@@ -801,6 +804,8 @@ def _open(directory: Path, found: GgufFile, config: dict[str, Any], rules: Rules
     def dtype_of(rule: TensorRule, info: TensorInfo) -> str:
         """Norms and biases are small: they are read, to see whether they are a model's of 16 bits."""
         stored = target.stored(rule)
+        if info.dtype == "I32":
+            return "I64"  # as all models here have them
         if (
             info.name in scales
             or stored is None

@@ -29,6 +29,7 @@ from modelexport.checkpoints.gguf.values import (
     DoubleWidth,
     EachLayer,
     EveryFourth,
+    EveryKind,
     First,
     Fixed,
     Flag,
@@ -42,6 +43,8 @@ from modelexport.checkpoints.gguf.values import (
     Leading,
     Limits,
     NoLayer,
+    NumberOfKind,
+    OfEachLayer,
     OfFullLayers,
     OneBase,
     Only,
@@ -57,6 +60,7 @@ from modelexport.checkpoints.gguf.values import (
     Sum,
     ValueSource,
     Where,
+    Word,
     number,
     whole,
 )
@@ -157,7 +161,7 @@ class GgufArchitecture:
     halves: bool = False
     norms: Function = "value"
     activations: tuple[str, ...] = ("silu",)
-    rules: tuple[Requirement | SameLayers, ...] = ()
+    rules: tuple[Requirement | SameLayers | EveryKind, ...] = ()
     rotated: ValueSource | None = HEAD_DIM
     partial: bool = True
     alike: bool = False
@@ -315,6 +319,7 @@ TENSORS: Mapping[str, str | Stored] = {
 FLOAT32 = frozenset(
     {
         *(_ROUTER, "ffn_gate_inp_shexp", "position_embd", "indexer.proj"),
+        *("attn_compressor_ape", "indexer_compressor_ape", "hc_attn_fn", "hc_ffn_fn", "output_hc_fn"),
         *("ssm_conv1d", "ssm_conv1d_q", "ssm_conv1d_k", "ssm_conv1d_v", "shortconv.conv"),
     }
 )
@@ -561,6 +566,117 @@ _GLM_DSA = replace(
     yarn="",
     assumed={"attention.indexer.types": 0},  # all have one
     rules=(*_DEEPSEEK32.rules, Requirement("rope_parameters.rope_type", ("default", None))),
+)
+
+_HYPER: dict[str, str | Stored] = {
+    f".hc_{where}_{what}": f"hc_{where}_{what}.weight" for where in ("attn", "ffn") for what in ("fn", "base", "scale")
+}
+_COMPRESSOR = {"wkv": "kv", "wgate": "gate", "norm": "norm"}
+_RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+_COMPRESSED = "rope_parameters.compress."
+_ORIGINAL = "original_max_position_embeddings"
+_DEEPSEEK4 = GgufArchitecture(
+    name="deepseek4",
+    model_types=("deepseek_v4",),
+    values={
+        **_MOE,
+        "feed_forward_length": None,
+        "embedding_length_out": Product((HIDDEN, "hc_mult")),
+        "attention.head_count_kv": Fixed(1),
+        "attention.q_lora_rank": whole("q_lora_rank"),
+        "attention.sliding_window": _WINDOW,
+        "attention.indexer.head_count": whole("index_n_heads"),
+        "attention.indexer.key_length": whole("index_head_dim"),
+        "attention.indexer.top_k": whole("index_topk"),
+        "attention.output_group_count": whole("o_groups"),
+        "attention.output_lora_rank": whole("o_lora_rank"),
+        "attention.compress_ratios": NumberOfKind({"sliding_attention": 0, **_RATES}, "compress_ratios"),
+        "attention.compress_rope_freq_base": number("compress_rope_theta"),
+        "hyper_connection.count": whole("hc_mult"),
+        "hyper_connection.sinkhorn_iterations": whole("hc_sinkhorn_iters"),
+        "hyper_connection.epsilon": number("hc_eps"),
+        "hash_layer_count": First(
+            (Leading("hash_moe", Kinds("mlp_layer_types"), others="moe"), whole("num_hash_layers", least=0))
+        ),
+        "expert_feed_forward_length": _EXPERT_WIDTH,
+        "expert_shared_count": _SHARED_COUNT,
+        "expert_weights_scale": number("routed_scaling_factor"),
+        "expert_weights_norm": Flag("norm_topk_prob"),
+        "expert_gating_func": Fixed(4),
+        "swiglu_clamp_exp": OfEachLayer(number("swiglu_limit")),
+        "swiglu_clamp_shexp": OfEachLayer(number("swiglu_limit")),
+        "rope.dimension_count": whole("qk_rope_head_dim"),
+        "rope.freq_base": number("rope_theta"),
+        "rope.scaling.type": Word(("rope_scaling.rope_type", "rope_scaling.type", _COMPRESSED + "rope_type"), "yarn"),
+        **{
+            f"rope.scaling.{key}": First(
+                tuple(If(part + own, number(part + own)) for part in ("rope_scaling.", _COMPRESSED))
+            )
+            for key, own in (("factor", "factor"), ("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow"))
+        },
+        "rope.scaling.original_context_length": First(
+            tuple(If(part + _ORIGINAL, whole(part + _ORIGINAL)) for part in ("rope_scaling.", _COMPRESSED))
+        ),
+    },
+    tensors={
+        **_HYPER,
+        **{
+            f"{module}{what}": f"output_hc_{what}.weight"
+            for module in ("model.hc_head.hc_", ".hc_head_")
+            for what in ("fn", "base", "scale")
+        },
+        **_under(
+            "attn",
+            {
+                "attn_sink": "attn_sinks.weight",
+                "wq_a": "attn_q_a",
+                "q_norm": "attn_q_a_norm",
+                "wq_b": "attn_q_b",
+                "wkv": "attn_kv",
+                "norm": "attn_kv_a_norm",
+                "wo_a": "attn_output_a",
+                "wo_b": "attn_output_b",
+                **_under("compressor", {path: f"attn_compressor_{name}" for path, name in _COMPRESSOR.items()}),
+                "compressor.ape": "attn_compressor_ape.weight",
+                **_under(
+                    "indexer.compressor", {path: f"indexer_compressor_{name}" for path, name in _COMPRESSOR.items()}
+                ),
+                "indexer.compressor.ape": "indexer_compressor_ape.weight",
+                "indexer.wq_b": "indexer.attn_q_b.weight",
+                "indexer.weights_proj": "indexer.proj.weight",
+            },
+        ),
+        "attn_norm": "attn_norm",
+        "ffn_norm": "ffn_norm",
+        **_under(
+            "ffn",
+            {
+                **_NUMBERED_EXPERTS,
+                **{f"shared_experts.{path}": f"{name}_shexp" for path, name in _NUMBERED.items()},
+                "gate": _ROUTER,
+                "gate.bias": _CORRECTION,
+                "gate.tid2eid": "ffn_gate_tid2eid.weight",
+            },
+        ),
+    },
+    rotated=None,
+    output=True,
+    implied={"num_nextn_predict_layers": Fixed(0)},
+    rules=(
+        Requirement("compress_rates", (None, _RATES)),
+        Requirement("scoring_func", ("sqrtsoftplus", None)),
+        Requirement("hc_mult", (4,), why="has four streams of hidden states"),
+        Requirement("index_head_dim", (64, 128, 192, 256), why="turns its features in blocks of 64"),
+        EveryKind(tuple(_RATES)),
+        *(
+            requirement
+            for part in ("rope_scaling.", _COMPRESSED)
+            for requirement in (
+                Requirement(f"{part}rope_type", ("default", "yarn", None)),
+                Requirement(f"{part}attention_factor", (1, None)),
+            )
+        ),
+    ),
 )
 
 _KIMI_LINEAR = GgufArchitecture(
@@ -1208,6 +1324,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
     replace(_DEEPSEEK, model_types=("kimi_k2", "glm4_moe_lite")),
     _DEEPSEEK32,
     _GLM_DSA,
+    _DEEPSEEK4,
     _KIMI_LINEAR,
     _MIMO2,
     _STEP35,
@@ -1826,10 +1943,6 @@ LEFT_OUT: Mapping[str, str] = {
     "minimax": (
         "its checkpoints hold what its decay is computed from (self_attn.slope_rate, query_decay, key_decay, "
         "diagonal_decay), and a file has no place for it, since llama.cpp computes it itself"
-    ),
-    "deepseek_v4": (
-        "llama.cpp wants the experts of each token (ffn.gate.tid2eid) in integers of 32 bits, and the model has them "
-        "in 64 bits: integers are not converted here"
     ),
     "qwen4_exp_text": (
         "llama.cpp wants the multipliers of its n-gram embeddings, which are tensors, in the header, which is written "

@@ -401,6 +401,21 @@ class Says:
 
 
 @dataclass(frozen=True)
+class Word:
+    """A certain word, where the first of some keys that is there has it."""
+
+    keys: tuple[str, ...]
+    value: str
+
+    def read(self, config: JsonValues) -> str | None:
+        holder, key = _present(config, self.keys)
+        return self.value if holder.content.get(key) == self.value else None
+
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        return {_name(self.keys, known): value} if value == self.value else {}
+
+
+@dataclass(frozen=True)
 class EveryFourth:
     """A list that has one value for each layer but every fourth, and another one for these.
 
@@ -708,6 +723,55 @@ class SlidingHeads:
         own = {kind == _FULL: heads for kind, heads in zip(kinds, value, strict=False)}
         told = {self.key: own[False]} if False in own else {}
         return {**told, **HEADS.write(own.get(True, own.get(False)), known)}
+
+
+@dataclass(frozen=True)
+class NumberOfKind:
+    """For each layer, the number of its kind; or a list says the numbers.
+
+    Attributes:
+        numbers: of the kinds.
+        key: of the list, where ``layer_types`` says nothing; it may have more than there are layers.
+    """
+
+    numbers: Mapping[str, int]
+    key: str
+
+    def read(self, config: JsonValues) -> tuple[int, ...] | None:
+        found = Kinds().read(config)
+        if found is None and config.has(self.key):
+            listed, layers = config.numbers(self.key), LAYERS.read(config)
+            if len(listed) < layers or not set(listed) <= set(self.numbers.values()):
+                raise CheckpointError(
+                    f"{config.where}: {self.key} is {shown(list(listed))}; {layers} of "
+                    f"{', '.join(map(str, self.numbers.values()))} are needed"
+                )
+            return tuple(map(int, listed[:layers]))
+        strange = [kind for kind in found or () if kind not in self.numbers]
+        if strange:
+            raise CheckpointError(
+                f"{config.where}: layer_types has '{shown(strange[0])}'; one of {', '.join(self.numbers)} is needed"
+            )
+        return None if found is None else tuple(self.numbers[kind] for kind in found)
+
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        kinds = {number: kind for kind, number in self.numbers.items()}
+        if not isinstance(value, (list, tuple)) or not set(value) <= kinds.keys():
+            return {}
+        return {Kinds().key: [kinds[int(str(each))] for each in value]}
+
+
+@dataclass(frozen=True)
+class OfEachLayer:
+    """A number, once for each layer."""
+
+    source: ValueSource
+
+    def read(self, config: JsonValues) -> tuple[float, ...]:
+        return (float(str(self.source.read(config))),) * LAYERS.read(config)
+
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        return self.source.write(value[0], known) if isinstance(value, (list, tuple)) and value else {}
 
 
 @dataclass(frozen=True)
@@ -1056,3 +1120,21 @@ class NoLayer:
             if found is not None and self.kind in found
             else None
         )
+
+
+@dataclass(frozen=True)
+class EveryKind:
+    """A requirement that there is a layer of each of some kinds."""
+
+    kinds: tuple[str, ...]
+    key: str = "layer_types"
+
+    def write(self, known: ModelConfig) -> Mapping[str, Any]:
+        """Nothing: the file's own values say which layers there are."""
+        return {}
+
+    def check(self, config: JsonValues) -> str | None:
+        """Returns what is wrong with a config.json; None where nothing is."""
+        found = Kinds(self.key).read(config)
+        missing = [kind for kind in self.kinds if found is not None and kind not in found]
+        return f"{self.key} has no '{missing[0]}', and llama.cpp fails on such a model without one" if missing else None

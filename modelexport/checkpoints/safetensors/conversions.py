@@ -1,14 +1,16 @@
-"""Numbers that lie in a file as float32 and are computed, one from one, from those of a tensor.
+"""Numbers that lie in a file in 32 bits and are computed, one from one, from those of a tensor.
 
 Engines that want norms, biases and the like in float32, or a norm's weight with 1 added, or a decay rate in place of
-its logarithm, get them so; a reader of the file gets the tensor's own numbers back. Everything that is converted is
-small: what is quantised never is.
+its logarithm, get them so, and integers of 64 bits in int32; a reader of the file gets the tensor's own numbers back.
+Everything that is converted is small: what is quantised never is.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
+
+from modelexport.errors import CheckpointError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,12 +23,12 @@ _MOST_ROUNDS = 64
 
 @dataclass(frozen=True)
 class Conversion:
-    """The float32 numbers that stand in a file for those of a tensor.
+    """The float32 or int32 numbers that stand in a file for those of a tensor.
 
     Each is computed in float64 and rounded once, so that it does not depend on which others are computed with it.
 
     Attributes:
-        dtype: of the tensor, as safetensors spells it: ``F32``, ``F16`` or ``BF16``.
+        dtype: of the tensor, as safetensors spells it: ``F32``, ``F16`` or ``BF16``; or ``I64``, of int32 in the file.
         function: what is computed.
     """
 
@@ -38,8 +40,14 @@ class Conversion:
 
         Args:
             values: of the tensor: a CPU tensor, or an array of elements of its size.
+
+        Raises:
+            CheckpointError: an integer is too large for 32 bits.
         """
         import numpy as np
+
+        if self.dtype == "I64":
+            return _in_32_bits(values)
 
         wide = _wide(values, self.dtype)
         if self.function == "value":
@@ -48,8 +56,15 @@ class Conversion:
         return (1 + exact if self.function == "one more" else -np.exp(exact)).astype(np.float32)
 
     def decode(self, stored: np.ndarray) -> np.ndarray:
-        """The tensor's numbers, from float32 ones of a file: of its dtype, bfloat16 ones by their bits (uint16)."""
+        """The tensor's numbers, from 32-bit ones of a file: of its dtype, bfloat16 ones by their bits (uint16).
+
+        Args:
+            stored: of 4 bytes each.
+        """
         import numpy as np
+
+        if self.dtype == "I64":
+            return stored.view(np.int32).astype(np.int64)
 
         if self.function == "value":
             return _narrow(stored, self.dtype)
@@ -84,6 +99,21 @@ class Conversion:
         import torch
 
         return torch.from_numpy(found.view({2: np.int16, 4: np.int32}[found.itemsize])).view(values.dtype)
+
+
+def _in_32_bits(values: Any) -> np.ndarray:
+    """int64 numbers as int32."""
+    import numpy as np
+
+    own = np.ascontiguousarray(values if isinstance(values, np.ndarray) else values.contiguous().numpy()).view(np.int64)
+    limits = np.iinfo(np.int32)
+    outside = own[(own < limits.min) | (own > limits.max)]
+    if outside.size:
+        raise CheckpointError(
+            f"an integer is {outside.flat[0]}, and the file holds those from {limits.min} to {limits.max}: export to "
+            "--format hf, which holds 64 bits"
+        )
+    return own.astype(np.int32)
 
 
 def _wide(values: Any, dtype: str) -> np.ndarray:

@@ -350,7 +350,7 @@ class Reader:
         else:
             import torch
 
-            same = torch.from_numpy(found.view({2: np.int16, 4: np.int32}[found.itemsize]))
+            same = torch.from_numpy(found.view({2: np.int16, 4: np.int32, 8: np.int64}[found.itemsize]))
             out.copy_(same.view(out.dtype))
 
     def _gather(self, info: TensorInfo, places: tuple[Placement, ...], box: Box, out: Array) -> None:
