@@ -423,6 +423,8 @@ OTHERWISE = {
     "youtu": r".*\.attn_v_b\.weight",
     "laguna": r".*\.attn_gate\.weight",  # never quantised here
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), r".*\.(attn_v_b|indexer\.(attn_k|proj))\.weight"),
+    "deepseek_v4": r"output_hc_fn\.weight|.*\.(hc_(attn|ffn)_fn|(attn|indexer)_compressor_ape|indexer\.proj)\.weight",
+    "step3p5": r".*\.attn_gate\.weight",  # of the tiny model: a row for each of its few heads
     "kimi_linear": r".*\.(attn_v_b|ssm_beta)\.weight",
     "mistral4": r".*\.attn_v_b\.weight",
     "minicpm3": r".*\.attn_kv_b\.weight",  # the same linear, whole
