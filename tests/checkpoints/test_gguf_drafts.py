@@ -91,5 +91,5 @@ def test_a_draft_layer_unlike_every_decoder_layer_is_refused(tmp_path: Path) -> 
 def test_models_whose_draft_layers_llama_cpp_has_no_use_for() -> None:
     assert why_no_drafts("gguf", {"model_type": "glm4_moe"}) == ""
     assert why_no_drafts("gguf", {"model_type": "exaone_moe"}) == (
-        "llama.cpp has no use for draft layers of a 'exaone_moe'"
+        "draft layers of a 'exaone_moe' are not written to a GGUF file"
     )

@@ -384,9 +384,9 @@ def _twin(blocks: Mapping[int, frozenset[str]], layers: int, draft: int) -> int 
 
 
 def draft_refusal(config: Mapping[str, Any]) -> str:
-    """The reason why llama.cpp holds no draft layers of a model; ``""`` where it does."""
+    """The reason why a file holds no draft layers of a model; ``""`` where it does."""
     kind = config.get("model_type")
-    return "" if draft_kinds(str(kind)) else f"llama.cpp has no use for draft layers of a '{shown(kind)}'"
+    return "" if draft_kinds(str(kind)) else f"draft layers of a '{shown(kind)}' are not written to a GGUF file"
 
 
 def _is_float32(name: str, shape: Sequence[int]) -> bool:

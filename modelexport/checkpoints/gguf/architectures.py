@@ -1944,6 +1944,15 @@ LEFT_OUT: Mapping[str, str] = {
         "its checkpoints hold what its decay is computed from (self_attn.slope_rate, query_decay, key_decay, "
         "diagonal_decay), and a file has no place for it, since llama.cpp computes it itself"
     ),
+    "glm5_next_text": (
+        "llama.cpp has an architecture for it, and here no names are known for the convolution of its linear attention "
+        "(self_attn.conv1d), which is three there, and for the pooled keys of its indexers (index_kpool_compress_ape "
+        "and _gate)"
+    ),
+    "chameleon": (
+        "llama.cpp wants the features of its norms of queries and keys (self_attn.q_norm, k_norm) in pairs, and "
+        "columns are not put in that order here; its image tokenizer (vq_config) is no part beside the language model"
+    ),
     "qwen4_exp_text": (
         "llama.cpp wants the multipliers of its n-gram embeddings, which are tensors, in the header, which is written "
         "before any tensor is read"
