@@ -242,9 +242,10 @@ def why_no_language_model(config: Mapping[str, Any]) -> str:
     if not _counts_tokens(own):
         return "config.json has no vocab_size that is a number of tokens"
     kind = own.get("model_type")
-    from modelexport.models.derived import causal_types, is_known, is_language_part
+    from modelexport.models.derived import causal_types, is_known, is_language_part, is_text_part
 
-    is_part = kind != config.get("model_type") and is_language_part(kind)
+    alone = kind == config.get("model_type")
+    is_part = is_language_part(kind) and (not alone or is_text_part(str(kind)))
     if (declared_family(kind) is not None and is_known(str(kind))) or kind in causal_types() or is_part:
         return ""
     return f"transformers has no causal language model of its model_type {quoted(kind)}"

@@ -154,6 +154,13 @@ def test_a_type_that_transformers_computes_as_another_is_calibrated_as_that() ->
     assert not why_no_language_model(config)
 
 
+def test_a_part_by_itself_is_calibrated() -> None:
+    """What GGUF has of a model that also sees."""
+    for kind in ("qwen2_vl_text", "paddleocr_vl_text"):
+        assert not why_no_language_model({"model_type": kind, "vocab_size": 256})
+    assert why_no_language_model({"model_type": "siglip_text_model", "vocab_size": 256})
+
+
 def test_a_type_that_transformers_computes_no_text_with_is_not_calibrated() -> None:
     said = why_no_language_model({"model_type": "clip_text_model_of_mine", "vocab_size": 256})
     assert said == "transformers has no causal language model of its model_type 'clip_text_model_of_mine'"
