@@ -1,9 +1,9 @@
 """Exports on simulated machines, whose network delays, loses and breaks, whose clocks differ, whose workspace is late.
 
 ``python -m tests.faults.hosts DIRECTORY``: every condition on several numbers of machines, one rank each. A run ends
-with the bytes of a single process and nothing left in the workspace; or every machine says in a line which rank, or
-which way to it, was lost, and the same command on a sound network resumes to the same bytes. The machines are network
-namespaces on a switch (:mod:`tests.helpers.switch`), so it needs root.
+with the bytes of a single process and nothing left in the workspace; or every machine ends, one at least says which rank
+was lost, and the same command on a sound network resumes to the same bytes. The machines are network namespaces on a
+switch (:mod:`tests.helpers.switch`), so it needs root.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ class Condition:
         late: seconds that every call on files of the workspace and the target takes longer.
         fault: what happens at a moment of the run: "cut" (one machine from the others, for good), "pause" (so for
             some seconds), "kill" (one machine, which from then on answers nothing).
-        succeeds: whether the job must; otherwise it may.
     """
 
     network: Conditions = field(default_factory=Conditions)
@@ -57,7 +56,7 @@ class Condition:
 
     @property
     def succeeds(self) -> bool:
-        """Whether the job must; otherwise it may."""
+        """True where the job must; otherwise it may."""
         return self.fault in ("", "pause")
 
 

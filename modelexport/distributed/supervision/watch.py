@@ -180,7 +180,7 @@ class PeerWatch:
         Rank 0 does so for a rank that is gone. If that is rank 0, every rank does: were it only cut off, it would have
         given this rank up by now, as this one it.
         """
-        for directory in map(Path, current_status().directories):
+        for directory in map(Path, list(current_status().directories)):
             for rank in {self._rank, 0} if self._hub_is_gone else {self._rank}:
                 remove_rank(directory, rank)
 
