@@ -1,9 +1,9 @@
 """Exports on simulated machines, whose network delays, loses and breaks, whose clocks differ, whose workspace is late.
 
 ``python -m tests.faults.hosts DIRECTORY``: every condition on several numbers of machines, one rank each. A run ends
-with the bytes of a single process and nothing left in the workspace; or every machine ends, one at least says which rank
-was lost, and the same command on a sound network resumes to the same bytes. The machines are network namespaces on a
-switch (:mod:`tests.helpers.switch`), so it needs root.
+with the bytes of a single process and nothing left in the workspace; or every machine ends, one at least says which
+rank was lost, and the same command on a sound network resumes to the same bytes. The machines are network namespaces
+on a switch (:mod:`tests.helpers.switch`), so it needs root.
 """
 
 from __future__ import annotations
