@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import multiprocessing.forkserver
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -23,6 +24,8 @@ from tests.faults.interposed import Interposed
 
 ENDLESS = 60.0
 """Seconds after which a run is taken to hang."""
+_LAST_WORDS = re.compile(rb"Traceback(?:(?!Traceback).)*in recvfds(?:(?!Traceback).)*EOFError\n", re.DOTALL)
+"""Of a fork server whose launcher died in the middle of a request."""
 FEW = ("--calib-samples", "2", "--calib-length", "16")
 
 
@@ -166,10 +169,9 @@ class Workshop:
         self.interposed.exempt([os.getpid()])
         shutil.copytree(assets.demo_model_path(), directory / "source")
         self._said, self._heard = directory / "ranks", 0
+        self.server = 0
         if any(JOBS[name].ranks for name in names):
             self._start_server()
-        self.server = multiprocessing.forkserver._forkserver._forkserver_pid or 0  # type: ignore[attr-defined]
-        self.interposed.exempt([os.getpid(), self.server])
         self._number = 0
         assert self.main(JOBS["int4"].argv(directory, directory / "int4")) == 0
         for name in names:  # here, so that whatever a job imports on its way is imported once
@@ -189,11 +191,14 @@ class Workshop:
                 assert self.expected[name] == self.expected[job.same_as], name
 
     def _start_server(self) -> None:
-        """Starts the fork server, with an stderr of its own, which ranks inherit."""
+        """Starts the fork server, with an stderr of its own, which ranks inherit.
+
+        It is to outlive launchers, whose own it would be, but it ends where one dies in the middle of a request.
+        """
         from modelexport.distributed.launch import starting
         from modelexport.exporting.run import CALIBRATION_PRELOAD, PRELOAD
 
-        with self._said.open("wb") as output:
+        with self._said.open("ab") as output:
             own = os.dup(2)
             os.dup2(output.fileno(), 2)
             try:  # not prestart, which does nothing where address space is limited
@@ -201,6 +206,8 @@ class Workshop:
             finally:
                 os.dup2(own, 2)
                 os.close(own)
+        self.server = multiprocessing.forkserver._forkserver._forkserver_pid or 0  # type: ignore[attr-defined]
+        self.interposed.exempt([os.getpid(), self.server])
 
     @staticmethod
     def main(argv: Sequence[str]) -> int:
@@ -212,7 +219,15 @@ class Workshop:
     def start(self, job: Job, out: Path) -> Running:
         """Starts a job."""
         argv = job.argv(self.directory, out)
+        if job.ranks and not self._serves():
+            self._start_server()
         return Running(lambda: self.main(argv), out.parent / "output")
+
+    def _serves(self) -> bool:
+        """Returns whether the fork server is there."""
+        with suppress(psutil.NoSuchProcess):
+            return _is_alive(psutil.Process(self.server))
+        return False
 
     def run(self, job: Job, out: Path) -> Ended:
         """Runs a job to its end."""
@@ -240,7 +255,7 @@ class Workshop:
             return ""
         text = self._said.read_bytes()[self._heard :]
         self._heard += len(text)
-        return text.decode(errors="replace")
+        return _LAST_WORDS.sub(b"", text).decode(errors="replace")
 
     def ranks(self) -> list[psutil.Process]:
         """The rank processes that there are."""
