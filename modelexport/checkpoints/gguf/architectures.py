@@ -737,6 +737,9 @@ _KIMI_LINEAR = GgufArchitecture(
     ),
 )
 _MIMO_LAYERS = Kinds(last_of=6)
+# No draft layers (model.mtp.layers.N): llama.cpp's graph of them stops the process unless their queries, keys and
+# values are one array (attn_qkv), and linears that a checkpoint has apart are not joined here. Their attention is
+# always that of layers with a sliding window, so that the lists of values would have one more of these for each.
 _MIMO2 = GgufArchitecture(
     name="mimo2",
     model_types=("mimo_v2_flash",),
@@ -1946,8 +1949,8 @@ LEFT_OUT: Mapping[str, str] = {
     ),
     "glm5_next_text": (
         "llama.cpp has an architecture for it, and here no names are known for the convolution of its linear attention "
-        "(self_attn.conv1d), which is three there, and for the pooled keys of its indexers (index_kpool_compress_ape "
-        "and _gate)"
+        "(self_attn.conv1d), which transformers joins from the three that published checkpoints hold and llama.cpp "
+        "wants, and which is not cut here; and for the pooled keys of its indexers (index_kpool_compress_ape and _gate)"
     ),
     "chameleon": (
         "llama.cpp wants the features of its norms of queries and keys (self_attn.q_norm, k_norm) in pairs, and "
