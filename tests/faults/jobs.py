@@ -24,6 +24,7 @@ from tests.faults.interposed import Interposed
 
 ENDLESS = 60.0
 """Seconds after which a run is taken to hang."""
+_IDLE = 5  # times, 10 ms apart, that a fork server sleeps which waits for requests
 _LAST_WORDS = re.compile(rb"Traceback(?:(?!Traceback).)*in recvfds(?:(?!Traceback).)*EOFError\n", re.DOTALL)
 """Of a fork server whose launcher died in the middle of a request."""
 FEW = ("--calib-samples", "2", "--calib-length", "16")
@@ -224,9 +225,13 @@ class Workshop:
         return Running(lambda: self.main(argv), out.parent / "output")
 
     def _serves(self) -> bool:
-        """Returns whether the fork server is there."""
+        """Returns whether the fork server is there; one that is just ending is seen to do so."""
         with suppress(psutil.NoSuchProcess):
-            return _is_alive(psutil.Process(self.server))
+            server, idle = psutil.Process(self.server), 0
+            while _is_alive(server) and idle < _IDLE:
+                idle = idle + 1 if server.status() == psutil.STATUS_SLEEPING else 0
+                time.sleep(0.01)
+            return _is_alive(server)
         return False
 
     def run(self, job: Job, out: Path) -> Ended:
