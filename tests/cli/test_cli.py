@@ -389,3 +389,15 @@ def test_a_reader_that_leaves_early_is_no_traceback() -> None:
     finally:
         os.close(write)
     assert (result.returncode, result.stderr) == (1, "")
+
+
+@pytest.mark.parametrize(
+    ("rank", "phase", "spoken"),
+    [(0, "", True), (0, "reading the source", False), (2, "reading the source", False)],
+)
+def test_where_the_first_rank_is_gone_without_a_word_the_others_speak(
+    monkeypatch: pytest.MonkeyPatch, rank: int, phase: str, spoken: bool
+) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert cli._is_ours_to_say(RankFailedError(rank, phase, "its process ended")) == spoken
