@@ -188,7 +188,7 @@ def error_text(error: BaseException) -> str:
 
 def printable(text: str) -> str:
     """``text`` with escapes in place of control characters, and of all else that is not printed, but newlines."""
-    if all(line.isprintable() for line in text.split("\n")):
+    if text.isprintable() or all(line.isprintable() for line in text.split("\n")):
         return text
     return "".join(
         each if each == "\n" or each.isprintable() else each.encode("unicode_escape").decode() for each in text

@@ -248,8 +248,8 @@ def row_bytes(array: Array, inner_dim: int) -> np.ndarray | None:
     if pitch < segment:
         return None
     span = (rows - 1) * pitch + segment
-    memory = np.frombuffer(memoryview((ctypes.c_uint8 * span).from_address(_address(array))), np.uint8)
-    return np.lib.stride_tricks.as_strided(memory, (rows, segment), (pitch, 1))
+    memory = (ctypes.c_uint8 * span).from_address(_address(array))
+    return np.ndarray((rows, segment), np.uint8, memory, 0, (pitch, 1))
 
 
 def same_bytes(a: Array, b: Array) -> bool:

@@ -14,6 +14,7 @@ made: the source need not be read a second time, and what was found is what was 
 
 from __future__ import annotations
 
+import json
 import math
 import zlib
 from collections.abc import Mapping, Sequence
@@ -126,20 +127,22 @@ class ShardWriter:
             owner, self._turn = self._turn, (self._turn + 1) % self.world
             with self.gathered(replace(layer, modules={path: layer.modules[path]}), owner) as parts:
                 pieces += self._write(parts)
-        with self.gathered({"pieces": [piece.as_json() for piece in pieces], "errors": _errors(layer)}) as parts:
-            if parts:
-                found = [WrittenPiece.from_json(piece) for part in parts for piece in part["pieces"]]
+        # As one string: thousands of small lists would travel one by one.
+        with self.gathered(json.dumps({"pieces": pieces, "errors": _errors(layer)})) as texts:
+            if texts:
+                parts = [json.loads(text) for text in texts]
+                found = [piece for part in parts for piece in part["pieces"]]
                 self._record(step, found, [part["errors"] for part in parts], note)
 
     def _record(
         self,
         step: ExportStep,
-        pieces: Sequence[WrittenPiece],
+        pieces: list[WrittenPiece],
         errors: Sequence[Mapping[str, Sequence[float]]],
         note: dict[str, Any] | None,
     ) -> None:
         """First rank: the step is in the files."""
-        entry: dict[str, Any] = {"pieces": [piece.as_json() for piece in pieces], "errors": _summed(errors)}
+        entry: dict[str, Any] = {"pieces": pieces, "errors": _summed(errors)}
         if note is not None:
             entry["note"] = note
         self.records[step.id] = entry
@@ -178,7 +181,10 @@ class ShardWriter:
     def share_records(self) -> dict[str, dict[str, Any]]:
         """Every rank gets the first rank's record of all steps."""
         phase("waiting for the other ranks to finish writing", waiting=True)
-        return ranks.compute_and_broadcast(lambda: self.records)
+        if self.world == 1:
+            return self.records
+        found: dict[str, dict[str, Any]] = json.loads(ranks.compute_and_broadcast(lambda: json.dumps(self.records)))
+        return found
 
     def close(self) -> None:
         """Close the weight files."""

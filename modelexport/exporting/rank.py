@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
@@ -40,6 +41,7 @@ from modelexport.quantization.kv_caches import CACHES
 from modelexport.quantization.methods import ReadOnlyNumbers, WeightSlice, of_method
 from modelexport.recipe import ExportRecipe
 from modelexport.system.run_log import in_layer
+from modelexport.system.startup import without_collector
 from modelexport.system.tensor_memory import ReusableBuffer
 
 SMALL_BYTES = 1 << 20  # tensors up to this size are copied rather than kept where they were read
@@ -114,11 +116,14 @@ def run_rank(job: RankJob, rank_class: type[RankExport]) -> None:
         rank_class: the way in which a layer is quantised: data-free, or a subclass of
             :mod:`modelexport.exporting.calibrated`.
     """
-    with Staging.join(job.out) as staging:
+    with ExitStack() as stack:
+        if not (job.plan.calibrated or job.plan.needs_ranges):  # no model is made, and nothing that refers to itself
+            stack.enter_context(without_collector())
+        staging = stack.enter_context(Staging.join(job.out))
         writer = ShardWriter(job.layout, staging, job.recipe.transport, job.workspace, dict(job.done))
-        with rank_class(job, writer, staging.beside) as export:
-            export.run()
-            export.finish(staging.directory)
+        export = stack.enter_context(rank_class(job, writer, staging.beside))
+        export.run()
+        export.finish(staging.directory)
 
 
 class RankExport:

@@ -28,6 +28,7 @@ from modelexport.quantization.calibration.text import file_of, shares
 from modelexport.quantization.methods import methods
 from modelexport.recipe import ExportRecipe, is_calibration
 from modelexport.system.small_files import file_sha256
+from modelexport.system.startup import without_collector
 
 RECORD_VERSION = 1
 _NUMERICAL_PACKAGES = ("torch", "numpy", "numba", "safetensors")
@@ -129,7 +130,8 @@ def target_of_export(prepared: PreparedExport) -> TargetDirectory:
     before = read_record(prepared.checkpoint.directory) if recipe.quant == KEEP else None
 
     def record(side: SideFiles, beside: Mapping[str, Path], outcome: dict[str, Any]) -> dict[str, Any]:
-        made = make_record(prepared.plan, recipe, prepared.source.label, side, beside, outcome)
+        with without_collector():
+            made = make_record(prepared.plan, recipe, prepared.source.label, side, beside, outcome)
         facts = {"model": _model_facts(prepared), "warnings": list(prepared.warnings)}
         told = [*prepared.rounded_before, *_exact(outcome["checks"])]
         if prepared.assignment is not None:

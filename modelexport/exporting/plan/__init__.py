@@ -44,7 +44,7 @@ __all__ = ["ExportPlan", "ExportStep", "OutputTensor", "TensorTask", "build_plan
 _SAME_BY_EXPERT = "mxfp4-wo writes the same numbers"
 _VOCABULARY = ("head", "embedding")
 SLAB_BYTES = 64 << 20  # an embedding larger than this is exported in slabs of rows, to bound memory
-STEP_BYTES = 1 << 30  # a layer larger than this is exported in several steps, where no samples run through it
+STEP_BYTES = 1 << 27  # a layer larger than this is exported in several steps, where no samples run through it
 
 
 def build_plan(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from modelexport.checkpoints.safetensors.file import TensorInfo
 from modelexport.errors import CheckpointError
@@ -19,22 +19,18 @@ if TYPE_CHECKING:
     from modelexport.quantization.formats.base import NumberFormat
 
 
-@dataclass(frozen=True)
-class WrittenPiece:
-    """A rectangle of a tensor as a rank wrote it, and the CRC-32 of its bytes in row-major order."""
+class WrittenPiece(NamedTuple):
+    """A rectangle of a tensor as a rank wrote it, and the CRC-32 of its bytes in row-major order. In JSON it is a list,
+    of which :meth:`from_json` makes it again."""
 
     name: str
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     crc32: int
 
-    def as_json(self) -> list[Any]:
-        """A JSON-able form; ``WrittenPiece.from_json`` is its inverse."""
-        return [self.name, list(self.offset), list(self.shape), self.crc32]
-
     @classmethod
     def from_json(cls, value: Sequence[Any]) -> WrittenPiece:
-        """Inverse of :meth:`as_json`."""
+        """The piece that a list of JSON stands for."""
         name, offset, shape, crc = value
         return cls(name, tuple(offset), tuple(shape), crc)
 

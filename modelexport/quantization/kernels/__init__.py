@@ -57,7 +57,7 @@ __all__ = [
 LITTLE = 1 << 25
 """Bytes of weights that plain torch rounds and reads back (0.5 s) before the compiled kernels could be loaded."""
 _PASSES = 4  # that a weight makes through kernels, about: its magnitudes, rounding, NaN and Inf, the error
-_MIN_BYTES_PER_THREAD = 1 << 18
+_MIN_BYTES_PER_THREAD = 1 << 20
 """Below this much input per thread, handing work over costs more than it saves."""
 
 
