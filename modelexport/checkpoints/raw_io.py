@@ -248,7 +248,7 @@ def row_bytes(array: Array, inner_dim: int) -> np.ndarray | None:
     if pitch < segment:
         return None
     span = (rows - 1) * pitch + segment
-    memory = (ctypes.c_uint8 * span).from_address(_address(array))
+    memory = memoryview((ctypes.c_uint8 * span).from_address(_address(array)))
     return np.ndarray((rows, segment), np.uint8, memory, 0, (pitch, 1))
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -26,13 +26,13 @@ from modelexport.checkpoints.staging import Staging
 from modelexport.distributed import collectives, gather
 from modelexport.distributed.launch import phase, report
 from modelexport.distributed.transport import memory
-from modelexport.errors import CheckpointError, PlanError
+from modelexport.errors import CheckpointError, PlanError, ValuesError
 from modelexport.exporting.audit import audit
 from modelexport.exporting.extents import step_extents
 from modelexport.exporting.output import LayerWriter, ShardWriter
 from modelexport.exporting.plan import ExportPlan, ExportStep, TensorTask, full_name
 from modelexport.exporting.scales import ScaleAgreement, check_finite
-from modelexport.layers import LayerConfig, ModuleConfig, TensorShard
+from modelexport.layers import Box, LayerConfig, ModuleConfig, TensorShard
 from modelexport.models.decoded import StoredLinear
 from modelexport.models.in_memory import gather_layers, is_gathered
 from modelexport.quantization import decoding, devices, formats, kernels
@@ -81,12 +81,14 @@ class RankJob:
 class Shards:
     """A step's source shards (task number -> tensor) and the slot they lie in.
 
-    ``stored`` has what is quantised in the source: task number -> suffix -> tensor.
+    ``stored`` has what is quantised in the source: task number -> suffix -> tensor. ``stacks`` has weights that are
+    alike, as experts are, once more: their task numbers, and all of them in one matrix, one below the other.
     """
 
     tensors: dict[int, Tensor]
     stored: dict[int, dict[str, Tensor]]
     slot: ReusableBuffer
+    stacks: list[tuple[list[int], Tensor]] = field(default_factory=list)
 
 
 @dataclass
@@ -257,15 +259,21 @@ class RankExport:
             sum(_padded(_extent(boxes[i]), dtypes[i]) for i in boxes)
             + sum(_padded(info.shape, torch_dtype(info.dtype)) for info in infos)
         )
+        rooms: dict[int, Tensor] = {}
+        stacks = []
+        for members in self._alike(step, boxes):
+            rows, columns = _extent(boxes[members[0]])
+            stack = slot.take((rows * len(members), columns), dtypes[members[0]])
+            stacks.append((members, stack))
+            rooms.update(zip(members, stack.split(rows), strict=True))
         tensors = {}
         for i, box in boxes.items():
-            task = step.tasks[i]
-            allocate = memory.shared_empty if self.writer.wants_shared(task) and not task.quantised else slot.take
+            task, room = step.tasks[i], rooms.get(i)
+            if room is None:
+                allocate = memory.shared_empty if self.writer.wants_shared(task) and not task.quantised else slot.take
+                room = allocate(_extent(box), dtypes[i])
             tensors[i] = self.reader.read(
-                task.info,
-                rows=box[0] if box else None,
-                cols=box[1] if len(box) > 1 else None,
-                out=allocate(_extent(box), dtypes[i]),
+                task.info, rows=box[0] if box else None, cols=box[1] if len(box) > 1 else None, out=room
             )
         stored = {
             i: {
@@ -274,7 +282,27 @@ class RankExport:
             }
             for i, linear in whole.items()
         }
-        return Shards(tensors, stored, slot)
+        return Shards(tensors, stored, slot, stacks)
+
+    def _alike(self, step: ExportStep, boxes: Mapping[int, Box]) -> list[list[int]]:
+        """The tasks of which several can be quantised at once: for a small expert the calls take longer than the work
+        does."""
+        if not self.is_native or self.device.type != devices.CPU:
+            return []
+        groups: dict[tuple[object, ...], list[int]] = {}
+        for i, box in boxes.items():
+            task = step.tasks[i]
+            if task.quantised and not self.writer.wants_shared(task):
+                extent = _extent(box)
+                key = (id(task.number_format), task.info.shape, task.info.dtype, extent)
+                groups.setdefault(key, []).append(i)
+        found = []
+        for members in groups.values():
+            number_format = step.tasks[members[0]].number_format
+            assert number_format is not None
+            if len(members) > 1 and number_format.stacks(_extent(boxes[members[0]])):
+                found.append(members)
+        return found
 
     # -------------------------------------------------------------- quantise
 
@@ -284,6 +312,10 @@ class RankExport:
         slot = self.results.get()
         slot.reserve(sum(self._result_bytes(step.tasks[i], tensor) for i, tensor in shards.tensors.items()))
         layer = LayerConfig(step.layer, step.index)
+        stacked = {}
+        for members, weights in shards.stacks:
+            if amax.keys().isdisjoint(members):
+                stacked.update(self._quantise_stack(step, members, weights, slot))
         kept_source = False
         for i, task in enumerate(step.tasks):
             module = self.module_of(layer, task)
@@ -295,6 +327,10 @@ class RankExport:
                 kept_source = True  # what both methods encode alike is passed on where it was read
             elif weight is None:
                 continue
+            elif i in stacked:
+                tensors, sums = stacked[i]
+                if sums is not None:
+                    module.noise, module.signal = sums
             elif task.quantised:
                 tensors = self._quantise_linear(step, task, weight, amax.get(i), slot)
                 if self.writer.wants_errors:
@@ -357,6 +393,32 @@ class RankExport:
             found = number_format.quantise(weight.to(self.device), amax=amax, **given)
             native = {name: value.cpu() if out is None else out[name].copy_(value) for name, value in found.items()}
         return self.encoded(task, native, (weight.shape[0], weight.shape[1]))
+
+    def _quantise_stack(
+        self, step: ExportStep, members: Sequence[int], weights: Tensor, slot: ReusableBuffer
+    ) -> Iterator[tuple[int, tuple[dict[str, Tensor], tuple[float, float] | None]]]:
+        """Quantises weights that lie one below the other; of each task its tensors, and its errors where they are kept."""
+        task = step.tasks[members[0]]
+        number_format = task.number_format
+        assert number_format is not None
+        specs = number_format.specs((weights.shape[0], weights.shape[1]), weights.dtype)
+        out = {spec.suffix: slot.take(spec.shape, spec.dtype) for spec in specs}
+        try:
+            number_format.quantise(weights, out=out, global_shape=task.full_shape)
+        except ValuesError:
+            for i, weight in zip(members, weights.split(weights.shape[0] // len(members)), strict=True):
+                number_format.quantise(weight, name=step.tasks[i].info.name)  # the culprit is named
+            raise
+        of_rows = {spec.suffix for spec in specs if spec.axes and spec.axes[0] is not None}
+        parts = {
+            suffix: tensor.split(tensor.shape[0] // len(members)) if suffix in of_rows else [tensor] * len(members)
+            for suffix, tensor in out.items()
+        }
+        sums: Sequence[tuple[float, float] | None] = [None] * len(members)
+        if self.writer.wants_errors:
+            sums = number_format.error_sums_of(weights, out, len(members))
+        for number, i in enumerate(members):
+            yield i, ({suffix: part[number] for suffix, part in parts.items()}, sums[number])
 
     def _measure(self, module: ModuleConfig, task: TensorTask, weight: Tensor, tensors: Mapping[str, Tensor]) -> None:
         """Puts the errors of what was rounded into the layer that is handed over."""

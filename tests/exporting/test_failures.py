@@ -111,12 +111,21 @@ def test_a_failing_rank_is_named_and_the_rerun_resumes(
     assert not (tmp_path / ".out.modelexport").exists()
 
 
-NAMES = ("model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight")
+NAMES = (
+    "model.layers.1.mlp.down_proj.weight",
+    "model.embed_tokens.weight",
+    "model.layers.1.mlp.up_proj.weight",  # quantised together with gate_proj
+)
 
 
 @pytest.mark.parametrize(
     ("name", "value", "tp"),
-    few(itertools.product(NAMES, (math.nan, math.inf), (1, 4)), (NAMES[0], math.nan, 4), (NAMES[1], math.inf, 1)),
+    few(
+        itertools.product(NAMES, (math.nan, math.inf), (1, 4)),
+        (NAMES[0], math.nan, 4),
+        (NAMES[1], math.inf, 1),
+        (NAMES[2], math.nan, 1),
+    ),
 )
 def test_nan_and_inf_are_refused_by_name(
     tmp_path: Path, cli: Callable[..., Ended], source: Path, name: str, value: float, tp: int

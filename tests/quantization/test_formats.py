@@ -67,6 +67,25 @@ def test_views_in_and_out(name: str, group: int | None, dtype: torch.dtype) -> N
         assert torch.equal(error, number_format.squared_error(weight, expected))
 
 
+@ALL
+@pytest.mark.parametrize("rows", [128, 24, 3])
+def test_stacked_weights_are_quantised_as_each_alone(name: str, group: int | None, rows: int) -> None:
+    number_format = formats.get(name, group_size=group)
+    if not number_format.stacks((rows, 256)):
+        scale = number_format.scale_granularity
+        assert scale == "tensor" or number_format.has_static_inputs or number_format.alignment[0] > 1
+        return
+    weights = random_weight(3 * rows, 256, torch.bfloat16)
+    stacked = quantise(number_format, weights)
+    alone = [quantise(number_format, weight) for weight in weights.split(rows)]
+    for spec in number_format.specs((rows, 256), torch.bfloat16):
+        if spec.axes and spec.axes[0] is not None:
+            joined = torch.cat([stored[spec.suffix].view(torch.uint8) for stored in alone])
+            assert torch.equal(stacked[spec.suffix].view(torch.uint8), joined)
+    sums = [number_format.error_sums(*each) for each in zip(weights.split(rows), alone, strict=True)]
+    assert number_format.error_sums_of(weights, stacked, 3) == sums
+
+
 def _every_other(tensor: Tensor) -> Tensor:
     """The same shape with a gap after every element."""
     return torch.zeros(*tensor.shape, 2, dtype=tensor.dtype)[..., 0].copy_(tensor)

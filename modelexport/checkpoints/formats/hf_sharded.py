@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from modelexport.checkpoints.safetensors.arrays import Array, Share
-from modelexport.checkpoints.safetensors.header import Header, TensorInfo, read_header
+from modelexport.checkpoints.safetensors.header import Header, TensorInfo, header_mentions, read_header
 from modelexport.checkpoints.safetensors.layout import DEFAULT_MAX_SHARD_BYTES, Layout
 from modelexport.checkpoints.safetensors.placement import Placement, row_major
 from modelexport.checkpoints.safetensors.reader import Checkpoint
@@ -113,7 +113,8 @@ def recognises(directory: Path) -> bool:
     if not names:
         return False
     try:
-        return SHARDING_KEY in read_header(directory / names[0]).metadata
+        first = directory / names[0]
+        return header_mentions(first, SHARDING_KEY) and SHARDING_KEY in read_header(first).metadata
     except CheckpointError:
         return False  # whoever opens it as a plain checkpoint says what is wrong with the file
 

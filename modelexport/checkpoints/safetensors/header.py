@@ -71,6 +71,20 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     return Header(infos, metadata, start)
 
 
+def header_mentions(path: str | os.PathLike[str], word: str) -> bool:
+    """Returns whether the JSON of a file's header has an ASCII word somewhere: quicker than to read it.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is cut short within the header.
+    """
+    with open_regular(Path(path)) as file:
+        try:
+            size = os.fstat(file.fileno()).st_size
+            return word.encode("ascii") in _read(file.fileno(), header_length(read_at(file.fileno(), 8, 0), size))
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
 def _read(fd: int, length: int) -> bytes:
     text = read_at(fd, length, 8)
     if len(text) != length:

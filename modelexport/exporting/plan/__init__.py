@@ -462,10 +462,12 @@ class _Planner:
         Of the linears beside a layer's attention and MLP (Gemma 3n's low-rank ones), where the layer's own have groups:
         a model that is narrow as a whole, or a linear that ``--quant`` names, needs another group size.
         """
+        beside = module.role == module.path and not (self.assignment is not None and self.assignment.is_list)
+        if not beside:
+            return ""
         group = number_format.group_size or 0
         features = self.dims.weight_shape(module)[1]
-        beside = module.role == module.path and not (self.assignment is not None and self.assignment.is_list)
-        if not beside or features >= group or features % max(1, group) == 0 or self.dims.hidden % group:
+        if features >= group or features % max(1, group) == 0 or self.dims.hidden % group:
             return ""
         sizes = [size for size in number_format.group_sizes if size > 0 and features % size == 0]
         hint = f": --group-size {max(sizes)} quantises it, too" if sizes else ""
@@ -522,8 +524,8 @@ class _Planner:
             if task.parameter == "weight" and task.module.kind == "linear":
                 groups.setdefault(task.shared_scale, []).append(task)
         for group in groups.values():
-            kinds = {_numbers(task.number_format) for task in group}
-            if len(kinds) > 1:
+            alike = {id(task.number_format): task.number_format for task in group}  # hundreds of experts have one
+            if len(alike) > 1 and len({_numbers(each) for each in alike.values()}) > 1:
                 chosen = ", ".join(
                     f"{task.path} {'none' if task.number_format is None else task.number_format.name}"
                     for task in group[:4]

@@ -122,6 +122,14 @@ class NumberFormat(ABC):
         """True where a weight must not be cut within a row, though largest magnitudes are exchanged."""
         return self.scale_granularity != "block" and self.observer == "mse"
 
+    def stacks(self, shape: Sequence[int]) -> bool:
+        """Returns whether weights of that shape, one below the other, are quantised as each is by itself: no scale and
+        no stored word is of two of them."""
+        if self.scale_granularity == "tensor" or self.has_static_inputs:
+            return False
+        along = [spec.axes[0] if spec.axes else None for spec in self.specs(shape, torch.bfloat16)]
+        return all(axis is None or (axis[0] == 0 and shape[0] % axis[1] == 0) for axis in along)
+
     @property
     def choices(self) -> int:
         """The number of scales among which :meth:`quantise` can be told to choose for each block of a row: those that
@@ -383,8 +391,14 @@ class NumberFormat(ABC):
     def error_sums(self, weight: Tensor, tensors: Mapping[str, Tensor]) -> tuple[float, float]:
         """The sums over all rows of what :meth:`squared_error` has for each, correctly rounded: in any order of rows
         the same."""
-        noise, signal = self.squared_error(weight, tensors).t().tolist()
-        return math.fsum(noise), math.fsum(signal)
+        return self.error_sums_of(weight, tensors, 1)[0]
+
+    def error_sums_of(self, weights: Tensor, tensors: Mapping[str, Tensor], count: int) -> list[tuple[float, float]]:
+        """The same of each of ``count`` weights that lie one below the other; see :meth:`stacks`."""
+        noise, signal = self.squared_error(weights, tensors).t().tolist()
+        rows = len(noise) // count
+        own = [slice(number * rows, (number + 1) * rows) for number in range(count)]
+        return [(math.fsum(noise[part]), math.fsum(signal[part])) for part in own]
 
     def grid(self, tensors: Mapping[str, Tensor]) -> Grid:
         """Returns the values that a weight can have, from native tensors' scales and zero points alone.
