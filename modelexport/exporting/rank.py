@@ -293,8 +293,8 @@ class RankExport:
         for i, box in boxes.items():
             task = step.tasks[i]
             if task.quantised and not self.writer.wants_shared(task):
-                extent = _extent(box)
-                key = (id(task.number_format), task.info.shape, task.info.dtype, extent)
+                shared = task.shared_scale if task.number_format.scale_granularity == "tensor" else ""  # type: ignore[union-attr]
+                key = (id(task.number_format), task.info.shape, task.info.dtype, _extent(box), shared)
                 groups.setdefault(key, []).append(i)
         found = []
         for members in groups.values():
@@ -312,10 +312,11 @@ class RankExport:
         slot = self.results.get()
         slot.reserve(sum(self._result_bytes(step.tasks[i], tensor) for i, tensor in shards.tensors.items()))
         layer = LayerConfig(step.layer, step.index)
-        stacked = {}
+        stacked: dict[int, tuple[dict[str, Tensor], tuple[float, float] | None]] = {}
         for members, weights in shards.stacks:
-            if amax.keys().isdisjoint(members):
-                stacked.update(self._quantise_stack(step, members, weights, slot))
+            own = [amax.get(i) for i in members]
+            if all(each is own[0] for each in own):
+                stacked.update(self._quantise_stack(step, members, weights, own[0], slot))
         kept_source = False
         for i, task in enumerate(step.tasks):
             module = self.module_of(layer, task)
@@ -395,16 +396,16 @@ class RankExport:
         return self.encoded(task, native, (weight.shape[0], weight.shape[1]))
 
     def _quantise_stack(
-        self, step: ExportStep, members: Sequence[int], weights: Tensor, slot: ReusableBuffer
+        self, step: ExportStep, members: Sequence[int], weights: Tensor, amax: Tensor | None, slot: ReusableBuffer
     ) -> Iterator[tuple[int, tuple[dict[str, Tensor], tuple[float, float] | None]]]:
-        """Quantises weights that lie one below the other; of each task its tensors, and its errors where they are kept."""
+        """Quantises weights that lie one below the other; of each task its tensors, and its errors if they are kept."""
         task = step.tasks[members[0]]
         number_format = task.number_format
         assert number_format is not None
         specs = number_format.specs((weights.shape[0], weights.shape[1]), weights.dtype)
         out = {spec.suffix: slot.take(spec.shape, spec.dtype) for spec in specs}
         try:
-            number_format.quantise(weights, out=out, global_shape=task.full_shape)
+            number_format.quantise(weights, amax=amax, out=out, global_shape=task.full_shape)
         except ValuesError:
             for i, weight in zip(members, weights.split(weights.shape[0] // len(members)), strict=True):
                 number_format.quantise(weight, name=step.tasks[i].info.name)  # the culprit is named

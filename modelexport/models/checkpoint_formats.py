@@ -7,6 +7,7 @@ writes without a format module; sharded, it is one like the others.
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -77,22 +78,44 @@ def formats() -> dict[str, CheckpointFormat]:
 
 
 @cache
-def sources() -> dict[str, SourceFormat]:
-    """Modules of all formats that are read, by name; those that are not written last, in the order of their names."""
+def _sources() -> dict[str, str]:
+    """Names of all formats that are read, and their modules; those that are not written last, in order."""
     only_read = dict(plugins.declared("modelexport.checkpoints.formats", "READS"))
     for plugin in plugins.modules().values():
         if hasattr(plugin, "READS"):
             plugins.require(plugin, plugin, _NEEDED_TO_READ, kind="a checkpoint format")
             plugins.register(only_read, plugin.READS, plugin.__name__, kind="a checkpoint format", module=plugin)
-    return {
-        **formats(),
-        **{name: cast(SourceFormat, importlib.import_module(only_read[name])) for name in sorted(only_read)},
-    }
+    return {**containers(), **dict(sorted(only_read.items()))}
+
+
+def recognised(directory: Path) -> SourceFormat | None:
+    """The module of the first format that recognises a directory; None: it may be Hugging Face's own.
+
+    Of a format with an ``EXTENSION`` nothing is imported where no file has it.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    names = os.listdir(directory)
+    extensions = {module: word for word, module in _extensions().items()}
+    for module in _sources().values():
+        word = extensions.get(module)
+        if word is None or any(name.endswith(f".{word}") for name in names):
+            found = cast(SourceFormat, importlib.import_module(module))
+            if found.recognises(directory):
+                return found
+    return None
+
+
+@cache
+def _extensions() -> dict[str, str]:
+    return plugins.declared("modelexport.checkpoints.formats", "EXTENSION")
 
 
 def source(name: str) -> SourceFormat:
     """The module of the format that a checkpoint was read from."""
-    return sources()[name] if name in sources() else get(name)
+    module = _sources().get(name)
+    return get(name) if module is None else cast(SourceFormat, importlib.import_module(module))
 
 
 def names() -> list[str]:
@@ -108,7 +131,8 @@ def get(name: str) -> CheckpointFormat:
     """
     if name not in names():
         raise UsageError(f"--format {name}: unknown{nearest(name, names())}")
-    return formats()[name if name in containers() else "hf"]
+    module = containers()[name if name in containers() else "hf"]
+    return cast(CheckpointFormat, importlib.import_module(module))
 
 
 @dataclass(frozen=True)
@@ -146,7 +170,7 @@ def description_of(name: str) -> str:
 def _described(name: str) -> CheckpointFormat | Method | None:
     from modelexport.quantization.methods import of_format
 
-    return formats().get(name) or of_format(name)
+    return get(name) if name in containers() else of_format(name)
 
 
 def why_no_drafts(name: str, config: Mapping[str, Any] | None) -> str:

@@ -14,7 +14,7 @@ from modelexport.checkpoints.safetensors.file import Checkpoint, Reader, open_ch
 from modelexport.checkpoints.source import directory_of
 from modelexport.errors import CheckpointError, ModelExportError
 from modelexport.models.architecture import Family, declared_family, family_of
-from modelexport.models.checkpoint_formats import sources
+from modelexport.models.checkpoint_formats import recognised
 from modelexport.models.rules import expected_rules
 from modelexport.quantization.methods import QUANTIZATION_KEYS, methods
 from modelexport.system.small_files import LARGEST_CONFIG, has_file, read_json
@@ -39,7 +39,7 @@ def open_model(directory: str | os.PathLike[str], config: str | os.PathLike[str]
     given = None if config is None else read_config(config)
     if directory.is_dir():
         try:
-            module = next((module for module in sources().values() if module.recognises(directory)), None)
+            module = recognised(directory)
         except OSError as error:
             raise CheckpointError(f"{directory}: cannot be read: {error.strerror or error}") from error
         if module is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from modelexport.checkpoints.safetensors.file import Checkpoint
-from modelexport.models.checkpoint_formats import source, sources
+from modelexport.models.checkpoint_formats import recognised, source
 from modelexport.quantization.calibration.text import TokenizerFiles, has_tokenizer
 
 __all__ = ["may_be_restored", "tokenizer_of"]
@@ -30,4 +30,4 @@ def tokenizer_of(checkpoint: Checkpoint, directory: Path | None = None) -> Path 
 
 def may_be_restored(directory: Path) -> bool:
     """Returns whether a directory's weights are of a format that has a tokenizer within."""
-    return any(hasattr(module, "restored_files") and module.recognises(directory) for module in sources().values())
+    return hasattr(recognised(directory), "restored_files")

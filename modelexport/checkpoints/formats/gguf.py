@@ -100,6 +100,8 @@ from modelexport.system.json_values import JsonValues
 from modelexport.system.small_files import LARGEST_CONFIG, has_file, open_regular, read_json
 
 NAME = "gguf"
+EXTENSION = "gguf"
+"""Of a format's files: where a directory has none, the module is not even imported to look at it."""
 DESCRIPTION = "one file for llama.cpp"
 HUB_LIBRARY = "gguf"
 HOLDS_DRAFTS = True  # of some architectures: draft_refusal
@@ -111,7 +113,7 @@ LANGUAGE_PART = True  # what sees and hears is another file to llama.cpp
 READS_SOURCE = True  # its tokenizer is part of the file: lay_out wants the source's directory
 MAX_SHARD_BYTES = 1 << 63  # one file, unless parts are asked for: not every program on llama.cpp takes parts
 FILE = "model.gguf"
-_SUFFIX = ".gguf"
+_SUFFIX = f".{EXTENSION}"
 _LAYER = "blk.{layer}."
 _SCALE = "scale"
 _INPUT_SCALE = ".input_scale"

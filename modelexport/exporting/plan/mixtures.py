@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from modelexport.checkpoints.formats import gguf
 from modelexport.checkpoints.safetensors.file import Checkpoint, torch_dtype
 from modelexport.models.architecture import ties_embeddings
 from modelexport.models.matching import ModelDescription
@@ -37,6 +36,8 @@ def with_mixtures(recipe: ExportRecipe, checkpoint: Checkpoint, assignment: Assi
     layers = 1 + max((rule.layer for rule in rules if rule.layer is not None), default=-1)
     plan = build_shard_plan(rules, Parallelism(), layers=layers)
     modules = {place.name: place.module for place in ModelDescription.of(checkpoint).places()}
+    from modelexport.checkpoints.formats import gguf
+
     may_be = {
         name for name, module in modules.items() if module.kind in ("linear", "head", "embedding") and not module.why
     }

@@ -124,8 +124,9 @@ class NumberFormat(ABC):
 
     def stacks(self, shape: Sequence[int]) -> bool:
         """Returns whether weights of that shape, one below the other, are quantised as each is by itself: no scale and
-        no stored word is of two of them."""
-        if self.scale_granularity == "tensor" or self.has_static_inputs:
+        no stored word is of two of them. Where a scale is of a whole weight that holds for weights that share it, and
+        are given its ``amax``."""
+        if self.has_static_inputs:
             return False
         along = [spec.axes[0] if spec.axes else None for spec in self.specs(shape, torch.bfloat16)]
         return all(axis is None or (axis[0] == 0 and shape[0] % axis[1] == 0) for axis in along)
