@@ -17,7 +17,7 @@ def step_extents(source: Checkpoint, step: ExportStep, ranks: Sequence[int] | No
         ranks: the ranks, where each reads what it emits; None: they read tensors whole.
     """
     found: list[Extent] = []
-    for task in step.tasks:
+    for task in step.read:
         if task.cached is not None:
             continue
         if task.stored is not None:

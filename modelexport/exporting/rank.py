@@ -146,8 +146,9 @@ class RankExport:
         self.ranges = Ranges({}, {}, {})
         self.is_native = self.method.METHOD == "compressed-tensors"
         self.plain = formats.get("none")
-        self.scales = ScaleAgreement(self.rank, self.world, self.plain)
         self.reader = self.open_reader()
+        self._room = ReusableBuffer()
+        self.scales = ScaleAgreement(self.rank, self.world, self.plain, self._read_alone)
         self.mirror = mirror_of(job.source.directory)
         self.is_gathered = is_gathered(job.source)
         self.steps = [step for step in job.plan.steps if step.id not in job.done]
@@ -283,6 +284,14 @@ class RankExport:
             for i, linear in whole.items()
         }
         return Shards(tensors, stored, slot, stacks)
+
+    def _read_alone(self, task: TensorTask) -> Tensor:
+        """Reads this rank's part of one task's weight, which is good until the next is read so."""
+        box = task.owned_box(self.rank)
+        assert box is not None
+        extent, dtype = _extent(box), torch_dtype(task.info.dtype)
+        self._room.reserve(_padded(extent, dtype))
+        return self.reader.read(task.info, rows=box[0], cols=box[1], out=self._room.take(extent, dtype))
 
     def _alike(self, step: ExportStep, boxes: Mapping[int, Box]) -> list[list[int]]:
         """The tasks of which several can be quantised at once: for a small expert the calls take longer than the work

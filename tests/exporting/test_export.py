@@ -119,6 +119,14 @@ def test_steps_of_parts_of_a_layer_change_nothing(tmp_path: Path, monkeypatch: p
     assert run(tmp_path, "parts-2", quant="int4", tp=2, gather="shm") == whole
 
 
+def test_parts_of_a_layer_share_the_scale_of_all_its_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"model": str(make_llama(model_type="qwen3_moe")), "quant": "nvfp4-wo"}
+    whole = run(tmp_path, "whole", **settings)
+    monkeypatch.setattr("modelexport.exporting.plan.STEP_BYTES", 1)
+    assert run(tmp_path, "parts", **settings) == whole
+    assert run(tmp_path, "parts-2", tp=2, **settings) == whole
+
+
 def test_what_none_writes_is_what_the_source_held(tmp_path: Path) -> None:
     source = make_llama(**AWKWARD)
     run(tmp_path, "out", model=str(source), quant="none", tp=3)

@@ -405,16 +405,20 @@ def test_a_large_layer_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan.peak_rank_bytes() < whole.peak_rank_bytes() / 2
 
 
-def test_modules_that_share_a_scale_stay_together(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("observer", ["amax", "mse"])
+def test_modules_stay_together_whose_common_scale_is_searched_for(
+    monkeypatch: pytest.MonkeyPatch, observer: str
+) -> None:
     monkeypatch.setattr(export_plan, "STEP_BYTES", 1)
-    plan = plan_for(tiny_checkpoint("qwen3_moe"), "nvfp4-wo")
+    plan = plan_for(tiny_checkpoint("qwen3_moe"), "fp8-static", observer=observer)
+    tasks = [(step, task) for step in plan.steps for task in step.tasks if task.quantised]
     steps: dict[tuple[str, str], set[str]] = {}
-    for step in plan.steps:
-        for task in step.tasks:
-            if task.quantised:
-                steps.setdefault((step.layer, task.shared_scale), set()).add(step.id)
-    assert all(len(found) == 1 for found in steps.values())
-    assert len({each for found in steps.values() for each in found}) > 2 * plan.dimensions.layers
+    for step, task in tasks:
+        steps.setdefault((step.layer, task.shared_scale), set()).add(step.id)
+    for step, task in tasks:
+        is_told = id(task) in {id(each) for each in step.scaled_with}
+        assert is_told == (len(steps[step.layer, task.shared_scale]) > 1)
+    assert all(len(found) == 1 for found in steps.values()) == (observer == "mse")
 
 
 def test_samples_run_through_whole_layers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ result will weigh. Every violation found is listed at once.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -250,7 +251,8 @@ class _Planner:
         cut = self.cuts.layer(self._cast(tasks))
         whole = self.cuts.rows is not None or made_cache is not None  # what is measured is measured layer by layer
         pieces = [cut] if whole else _pieces(cut)
-        return [ExportStep(name, layer, number, tuple(piece)) for name, piece in _numbered(layer, pieces)]
+        shared = _shared(pieces)
+        return [ExportStep(name, layer, number, tuple(piece), shared) for name, piece in _numbered(layer, pieces)]
 
     def _cache_tasks(self, layer: int, found: Mapping[str, TensorInfo], made: str | None) -> list[TensorTask]:
         """The scales of a layer's KV cache: made, taken over where all numbers are kept, else left out."""
@@ -294,19 +296,23 @@ class _Planner:
             tasks.setdefault(module.place.part, []).extend(self._module_tasks(module))
         for part, own in tasks.items():
             self._check_fused(part, own)
-        return [
-            step
-            for part, own in tasks.items()
-            if own
-            for name, piece in _numbered(part, _pieces(self.cuts.layer(self._cast(own))))
-            for step in self._single(name, part, piece)
-        ]
+        steps: list[ExportStep] = []
+        for part, own in tasks.items():
+            if own:
+                pieces = _pieces(self.cuts.layer(self._cast(own)))
+                shared = _shared(pieces)
+                steps += (
+                    step for name, piece in _numbered(part, pieces) for step in self._single(name, part, piece, shared)
+                )
+        return steps
 
-    def _single(self, name: str, path: str, tasks: Sequence[TensorTask]) -> list[ExportStep]:
+    def _single(
+        self, name: str, path: str, tasks: Sequence[TensorTask], shared: tuple[TensorTask, ...]
+    ) -> list[ExportStep]:
         """Steps of a module outside the decoder layers, in slabs of rows if it is large."""
         weight = tasks[0].info
         if len(tasks) > 1 or not _is_by_rows(tasks[0]) or weight.nbytes <= SLAB_BYTES:
-            return [ExportStep(name, path, None, tuple(tasks))]
+            return [ExportStep(name, path, None, tuple(tasks), shared)]
         row_bytes = max(1, weight.nbytes // max(1, weight.shape[0]))
         rows_per_slab = max(1, SLAB_BYTES // row_bytes)
         steps = []
@@ -575,13 +581,13 @@ class _Planner:
 
 def _pieces(tasks: Sequence[TensorTask]) -> list[list[TensorTask]]:
     """The tasks of a layer in pieces of at most :data:`STEP_BYTES`, or of what cannot be parted: a module's own, and
-    those of all modules that share the scale of whole weights, as experts do."""
+    those of all modules among whose scales one is searched for together."""
     if sum(task.info.nbytes for task in tasks) <= STEP_BYTES:
         return [list(tasks)]
     together: dict[str, list[TensorTask]] = {}
     for task in tasks:
-        is_shared = task.quantised and task.number_format.scale_granularity == "tensor"  # type: ignore[union-attr]
-        together.setdefault(f"scale {task.shared_scale}" if is_shared else task.place.name, []).append(task)
+        is_searched = task.quantised and task.number_format.searches_whole  # type: ignore[union-attr]
+        together.setdefault(f"scale {task.shared_scale}" if is_searched else task.place.name, []).append(task)
     pieces: list[list[TensorTask]] = []
     filled = STEP_BYTES
     for own in together.values():
@@ -592,6 +598,16 @@ def _pieces(tasks: Sequence[TensorTask]) -> list[list[TensorTask]]:
         pieces[-1] += own
         filled += size
     return pieces
+
+
+def _shared(pieces: Sequence[Sequence[TensorTask]]) -> tuple[TensorTask, ...]:
+    """The tasks of a layer's pieces that share the scale of a whole weight with those of another piece."""
+    if len(pieces) == 1:
+        return ()
+    words = Counter(
+        word for piece in pieces for word in {task.shared_scale for task in piece if task.reach == "tensor"}
+    )
+    return tuple(task for piece in pieces for task in piece if task.reach == "tensor" and words[task.shared_scale] > 1)
 
 
 def _numbered(name: str, pieces: Sequence[list[TensorTask]]) -> Iterator[tuple[str, list[TensorTask]]]:

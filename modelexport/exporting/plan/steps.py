@@ -23,7 +23,7 @@ from modelexport.sharding.rules import TensorRule
 
 if TYPE_CHECKING:
     from modelexport.layers import Box
-    from modelexport.quantization.formats.base import NumberFormat
+    from modelexport.quantization.formats.base import NumberFormat, ScaleGranularity
     from modelexport.quantization.methods.base import Axes
 
 
@@ -84,6 +84,11 @@ class TensorTask:
         return self.number_format is not None and self.stored is None
 
     @property
+    def reach(self) -> ScaleGranularity:
+        """Of what is rounded, how far its widest scale reaches; "block" of what is not."""
+        return self.number_format.scale_granularity if self.quantised and self.number_format is not None else "block"
+
+    @property
     def is_cast(self) -> bool:
         """True where scales are chosen that keep the source's values, MXFP4's, as they are."""
         return self.number_format is not None and self.number_format.observer == "exact"
@@ -133,12 +138,23 @@ class TensorTask:
 
 @dataclass(frozen=True)
 class ExportStep:
-    """A unit that is read, quantised, gathered and written together: a layer, or a slab of an embedding."""
+    """A unit that is read, quantised, gathered and written together: a layer or a part of one, or a slab of an
+    embedding.
+
+    Attributes:
+        scaled_with: of a part, the tasks of the whole layer that share scales of whole weights, its own among them.
+    """
 
     id: str
     layer: str
     index: int | None
     tasks: tuple[TensorTask, ...]
+    scaled_with: tuple[TensorTask, ...] = ()
+
+    @property
+    def read(self) -> Iterable[TensorTask]:
+        """The tasks whose tensors are read for the step."""
+        return {id(task): task for task in (*self.tasks, *self.scaled_with)}.values()
 
     @property
     def source_bytes(self) -> int:
