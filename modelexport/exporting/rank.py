@@ -307,9 +307,9 @@ class RankExport:
                 groups.setdefault(key, []).append(i)
         found = []
         for members in groups.values():
-            number_format = step.tasks[members[0]].number_format
+            number_format, extent = step.tasks[members[0]].number_format, _extent(boxes[members[0]])
             assert number_format is not None
-            if len(members) > 1 and number_format.stacks(_extent(boxes[members[0]])):
+            if len(members) > 1 and all(extent) and number_format.stacks(extent):
                 found.append(members)
         return found
 
