@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -121,11 +121,10 @@ class ShardWriter:
                 if parts:
                     self._record(step, self._write(parts), [_errors(part) for part in parts], note)
             return
-        meeting = list(dict.fromkeys(task.path for task in step.tasks if self._meets(task)))
+        meeting = dict.fromkeys(task.path for task in step.tasks if self._meets(task))
         pieces = self._write([_without(layer, meeting)])
-        for path in meeting:
-            owner, self._turn = self._turn, (self._turn + 1) % self.world
-            with self.gathered(replace(layer, modules={path: layer.modules[path]}), owner) as parts:
+        for owner, paths in self._owners(meeting):
+            with self.gathered(replace(layer, modules={path: layer.modules[path] for path in paths}), owner) as parts:
                 pieces += self._write(parts)
         # As one string: thousands of small lists would travel one by one.
         with self.gathered(json.dumps({"pieces": pieces, "errors": _errors(layer)})) as texts:
@@ -133,6 +132,14 @@ class ShardWriter:
                 parts = [json.loads(text) for text in texts]
                 found = [piece for part in parts for piece in part["pieces"]]
                 self._record(step, found, [part["errors"] for part in parts], note)
+
+    def _owners(self, meeting: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+        """The ranks at which modules meet, in turn, and what meets there."""
+        found: dict[int, list[str]] = {}
+        for path in meeting:
+            found.setdefault(self._turn, []).append(path)
+            self._turn = (self._turn + 1) % self.world
+        yield from found.items()
 
     def _record(
         self,
@@ -191,7 +198,7 @@ class ShardWriter:
         self._writer.close()
 
 
-def _without(layer: LayerConfig, paths: Sequence[str]) -> LayerConfig:
+def _without(layer: LayerConfig, paths: Container[str]) -> LayerConfig:
     return replace(layer, modules={path: m for path, m in layer.modules.items() if path not in paths})
 
 
