@@ -48,6 +48,7 @@ from tests.helpers.format_models import write
 from tests.helpers.gguf_models import NOT_IN_TRANSFORMERS, ONLY_WRAPPED, WRAPPED, gguf_tiny_model
 from tests.helpers.models import copy_checkpoint, make_llama
 from tests.helpers.small_tokenizers import ROWS, SCRIPTS, byte_level, ids, sentencepiece, unigram
+from tests.helpers.tiny_models import tiny_config
 
 LLAMA = os.environ.get("MODELEXPORT_LLAMA_PYTHON")
 BLOCKS = {layout.number_format: layout.name for layout in LAYOUTS.values()}
@@ -494,6 +495,27 @@ def test_every_architecture(tmp_path: Path, kind: str) -> None:
     print(f"{kind}: {difference.mean():.5f} on average, {difference.max():.5f} at most; spread {expected.std():.2f}")
     routed = "expert" in str(open_model(out).infos.keys())  # a token may go to other experts, and is seen by later ones
     assert (difference.median() if routed else difference.mean()) <= EXACT
+
+
+def test_the_thinker_of_a_whole_omni_is_written(tmp_path: Path) -> None:
+    """As Qwen3-Omni is published: the talker and what makes sound beside it."""
+    model = gguf_tiny_model("qwen3_omni_moe_thinker")
+    model.save_pretrained(tmp_path / "thinker")
+    tensors = load_file(tmp_path / "thinker" / "model.safetensors")
+    found = {f"thinker.{name}": value for name, value in tensors.items()}
+    found |= {"talker.model.embed_tokens.weight": torch.ones(8, 8), "code2wav.pre.weight": torch.ones(8, 8)}
+    config = json.loads(tiny_config("qwen3_omni_moe").to_json_string())
+    config["thinker_config"] = json.loads(model.config.to_json_string())
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    save_file(found, source / "model.safetensors", metadata={"format": "pt"})
+    (source / "config.json").write_text(json.dumps(config))
+    exported(out, "none", str(source), tp=1)
+    ids = torch.randint(3, 200, (24,), generator=torch.Generator().manual_seed(2)).tolist()
+    (got,) = ask("logprobs", out / "model.gguf", given=ids)
+    difference = (torch.tensor(got, dtype=torch.float64) - scores_of(model, ids)).abs()
+    print(f"{difference.mean():.5f} on average, {difference.max():.5f} at most")
+    assert difference.median() <= EXACT
 
 
 def scaled_linears(source: Path) -> list[str]:

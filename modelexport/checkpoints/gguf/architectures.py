@@ -151,6 +151,7 @@ class GgufArchitecture:
         assumed: what llama.cpp takes for values that a file lacks, beside what it takes in every architecture.
         implied: keys of config.json that have no value in the file, and what they are by others.
         drafts: its draft layers; None: its loader has no place for them, or its graph no use.
+        no_drafts: the reason why draft layers that its loader has a place for are not written.
     """
 
     name: str
@@ -177,6 +178,7 @@ class GgufArchitecture:
     assumed: Mapping[str, Value] = field(default_factory=dict)
     implied: Mapping[str, ValueSource] = field(default_factory=dict)
     drafts: Drafts | None = None
+    no_drafts: str = ""
 
 
 RMS = {"attention.layer_norm_rms_epsilon": number("rms_norm_eps", "norm_eps", "layer_norm_epsilon")}
@@ -678,6 +680,10 @@ _DEEPSEEK4 = GgufArchitecture(
             )
         ),
     ),
+    no_drafts=(
+        "llama.cpp computes the head of a draft by the model's own hc_head, and a draft has another (mtp.0.hc_head_fn, "
+        "hc_head_base, hc_head_scale): its own conversion writes drafts to a file without the model"
+    ),
 )
 
 _KDA: dict[str, str | Stored] = {
@@ -744,7 +750,6 @@ _KIMI_LINEAR = GgufArchitecture(
     ),
 )
 _GLM5_LAYERS = Where(("indexed_attention", "full_attention"), others="linear_attention")
-# No draft layers: llama.cpp loads them, and its graph of them is an error ("not implemented yet").
 _GLM5_NEXT = GgufArchitecture(
     name="glm5-next",
     model_types=("glm5_next_text",),
@@ -803,11 +808,9 @@ _GLM5_NEXT = GgufArchitecture(
         *_KDA_HEADS,
         Requirement("linear_attn_config.safe_gate", (True, None)),
     ),
+    no_drafts="llama.cpp loads them, and has no graph that runs them",
 )
 _MIMO_LAYERS = Kinds(last_of=6)
-# No draft layers (model.mtp.layers.N): llama.cpp's graph of them stops the process unless their queries, keys and
-# values are one array (attn_qkv), and linears that a checkpoint has apart are not joined here. Their attention is
-# always that of layers with a sliding window, so that the lists of values would have one more of these for each.
 _MIMO2 = GgufArchitecture(
     name="mimo2",
     model_types=("mimo_v2_flash",),
@@ -829,6 +832,11 @@ _MIMO2 = GgufArchitecture(
         Requirement("norm_topk_prob", (True,)),
         Requirement("routed_scaling_factor", (1, None)),
         Requirement("swa_num_key_value_heads", (None,), equal=Product((Fixed(2), KV_HEADS))),
+    ),
+    no_drafts=(
+        "llama.cpp stops the process where their queries, keys and values are not one array (attn_qkv), and linears "
+        "that a checkpoint has apart (self_attn.q_proj, k_proj, v_proj) are not joined here; nor has any decoder layer "
+        "their dense MLP behind attention with a sliding window, by whose like a draft layer is read"
     ),
 )
 
@@ -2018,7 +2026,9 @@ LEFT_OUT: Mapping[str, str] = {
     ),
     "chameleon": (
         "llama.cpp wants the features of its norms of queries and keys (self_attn.q_norm, k_norm) in pairs, and "
-        "columns are not put in that order here; its image tokenizer (vq_config) is no part beside the language model"
+        "columns are not put in that order here; its image tokenizer (model.vqmodel) is of the same config.json, and a "
+        "file without it would be of no model that transformers has; and llama.cpp switches the tokens 4 to 8,195 off, "
+        "whatever vocabulary_map says"
     ),
     "qwen4_exp_text": (
         "llama.cpp wants the multipliers of its n-gram embeddings, which are tensors, in the header, which is written "
