@@ -96,19 +96,18 @@ def family_of(config: Mapping[str, Any], names: Collection[str] = ()) -> Family:
         try:
             return derived.derive(config, names, part=derived.is_text_part(model_type))
         except derived.JoinedModels:
-            part = derived.language_part(config)
-            if part is None:
+            inner = _inner_part(config, names)
+            if inner is None:
                 raise
-            names = names_within(config, part, names)
-            if any(name.endswith(_HEAD) for name in names):  # else tied by its own config, which does not count here
-                part["tie_word_embeddings"] = False
+            part, names = inner
         except CheckpointError as error:  # transformers cannot build the rest: it needs a package, or another version
-            if part is None:
-                raise
             try:
-                return _family_of_part(part, names)
+                inner = _inner_part(config, names) if part is None else (part, names)
+                if inner is not None:
+                    return _family_of_part(*inner)
             except CheckpointError:
                 raise error from None
+            raise
     elif part is None:
         known = {*known_model_types(), *derived.causal_types()}
         raise PlanError(
@@ -122,6 +121,24 @@ def family_of(config: Mapping[str, Any], names: Collection[str] = ()) -> Family:
     )
     family = _family_of_part(part, names)
     return replace(family, notes=(*family.notes, note))
+
+
+def _inner_part(config: Mapping[str, Any], names: Collection[str]) -> tuple[dict[str, Any], Collection[str]] | None:
+    """The config of the language model that transformers finds in a model of several, and the tensors of the part of
+    the model that has it; None where it finds none.
+
+    Raises:
+        CheckpointError: transformers does not accept config.json.
+    """
+    from modelexport.models import derived
+
+    part = derived.language_part(config)
+    if part is None:
+        return None
+    names = names_within(config, part, names)
+    if any(name.endswith(_HEAD) for name in names):  # else tied by its own config, which does not count here
+        part["tie_word_embeddings"] = False
+    return part, names
 
 
 def part_of(config: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from modelexport.errors import CheckpointError, ModelExportError
 from modelexport.models.architecture import Dimensions, Family, family_of, read_dimensions
 from modelexport.models.draft_layers import draft_modules
 from modelexport.quantization.formats import name_of
-from modelexport.quantization.methods import QuantizationConfig, Scheme, StoredTensorSpec, tensor_specs
+from modelexport.quantization.methods import QuantizationConfig, Scheme, StoredTensorSpec, gguf, tensor_specs
 from modelexport.system.dtypes import dtype_bits
 
 PLAIN = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64", "F8_E4M3": "fp8", "F8_E5M2": "fp8-e5m2"}
@@ -177,8 +177,8 @@ def recognise(tensors: Mapping[str, TensorInfo], scheme: Scheme | None, method: 
     info = tensors.get("weight")
     if info is None:
         return StoredWeight("-")
-    if method == "gguf" and info.dtype == "U8" and len(info.shape) == 3:  # blocks of 32 with their scale
-        return StoredWeight("gguf", (info.shape[0], info.shape[1] * 32), "", (1, 32), True)
+    if method == gguf.METHOD and info.dtype == "U8" and (blocks := gguf.stored_shape(info.shape)) is not None:
+        return StoredWeight("gguf", blocks, "", (1, blocks[1] // max(1, info.shape[1])), True)
     plain = PLAIN.get(info.dtype, info.dtype.lower())
     scale = next((name for name in _SCALES if name in tensors), "")
     if not scale:

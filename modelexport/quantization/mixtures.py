@@ -46,8 +46,18 @@ _KINDS: tuple[tuple[str, Kind], ...] = (
 )
 """Names of tensors in a GGUF file -> what they are to a mixture; the first that matches counts."""
 
-_KEPT = re.compile(r".*indexer\.[qk]_proj\.weight")
-"""Names of tensors that no mixture quantises."""
+_KEPT = (
+    ("", r".*indexer\.[qk]_proj\.weight", "the projections of MiniMax's indexers"),
+    (
+        "glm5-next",
+        r".*(indexer.+|hc_.+|ssm_([fg]_[ab]|beta)|attn_(kv_a_mqa|k_b|v_b))\.weight",
+        "the small linears of GLM-5.3's attention",
+    ),
+)
+"""Tensors that no mixture quantises: an architecture ("": any), their names, and what they are."""
+
+_EIGHT_BITS = (("glm5-next", r".*attn_q_[ab]\.weight"),)
+"""Tensors that every mixture gives Q8_0: an architecture and their names."""
 
 _SMALLER = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
 """The type of smaller blocks that takes a type's place where its own do not divide a row."""
@@ -346,8 +356,9 @@ def resolve(
         if rows < 2:  # one dim to llama.cpp
             kept.update(dict.fromkeys(tensor.modules, "one row: llama.cpp keeps vectors as they are"))
             continue
-        if _KEPT.fullmatch(tensor.name):
-            kept.update(dict.fromkeys(tensor.modules, "llama.cpp keeps the projections of MiniMax's indexers"))
+        own = [what for name, pattern, what in _KEPT if name in ("", model.architecture) and _is(tensor, pattern)]
+        if own:
+            kept.update(dict.fromkeys(tensor.modules, f"llama.cpp keeps {own[0]}"))
             continue
         if taken is None:
             why = f"{columns:,} input features are no multiple of the block of any type"
@@ -399,6 +410,8 @@ def _wanted(
                 number = tensor.layer
         if mixture.experts and tensor.is_stack:
             yield tensor, mixture.experts
+        elif any(name == model.architecture and _is(tensor, pattern) for name, pattern in _EIGHT_BITS):
+            yield tensor, "Q8_0"
         else:
             yield tensor, _block_type(mixture, model, kind, number, count, tensor.shape[1], number_format)
 
@@ -443,6 +456,10 @@ def _bits(number_format: NumberFormat) -> float:
     import torch
 
     return number_format.bits_per_weight((1, 256), torch.bfloat16)
+
+
+def _is(tensor: MixtureTensor, pattern: str) -> bool:
+    return re.fullmatch(pattern, tensor.name) is not None
 
 
 def _general(name: str) -> str:

@@ -93,3 +93,7 @@ def test_models_whose_draft_layers_llama_cpp_has_no_use_for() -> None:
     assert why_no_drafts("gguf", {"model_type": "exaone_moe"}) == (
         "draft layers of a 'exaone_moe' are not written to a GGUF file"
     )
+    assert why_no_drafts("gguf", {"model_type": "glm5_next_text"}) == (
+        "draft layers of a 'glm5_next_text' are not written to a GGUF file: "
+        "llama.cpp loads them, and has no graph that runs them"
+    )

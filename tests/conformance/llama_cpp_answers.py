@@ -3,13 +3,14 @@
 usage: python llama_cpp_answers.py WHAT FILE [FILE ...] < JSON
 
 WHAT is "logprobs" (stdin: the token ids of a prompt; prints for each file the log-probability of each token after the
-first), "tokens" (stdin: texts; prints each text's token ids), "encodings" (stdin: texts; prints for each file the ids
-of all texts with special tokens taken for text, parsed, and parsed with what is put around every text), "tensors"
-(prints for each file its values and, for each tensor, its type and a digest of its float32 numbers, all by the gguf
-package), "drafts" (stdin: token ids and a hidden state for each; prints for each file the log-probability that its
-draft layer gives each token after the first), "requantise" (stdin: block types -> files to write; prints nothing), or
-"quantise" (stdin: a list of file types, each with whether blocks are fitted with an importance of inputs; prints for
-each file, and each of these, the type that llama.cpp's quantiser gives each tensor).
+first), "logprobs-f32" (the same with keys and values cached in float32), "tokens" (stdin: texts; prints each text's
+token ids), "encodings" (stdin: texts; prints for each file the ids of all texts with special tokens taken for text,
+parsed, and parsed with what is put around every text), "tensors" (prints for each file its values and, for each tensor,
+its type and a digest of its float32 numbers, all by the gguf package), "drafts" (stdin: token ids and a hidden state
+for each; prints for each file the log-probability that its draft layer gives each token after the first), "requantise"
+(stdin: block types -> files to write; prints nothing), or "quantise" (stdin: a list of file types, each with whether
+blocks are fitted with an importance of inputs; prints for each file, and each of these, the type that llama.cpp's
+quantiser gives each tensor).
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ def architecture(path: str) -> str:
     return bytes(field.parts[field.data[0]]).decode()
 
 
-def log_probabilities(path: str, prompt: list[int]) -> list[float]:
+def log_probabilities(path: str, prompt: list[int], cache: dict[str, int]) -> list[float]:
     from llama_cpp import Llama
 
     settings = {"logits_all": True, "verbose": False, "n_threads": 1, "n_threads_batch": 1, "seed": 0}
-    model = Llama(path, n_ctx=max(64, len(prompt)), flash_attn=architecture(path) in SPARSE_IF_FLASH, **settings)
+    flash = architecture(path) in SPARSE_IF_FLASH
+    model = Llama(path, n_ctx=max(64, len(prompt)), flash_attn=flash, **settings, **cache)
     model.eval(prompt)
     scores = np.asarray(model.scores[: len(prompt)], dtype=np.float64)
     scores -= scores.max(axis=-1, keepdims=True)
@@ -173,8 +175,9 @@ def quantise(path: str, file_type: int, important: bool) -> dict[str, str]:
 def main() -> None:
     what, *paths = sys.argv[1:]
     given = json.loads(sys.stdin.read() or "null")
-    if what == "logprobs":
-        answer: Any = [log_probabilities(path, given) for path in paths]
+    if what in ("logprobs", "logprobs-f32"):
+        cache = {"type_k": 0, "type_v": 0} if what == "logprobs-f32" else {}
+        answer: Any = [log_probabilities(path, given, cache) for path in paths]
     elif what == "drafts":
         answer = [drafted(path, *given) for path in paths]
     elif what == "tokens":

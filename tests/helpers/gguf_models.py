@@ -166,6 +166,13 @@ CHANGES: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["dense", "sparse", "sparse"],
         "layer_types": ["indexed_attention"] * 3,
     },
+    "glm5_next_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "indexed_attention", "indexed_attention", "linear_attention"],
+        "indexer_types": ["full", "full", "shared", "full"],
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "swiglu_limit": 0.5,
+    },
     "mimo_v2_flash": {
         "rope_parameters": {
             "full_attention": {**ROPE, "rope_theta": 5e6, "partial_rotary_factor": 0.5},
@@ -217,6 +224,7 @@ WRAPPED: dict[str, dict[str, Any]] = {
     "granite_docling": {"vision_config": {"out_hidden_size": 128, "num_position_embeddings": 64}},
     "qwen3_5": {"vision_config": {"out_hidden_size": 128, "num_position_embeddings": 64}},
     "gemma4_unified": {"text_config": _GEMMA4},
+    "glm5_next": {"text_config": CHANGES["glm5_next_text"]},
     "minimax_m3_vl": {"text_config": CHANGES["minimax_m3_vl_text"]},
     "granite4_vision": {
         "text_config": {**_GRANITE_MULTIPLIERS, "num_hidden_layers": 4},
@@ -238,7 +246,7 @@ for _kind in ("qwen3_vl", "qwen3_vl_moe"):
 ONLY_WRAPPED = (
     *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "glm4v_text", "glm_ocr_text"),
     *("glm4v_moe_text", "hunyuan_vl_text", "granite_docling_text", "granite4_vision_text", "paddleocr_vl_text"),
-    *("qwen2_5_omni_text", "qwen3_omni_moe_text", "muse_glimmer_text", "step3p5"),
+    *("qwen2_5_omni_text", "qwen3_omni_moe_text", "muse_glimmer_text", "step3p5", "glm5_next_text"),
 )
 """Types of the table whose models transformers has as parts of others alone."""
 

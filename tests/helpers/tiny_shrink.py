@@ -106,6 +106,7 @@ COMMON: dict[str, Any] = {
     "index_head_dim": 32,
     "index_n_heads": 4,
     "index_topk": 8,
+    "index_kpool": 4,
     **dict.fromkeys(
         ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "model_max_length", "context_length"), 128
     ),

@@ -15,6 +15,7 @@ from modelexport.errors import CheckpointError
 from modelexport.exporting import export
 from modelexport.inspection.verify import verify_checkpoint
 from modelexport.models.architecture import family_of, language_config, read_dimensions, why_no_language_model
+from modelexport.models.derived import derive
 from modelexport.models.matching import match
 from modelexport.models.opening import open_model
 from modelexport.models.rules import expected_rules
@@ -90,6 +91,17 @@ def test_of_joined_models_the_one_that_reads_text_is_meant() -> None:
     tied = family_of(config, [name for name in joined if not name.endswith("lm_head.weight")])
     assert read_dimensions(config, tied).tied_embeddings
     assert not read_dimensions(config, family).tied_embeddings
+
+
+def test_of_joined_models_one_that_transformers_cannot_build_does_not_matter() -> None:
+    """Qwen3-Omni's talker, whose config.json lacks what its class asks for."""
+    config = json.loads(tiny_config("qwen3_omni_moe").to_json_string())
+    text = config["thinker_config"]["text_config"]
+    names = [f"thinker.{rule.name}" for rule in expected_rules(text, "BF16")]
+    with pytest.raises(CheckpointError, match="cannot build Qwen3OmniMoeForConditionalGeneration"):
+        derive(config, names)
+    family = family_of(config, [*names, "talker.model.codec_embedding.weight"])
+    assert family.layer_prefix == "thinker.model.layers.{i}"
 
 
 def test_two_language_models_are_refused(tmp_path: Path) -> None:

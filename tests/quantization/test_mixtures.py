@@ -77,6 +77,17 @@ def test_q4_k_m_of_llama_3_8b() -> None:
     assert not found.notes
 
 
+def test_glm_5_3_s_small_linears_are_kept_and_its_queries_have_8_bits() -> None:
+    names = ("attn_q_a", "attn_q_b", "attn_output", "indexer.attn_q_b", "ssm_f_a", "attn_kv_a_mqa")
+    listed = [MixtureTensor(f"blk.0.{name}.weight", (name,), (512, 512), 0) for name in names]
+    kinds = {}
+    for architecture in ("glm5-next", "glm-dsa"):
+        found = resolve(MIXTURES["q4_k_m"], listed, MixtureModel(**{**MODEL, "architecture": architecture}), Block)  # type: ignore[arg-type]
+        kinds[architecture] = [found.formats[name].name if name in found.formats else "kept" for name in names]
+    assert kinds["glm5-next"] == ["Q8_0", "Q8_0", "Q4_K", "kept", "kept", "kept"]
+    assert kinds["glm-dsa"] == ["Q4_K"] * 6
+
+
 @pytest.mark.parametrize(
     ("name", "changed", "module", "block_type"),
     [

@@ -72,6 +72,7 @@ from modelexport.checkpoints.gguf.metadata import (
     read_rope,
     refusal,
     untold_window,
+    why_no_drafts,
 )
 from modelexport.checkpoints.gguf.restored_config import NOTE, restored_configs
 from modelexport.checkpoints.gguf.tokenizer import describe, read_tokenizer
@@ -388,7 +389,10 @@ def _twin(blocks: Mapping[int, frozenset[str]], layers: int, draft: int) -> int 
 def draft_refusal(config: Mapping[str, Any]) -> str:
     """The reason why a file holds no draft layers of a model; ``""`` where it does."""
     kind = config.get("model_type")
-    return "" if draft_kinds(str(kind)) else f"draft layers of a '{shown(kind)}' are not written to a GGUF file"
+    if draft_kinds(str(kind)):
+        return ""
+    why = why_no_drafts(str(kind))
+    return f"draft layers of a '{shown(kind)}' are not written to a GGUF file{': ' if why else ''}{why}"
 
 
 def _is_float32(name: str, shape: Sequence[int]) -> bool:

@@ -42,6 +42,7 @@ from modelexport.checkpoints.gguf.values import (
     LastOfEach,
     Leading,
     Limits,
+    Negative,
     NoLayer,
     NumberOfKind,
     OfEachLayer,
@@ -150,6 +151,7 @@ class GgufArchitecture:
         assumed: what llama.cpp takes for values that a file lacks, beside what it takes in every architecture.
         implied: keys of config.json that have no value in the file, and what they are by others.
         drafts: its draft layers; None: its loader has no place for them, or its graph no use.
+        no_drafts: the reason why draft layers that its loader has a place for are not written.
     """
 
     name: str
@@ -176,6 +178,7 @@ class GgufArchitecture:
     assumed: Mapping[str, Value] = field(default_factory=dict)
     implied: Mapping[str, ValueSource] = field(default_factory=dict)
     drafts: Drafts | None = None
+    no_drafts: str = ""
 
 
 RMS = {"attention.layer_norm_rms_epsilon": number("rms_norm_eps", "norm_eps", "layer_norm_epsilon")}
@@ -677,8 +680,26 @@ _DEEPSEEK4 = GgufArchitecture(
             )
         ),
     ),
+    no_drafts=(
+        "llama.cpp computes the head of a draft by the model's own hc_head, and a draft has another (mtp.0.hc_head_fn, "
+        "hc_head_base, hc_head_scale): its own conversion writes drafts to a file without the model"
+    ),
 )
 
+_KDA: dict[str, str | Stored] = {
+    **{f"{which}_conv1d": f"ssm_conv1d_{which}" for which in "qkv"},
+    "dt_bias": "ssm_dt.bias",
+    "f_a_proj": "ssm_f_a",
+    "f_b_proj": "ssm_f_b",
+    "b_proj": "ssm_beta",
+    "g_a_proj": "ssm_g_a",
+    "g_b_proj": "ssm_g_b",
+    "o_norm": "ssm_norm",
+}
+_KDA_HEADS = tuple(
+    Requirement(key, (None,), equal=HEADS, why="has as many heads in every layer")
+    for key in ("linear_num_heads", "linear_attn_config.num_heads")
+)
 _KIMI_LINEAR = GgufArchitecture(
     name="kimi-linear",
     model_types=("kimi_linear",),
@@ -708,15 +729,8 @@ _KIMI_LINEAR = GgufArchitecture(
         **_under(
             "self_attn",
             {
-                **{f"{which}_conv1d": f"ssm_conv1d_{which}" for which in "qkv"},
+                **_KDA,
                 "A_log": Stored(("ssm_a.",), function="minus exp", shape=(0, 1)),
-                "dt_bias": "ssm_dt.bias",
-                "f_a_proj": "ssm_f_a",
-                "f_b_proj": "ssm_f_b",
-                "b_proj": "ssm_beta",
-                "g_a_proj": "ssm_g_a",
-                "g_b_proj": "ssm_g_b",
-                "o_norm": "ssm_norm",
             },
         ),
         **_under(
@@ -729,17 +743,74 @@ _KIMI_LINEAR = GgufArchitecture(
     implied={"num_key_value_heads": HEADS, "linear_num_heads": HEADS},
     rules=(
         Requirement("q_lora_rank", (None,)),
-        Requirement("linear_num_heads", (None,), equal=HEADS, why="has as many heads in every layer"),
-        Requirement("linear_attn_config.num_heads", (None,), equal=HEADS, why="has as many heads in every layer"),
+        *_KDA_HEADS,
         Requirement("norm_topk_prob", (True,)),
         Requirement("moe_renormalize", (True, None)),
         Requirement("moe_router_activation_func", ("sigmoid", None)),
     ),
 )
+_GLM5_LAYERS = Where(("indexed_attention", "full_attention"), others="linear_attention")
+_GLM5_NEXT = GgufArchitecture(
+    name="glm5-next",
+    model_types=("glm5_next_text",),
+    values={
+        **_LATENT,
+        "attention.layer_norm_epsilon": Fixed(1e-6),
+        "attention.head_count_kv": Only(Fixed(1), _GLM5_LAYERS),
+        "attention.key_length": whole("kv_lora_rank"),
+        "attention.key_length_mla": whole("qk_nope_head_dim"),
+        "rope.dimension_count": Fixed(0),
+        "ssm.conv_kernel": whole("linear_attn_config.short_conv_kernel_size", "linear_conv_kernel_dim"),
+        "kda.head_dim": whole("linear_attn_config.head_dim", "linear_head_dim"),
+        "kda.gate_lower_bound": Negative(("linear_attn_config.gate_lower_bound", "linear_lower_bound")),
+        "leading_dense_block_count": First((_LEADING_OR_SPARSE, Fixed(3))),
+        **_MOE,
+        "expert_feed_forward_length": _EXPERT_WIDTH,
+        "expert_shared_count": _SHARED_COUNT,
+        **_GROUPS,
+        "expert_weights_scale": number("routed_scaling_factor"),
+        "expert_weights_norm": Flag("norm_topk_prob"),
+        "expert_gating_func": _SIGMOID,
+        "swiglu_clamp_exp": OfEachLayer(number("swiglu_limit")),
+        "swiglu_clamp_shexp": OfEachLayer(number("swiglu_limit")),
+        "attention.indexer.head_count": whole("index_n_heads"),
+        "attention.indexer.key_length": whole("index_head_dim"),
+        "attention.indexer.top_k": whole("index_topk"),
+        "attention.indexer.kpool": whole("index_kpool", least=2),
+        "attention.indexer.kpool_select_tail": Flag("index_kpool_always_select_tail"),
+        "attention.indexer.types": IndexerTypes(),
+        "hyper_connection.count": whole("hc_mult"),
+        "hyper_connection.sinkhorn_iterations": whole("hc_sinkhorn_iters"),
+        "hyper_connection.epsilon": number("hc_eps"),
+    },
+    tensors={
+        **_HYPER,
+        **_INDEXER,
+        **_under(
+            "self_attn",
+            {
+                **_KDA,
+                "A_log": Stored(("ssm_a.",), function="minus exp", shape=(0,)),
+                **{
+                    f"indexer.index_kpool_compress_{what}": f"indexer_compressor_{what}.weight"
+                    for what in ("ape", "gate")
+                },
+            },
+        ),
+    },
+    rotated=None,
+    output=True,
+    implied={"num_key_value_heads": HEADS, "linear_num_heads": HEADS},
+    rules=(
+        Requirement("qk_rope_head_dim", (0, None), why="rotates nothing in such a model"),
+        Requirement("hc_mult", (4,), why="has four streams of hidden states"),
+        Requirement("attention_bias", (False, None)),
+        *_KDA_HEADS,
+        Requirement("linear_attn_config.safe_gate", (True, None)),
+    ),
+    no_drafts="llama.cpp loads them, and has no graph that runs them",
+)
 _MIMO_LAYERS = Kinds(last_of=6)
-# No draft layers (model.mtp.layers.N): llama.cpp's graph of them stops the process unless their queries, keys and
-# values are one array (attn_qkv), and linears that a checkpoint has apart are not joined here. Their attention is
-# always that of layers with a sliding window, so that the lists of values would have one more of these for each.
 _MIMO2 = GgufArchitecture(
     name="mimo2",
     model_types=("mimo_v2_flash",),
@@ -761,6 +832,11 @@ _MIMO2 = GgufArchitecture(
         Requirement("norm_topk_prob", (True,)),
         Requirement("routed_scaling_factor", (1, None)),
         Requirement("swa_num_key_value_heads", (None,), equal=Product((Fixed(2), KV_HEADS))),
+    ),
+    no_drafts=(
+        "llama.cpp stops the process where their queries, keys and values are not one array (attn_qkv), and linears "
+        "that a checkpoint has apart (self_attn.q_proj, k_proj, v_proj) are not joined here; nor has any decoder layer "
+        "their dense MLP behind attention with a sliding window, by whose like a draft layer is read"
     ),
 )
 
@@ -1329,6 +1405,7 @@ ARCHITECTURES: tuple[GgufArchitecture, ...] = (
     _GLM_DSA,
     _DEEPSEEK4,
     _KIMI_LINEAR,
+    _GLM5_NEXT,
     _MIMO2,
     _STEP35,
     _MUSE_GLIMMER,
@@ -1947,14 +2024,11 @@ LEFT_OUT: Mapping[str, str] = {
         "its checkpoints hold what its decay is computed from (self_attn.slope_rate, query_decay, key_decay, "
         "diagonal_decay), and a file has no place for it, since llama.cpp computes it itself"
     ),
-    "glm5_next_text": (
-        "llama.cpp has an architecture for it, and here no names are known for the convolution of its linear attention "
-        "(self_attn.conv1d), which transformers joins from the three that published checkpoints hold and llama.cpp "
-        "wants, and which is not cut here; and for the pooled keys of its indexers (index_kpool_compress_ape and _gate)"
-    ),
     "chameleon": (
         "llama.cpp wants the features of its norms of queries and keys (self_attn.q_norm, k_norm) in pairs, and "
-        "columns are not put in that order here; its image tokenizer (vq_config) is no part beside the language model"
+        "columns are not put in that order here; its image tokenizer (model.vqmodel) is of the same config.json, and a "
+        "file without it would be of no model that transformers has; and llama.cpp switches the tokens 4 to 8,195 off, "
+        "whatever vocabulary_map says"
     ),
     "qwen4_exp_text": (
         "llama.cpp wants the multipliers of its n-gram embeddings, which are tensors, in the header, which is written "

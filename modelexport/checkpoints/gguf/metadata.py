@@ -150,6 +150,12 @@ def draft_kinds(model_type: str) -> list[Drafts]:
     return [each.drafts for each in ARCHITECTURES if model_type in each.model_types and each.drafts is not None]
 
 
+def why_no_drafts(model_type: str) -> str:
+    """The reason why draft layers that llama.cpp has a place for are not written; ``""`` where it has none, or they
+    are."""
+    return next((each.no_drafts for each in ARCHITECTURES if model_type in each.model_types and each.no_drafts), "")
+
+
 def model_values(config: Mapping[str, Any], *, vocab: int, rope: Rope, drafts: int = 0) -> dict[str, Value]:
     """The model's numbers, under llama.cpp's keys.
 

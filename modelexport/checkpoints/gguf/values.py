@@ -165,6 +165,25 @@ def number(*keys: str, optional: bool = False) -> Number:
 
 
 @dataclass(frozen=True)
+class Negative:
+    """A negative number: of the first of some keys that is there."""
+
+    keys: tuple[str, ...]
+
+    def read(self, config: JsonValues) -> float | None:
+        holder, key = _present(config, self.keys)
+        if not holder.has(key):
+            return None
+        value = holder.content[key]
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not -math.inf < value < 0:
+            raise CheckpointError(f"{holder.where}: {key} is {shown(value)}; a negative number is needed")
+        return float(value)
+
+    def write(self, value: Value | None, known: ModelConfig) -> Mapping[str, Any]:
+        return {_name(self.keys, known): shortest_float32(value) if isinstance(value, float) else value}
+
+
+@dataclass(frozen=True)
 class Flag:
     """True or False by a key; False where it is missing."""
 

@@ -149,6 +149,13 @@ def _block(block_type: str) -> int:
     return LAYOUTS[block_type].block if block_type in LAYOUTS else BLOCK
 
 
+def stored_shape(blocks: tuple[int, ...]) -> tuple[int, int] | None:
+    """The weight's shape by that of its blocks, ``[out, in / block, bytes of a block]``; None: no block has so many
+    bytes."""
+    block = {BLOCK_BYTES[kind]: _block(kind) for kind in BLOCK_BYTES}.get(blocks[2] if len(blocks) > 2 else 0)
+    return None if block is None else (blocks[0], blocks[1] * block)
+
+
 def _block_type(scheme: Scheme) -> str | None:
     """The block type whose numbers are a scheme's."""
     weights = scheme.weights
