@@ -7,11 +7,13 @@ import os
 import re
 import socket
 import struct
+from collections.abc import Mapping
 
 from modelexport.distributed.config import MISSING, MultiprocessConfig, is_loopback
-from modelexport.errors import UsageError
+from modelexport.errors import UsageError, shown
 
 _SIOCGIFADDR = 0x8915
+_MOST_NODES = 1 << 20
 
 # rank, world size, local rank, local world size
 _NAMES = (
@@ -65,41 +67,58 @@ def external_rank() -> int | None:
     return None if sizes is None or sizes[1] <= 1 else sizes[0]
 
 
-def _sizes_from(environ: os._Environ[str]) -> tuple[int, int, int, int] | None:
+def _sizes_from(environ: Mapping[str, str]) -> tuple[int, int, int, int] | None:
     for rank, world, local_rank, local_world in _NAMES:
         if all(name in environ for name in (rank, world, local_rank)):
-            size = int(environ[world])
-            return int(environ[rank]), size, int(environ[local_rank]), int(environ.get(local_world, size))
+            size = _number(environ, world)
+            own = _number(environ, local_world) if local_world in environ else size
+            return _number(environ, rank), size, _number(environ, local_rank), own
     # SLURM_PROCID is also set in a batch script, which is one process; the step's task count is srun's own.
     if all(name in environ for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")):
-        size = int(environ["SLURM_STEP_NUM_TASKS"])
-        node = int(environ.get("SLURM_NODEID", "0"))
+        size = _number(environ, "SLURM_STEP_NUM_TASKS")
+        node = _number(environ, "SLURM_NODEID") if "SLURM_NODEID" in environ else 0
         counts = slurm_tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", str(size)))
-        return int(environ["SLURM_PROCID"]), size, int(environ["SLURM_LOCALID"]), counts[node]
+        if node >= len(counts):
+            raise UsageError(f"SLURM_NODEID={node}, but SLURM_STEP_TASKS_PER_NODE is of {len(counts)} nodes")
+        return _number(environ, "SLURM_PROCID"), size, _number(environ, "SLURM_LOCALID"), counts[node]
     return None
 
 
-def _master_address(environ: os._Environ[str], *, one_machine: bool) -> tuple[str, int]:
+def _number(environ: Mapping[str, str], name: str) -> int:
+    """A whole number that a launcher has left in the environment.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if re.fullmatch(r"\s*[0-9]{1,18}\s*", environ[name]) is None:
+        raise UsageError(
+            f"{name}={shown(environ[name])}, which is no whole number: the launcher of this process sets it"
+        )
+    return int(environ[name].strip())
+
+
+def _master_address(environ: Mapping[str, str], *, one_machine: bool) -> tuple[str, int]:
     address = environ.get("MASTER_ADDR", "127.0.0.1" if one_machine else "")
-    port = environ.get("MASTER_PORT", "")
+    port = _number(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else 0
     if not address and "SLURM_STEP_NODELIST" in environ:
         address = first_slurm_host(environ["SLURM_STEP_NODELIST"])
     if not port and "SLURM_JOB_ID" in environ:
         # The same on every node, different for jobs and steps that share one; below the ephemeral ports.
-        job, step = int(environ["SLURM_JOB_ID"]), int(environ.get("SLURM_STEP_ID", "0"))
-        port = str(12000 + (job * 31 + step) % 20000)
+        job = _number(environ, "SLURM_JOB_ID")
+        step = _number(environ, "SLURM_STEP_ID") if "SLURM_STEP_ID" in environ else 0
+        port = 12000 + (job * 31 + step) % 20000
     if not address or not port:
         raise UsageError("the ranks cannot meet: set MASTER_ADDR and MASTER_PORT to the same on every machine")
-    return address, int(port)
+    return address, port
 
 
 def slurm_tasks_per_node(text: str) -> list[int]:
     """``"4(x2),3"`` -> ``[4, 4, 3]``."""
     counts: list[int] = []
     for part in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if found is None:
-            raise UsageError(f"cannot read SLURM_STEP_TASKS_PER_NODE={text!r}")
+        found = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,6})\))?", part.strip())
+        if found is None or len(counts) > _MOST_NODES:
+            raise UsageError(f"cannot read SLURM_STEP_TASKS_PER_NODE={shown(text)}: '4(x2),3' is such a text")
         counts += [int(found[1])] * int(found[2] or 1)
     return counts
 
@@ -108,7 +127,7 @@ def first_slurm_host(text: str) -> str:
     """``"node[03-05,9],other"`` -> ``"node03"``."""
     found = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", text)
     if found is None:
-        raise UsageError(f"cannot read SLURM_STEP_NODELIST={text!r}")
+        raise UsageError(f"cannot read SLURM_STEP_NODELIST={shown(text)}: 'node[03-05,9],other' is such a text")
     return found[1] + (found[2] or "") + (found[3] or "")
 
 

@@ -32,15 +32,19 @@ import torch.distributed as dist
 from modelexport.distributed.rendezvous import links as _rendezvous
 from modelexport.distributed.supervision.heartbeat import Heart, last_heartbeat, remove_rank
 from modelexport.distributed.transport import payload as _payload
-from modelexport.distributed.transport.link import LostPeerError
+from modelexport.distributed.transport.messages import NUMBER, OBJECT, TEXT, WHOLE, Kind, LostPeerError, read_message
 from modelexport.distributed.transport.whole_files import read_payload, read_whole, write_whole
-from modelexport.errors import GatherError, UsageError
+from modelexport.errors import GatherError, UsageError, quoted, shown
 from modelexport.system.dtypes import torch_name
 from modelexport.system.ownership import ForeignError
 
-__all__ = ["CorruptError", "Manifest", "NFSWorkspace", "NotYetError"]
+__all__ = ["RUN", "CorruptError", "Manifest", "NFSWorkspace", "NotYetError"]
 
 CORRUPT_READS = 3  # a stale cache passes; a file that stays wrong is wrong
+_NEEDED = {"run": TEXT, "sequence": WHOLE, "rank": WHOLE, "world_size": WHOLE, "state": TEXT}
+_OPTIONAL = {"header_bytes": WHOLE, "bytes": WHOLE, "crc32": WHOLE, "tensors": OBJECT, "error": TEXT, "time": NUMBER}
+_STATES = ("data", "nothing", "failed")
+RUN = Kind("a run id", lambda value: isinstance(value, str) and re.fullmatch(r"[\w-]+", value) is not None)
 _MANIFEST = re.compile(r"rank-(\d{5})\.(\d{8})\.json")
 
 
@@ -105,7 +109,7 @@ class NFSWorkspace:
         self._heart: Heart | None = None
         if self._path is not None:
             self.run_id = run_id or _rendezvous.run_id(timeout)
-            if not re.fullmatch(r"[\w-]+", self.run_id):
+            if not RUN.fits(self.run_id):
                 raise UsageError(f"a run id is letters, digits, '_' and '-', got {self.run_id!r}")
             self.directory = self._path / f"run-{self.run_id}"
             try:
@@ -297,15 +301,22 @@ class NFSWorkspace:
         name = self._name(rank, sequence, "json")
         try:
             os.listdir(self.directory)  # makes an NFS client look again
-            manifest = Manifest(**json.loads(read_whole(self.directory / name, self._owner)))
+            text = read_whole(self.directory / name, self._owner)
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ESTALE):
                 raise GatherError(f"cannot read {self.directory / name}: {error}") from error
             raise NotYetError(self._unfinished(rank, sequence)) from error
-        except (ValueError, TypeError) as error:
-            raise CorruptError(f"a damaged manifest: {error}") from error
+        try:
+            fields = read_message(text, "its manifest", _NEEDED, _OPTIONAL, blamed=[rank])
+        except LostPeerError as error:
+            raise CorruptError(str(error)) from error
+        manifest = Manifest(**{name: value for name, value in fields.items() if name in _NEEDED or name in _OPTIONAL})
+        if manifest.state not in _STATES:
+            raise CorruptError(f"a manifest of the unknown state {quoted(manifest.state)}")
         if (manifest.run, manifest.sequence, manifest.rank) != (self.run_id, sequence, rank):
-            raise CorruptError(f"a manifest of run {manifest.run}, rank {manifest.rank}, payload {manifest.sequence}")
+            raise CorruptError(
+                f"a manifest of run {shown(manifest.run)}, rank {manifest.rank}, payload {manifest.sequence}"
+            )
         return manifest
 
     def _unfinished(self, rank: int, sequence: int) -> str:

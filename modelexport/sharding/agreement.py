@@ -6,7 +6,7 @@ Where a rank's arguments are wrong, or ranks disagree, all of them raise the sam
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -17,9 +17,18 @@ from modelexport.distributed.collectives.argument_check import exchange_texts
 from modelexport.distributed.collectives.groups import AnyGroup, Members, members
 from modelexport.distributed.delivery import shared_mesh
 from modelexport.distributed.delivery.pairwise import Piece, PieceBuffers, deliver, host_identity
+from modelexport.distributed.transport.messages import FLAG, TEXT, Kind, check_fields, read_message
 from modelexport.errors import UsageError, nearest
 
 __all__ = ["ExchangeReport", "Route", "agree", "exchange_records", "is_float8tensor", "team_of"]
+
+
+def _is_mesh(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(type(each) is int and each >= -1 for each in value)
+
+
+_FIELDS = {"algorithm": TEXT, "cuda": FLAG, "able": FLAG}
+_ON_HOST = {"host": TEXT, "mesh": Kind("the numbers of two meshes", _is_mesh)}
 
 
 @dataclass
@@ -109,6 +118,7 @@ def agree(
     describe: Callable[[], dict[str, Any]],
     tensors: Callable[[], Sequence[torch.Tensor]],
     report: ExchangeReport | None,
+    fields: Mapping[str, Kind],
 ) -> Route:
     """Exchanges the ranks' records, checks that they agree, and chooses the algorithm and the device.
 
@@ -121,6 +131,7 @@ def agree(
         describe: looks at this rank's arguments; JSON.
         tensors: what this rank has to give, once ``describe`` has found it good.
         report: the caller's.
+        fields: the kinds of the fields that ``describe`` gives.
 
     Raises:
         UsageError: on every rank, if ``describe`` raised on any, or the algorithms differ, are unknown or impossible.
@@ -138,13 +149,15 @@ def agree(
             record |= {"host": host_identity(), "mesh": shared_mesh.mesh_record(team)}
     except Exception as error:
         failure = error
-    records = exchange_records(call, team, record, failure)
+    records = exchange_records(call, team, record, failure, {**_FIELDS, **fields})
     for rank, said in zip(team.ranks, records, strict=True):
         if said["algorithm"] != records[0]["algorithm"]:
             raise UsageError(
                 f"{call}: rank {rank} asks for the algorithm {said['algorithm']!r} and rank {team.ranks[0]} for "
                 f"{records[0]['algorithm']!r}; ask for the same on every rank"
             )
+        if team.size > 1 and algorithm in ("auto", "shared_memory"):
+            check_fields(said, _sender(rank), _ON_HOST, blamed=[rank])
     on_cuda = any(record["cuda"] for record in records) and all(record["able"] for record in records)
     here = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
     device = team.carrier(here)
@@ -159,7 +172,7 @@ def agree(
 
 
 def exchange_records(
-    call: str, team: Members, record: dict[str, Any], failure: Exception | None
+    call: str, team: Members, record: dict[str, Any], failure: Exception | None, fields: Mapping[str, Kind]
 ) -> list[dict[str, Any]]:
     """Every rank's record, in the group's order: one exchange of metadata.
 
@@ -168,15 +181,18 @@ def exchange_records(
         team: the group.
         record: what this rank says; JSON.
         failure: instead, what is wrong with this rank's arguments.
+        fields: the kinds of the records' fields.
 
     Raises:
         UsageError: on every rank, where one has a failure, or is in another function.
+        LostPeerError: a rank's record is none.
     """
     if failure is not None:
         kind = "" if isinstance(failure, UsageError) else f"{type(failure).__name__}: "
         record = {"problem": f"{kind}{failure}"}
     text = json.dumps({"call": call, **record})
-    records = [json.loads(found) for found in ([text] if team.alone else exchange_texts(text, team))]
+    texts = [text] if team.alone else exchange_texts(text, team)
+    records = [_checked(found, rank) for rank, found in zip(team.ranks, texts, strict=True)]
     for rank, said in zip(team.ranks, records, strict=True):
         if said["call"] != records[0]["call"]:
             raise UsageError(
@@ -186,7 +202,22 @@ def exchange_records(
     for rank, said in zip(team.ranks, records, strict=True):
         if "problem" in said:
             raise UsageError(f"{call}: rank {rank}: {said['problem']}") from failure
+    for rank, said in zip(team.ranks, records, strict=True):
+        check_fields(said, _sender(rank), fields, blamed=[rank])
     return records
+
+
+def _checked(text: str, rank: int) -> dict[str, Any]:
+    """A rank's record.
+
+    Raises:
+        LostPeerError: it is none.
+    """
+    return read_message(text, _sender(rank), {"call": TEXT}, {"problem": TEXT}, blamed=[rank])
+
+
+def _sender(rank: int) -> str:
+    return f"what rank {rank} says of its tensors"
 
 
 def _check_one_host(call: str, records: Sequence[dict[str, Any]], team: Members) -> None:

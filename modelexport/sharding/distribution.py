@@ -10,11 +10,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from modelexport.distributed.collectives.groups import AnyGroup, Members
+from modelexport.distributed.transport.messages import ANY, WHOLES, Kind
 from modelexport.errors import UsageError
 from modelexport.sharding.agreement import exchange_records, team_of
 from modelexport.sharding.balance import distribute
 from modelexport.sharding.tensor import ShardedTensor, ShardId, order_key
-from modelexport.system.dtypes import torch_dtype_named, torch_name
+from modelexport.system.dtypes import is_dtype_name, torch_dtype_named, torch_name
 
 __all__ = [
     "ShardDistribution",
@@ -112,7 +113,7 @@ def determine_main_replica_uniform_distribution(
         mine["shards"] = _described(sharded_state_dict)
     except UsageError as error:
         failure = error
-    records = exchange_records(call, team, mine, failure)
+    records = exchange_records(call, team, mine, failure, {"how": ANY, "shards": _SHARDS})
     if team.alone:
         return None
     for rank, record in zip(team.ranks, records, strict=True):
@@ -146,6 +147,23 @@ def to_record(shard: ShardedTensor) -> list[Any]:
         shard.global_offset,
         shard.replica_id,
     ]
+
+
+def _is_record(value: Any) -> bool:
+    """Returns whether a value from JSON is what :func:`to_record` makes."""
+    if not isinstance(value, list) or len(value) != 6:
+        return False
+    key, dtype, local, whole, offset, replica = value
+    return (
+        isinstance(key, str)
+        and is_dtype_name(dtype)
+        and all(map(WHOLES.fits, (local, whole)))
+        and (offset is None or WHOLES.fits(offset))
+        and (type(replica) is int or (isinstance(replica, list) and all(type(each) is int for each in replica)))
+    )
+
+
+_SHARDS = Kind("a list of shards", lambda value: isinstance(value, list) and all(map(_is_record, value)))
 
 
 def from_record(record: Sequence[Any]) -> ShardedTensor:

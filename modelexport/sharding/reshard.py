@@ -15,12 +15,13 @@ import torch
 from modelexport.distributed.collectives.byte_transport import flat_bytes
 from modelexport.distributed.collectives.groups import AnyGroup
 from modelexport.distributed.delivery.pairwise import Piece
+from modelexport.distributed.transport.messages import WHOLES, Kind
 from modelexport.errors import UsageError
 from modelexport.sharding.agreement import ExchangeReport, Route, agree, team_of
 from modelexport.sharding.boxes import Box, extent, intersect, placed, relative, slices
 from modelexport.sharding.moves import Holding, Move, plan_moves, shown
 from modelexport.sharding.tensor import ShardedTensor, ShardId
-from modelexport.system.dtypes import as_integers, torch_dtype_named, torch_name
+from modelexport.system.dtypes import as_integers, is_dtype_name, torch_dtype_named, torch_name
 
 __all__ = ["reshard"]
 
@@ -77,7 +78,7 @@ def reshard(
             holdings.append(_record(shard, known=isinstance(held, Sequence)))
         return {"held": _unique(holdings, "held"), "wanted": _unique(map(_record, wanted), "wanted")}
 
-    route = agree("reshard", team, algorithm, _ALGORITHMS, describe, lambda: list(mine.values()), report)
+    route = agree("reshard", team, algorithm, _ALGORITHMS, describe, lambda: list(mine.values()), report, _FIELDS)
     moves = plan_moves(
         [_holdings(record["held"]) for record in route.records],
         [_holdings(record["wanted"]) for record in route.records],
@@ -232,6 +233,24 @@ def _record(shard: ShardedTensor, known: bool = True) -> list[Any]:
         raise UsageError(f"wanted has {shard!r}; it must be a ShardedTensor")
     box = shard.box  # raises where its place is not known
     return [shard.key, box, torch_name(shard.dtype), shard.global_shape if known else None]
+
+
+def _is_record(value: Any) -> bool:
+    """Returns whether a value from JSON is what :func:`_record` makes."""
+    if not isinstance(value, list) or len(value) != 4:
+        return False
+    key, box, dtype, whole = value
+    return (
+        isinstance(key, str)
+        and isinstance(box, list)
+        and all(WHOLES.fits(span) and len(span) == 2 and span[0] <= span[1] for span in box)
+        and is_dtype_name(dtype)
+        and (whole is None or (WHOLES.fits(whole) and len(whole) == len(box)))
+    )
+
+
+_RECORDS = Kind("a list of shards", lambda value: isinstance(value, list) and all(map(_is_record, value)))
+_FIELDS = {"held": _RECORDS, "wanted": _RECORDS}
 
 
 def _unique(records: Iterable[list[Any]], what: str) -> list[list[Any]]:

@@ -111,6 +111,13 @@ def torch_name(dtype: torch.dtype | str) -> str:
     return found
 
 
+def is_dtype_name(name: object) -> bool:
+    """Returns whether torch has a dtype of that name of its own."""
+    import torch
+
+    return isinstance(name, str) and isinstance(getattr(torch, name, None), torch.dtype)
+
+
 def torch_dtype_named(name: str) -> torch.dtype:
     """torch's dtype of that name of its own.
 

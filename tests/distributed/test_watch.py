@@ -140,6 +140,8 @@ def test_strangers_are_hung_up_on() -> None:
         b'{"rank": 1, "token": "guess"}\n',
         b"GET / HTTP/1.1\n",
         b'["rank"]\n',
+        b"[" * 3000 + b"\n",
+        b'{"rank": 1, "token": "\\ud800"}\n',
         b'{"rank": 7, "token": "secret"}\n',
     ):
         with socket.create_connection(place, timeout=10) as stranger:

@@ -29,10 +29,10 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from modelexport.checkpoints.staging.journal import boot_id
-from modelexport.errors import CheckpointError
+from modelexport.errors import CheckpointError, quoted
 from modelexport.system.small_files import LARGEST_JSON, read_json, read_small, write_small
 
 if TYPE_CHECKING:
@@ -77,8 +77,7 @@ class Mirror:
         import numpy as np
 
         self.home, self.directory = home, home / "files"
-        content = read_json(home / "manifest.json", largest=LARGEST_JSON)
-        self.files = [RemoteFile(*entry) for entry in content["files"]]
+        self.files = _files(home / "manifest.json")
         self._first: dict[str, int] = {}
         count = 0
         for file in self.files:
@@ -186,7 +185,7 @@ class Mirror:
         """Raises a CheckpointError where nothing will come any more."""
         failed = self.home / "failed"
         if failed.is_file():
-            raise CheckpointError(read_small(failed).decode())
+            raise CheckpointError(read_small(failed).decode(errors="replace"))
         if time.monotonic() - self._looked < _CHECKED:
             return
         self._looked = time.monotonic()
@@ -217,6 +216,30 @@ class Mirror:
         """Says that a rank of this machine has read all that a step needs; where there is a table."""
         with suppress(FileNotFoundError), open(self.home / "passed", "r+b", buffering=0) as table:
             os.pwrite(table.fileno(), b"\1", rank * steps + step)
+
+
+def _files(manifest: Path) -> list[RemoteFile]:
+    """The files that a manifest lists.
+
+    Raises:
+        CheckpointError: it is damaged, or none of ours.
+    """
+    listed = read_json(manifest, largest=LARGEST_JSON).get("files")
+    entries: list[Any] = listed if isinstance(listed, list) else [listed]
+    for entry in entries:
+        if not _is_file(entry):
+            raise CheckpointError(
+                f"{manifest}: lists {quoted(entry)} where a file's name, its bytes and its version are to be; remove "
+                f"{manifest.parent}, and run the same command again"
+            )
+    return [RemoteFile(*entry) for entry in entries]
+
+
+def _is_file(entry: Any) -> bool:
+    if not isinstance(entry, list) or len(entry) != 3:
+        return False
+    name, size, etag = entry
+    return isinstance(name, str) and isinstance(etag, str) and type(size) is int and 0 <= size < 1 << 62
 
 
 def mirror_of(directory: Path) -> Mirror | None:
@@ -252,6 +275,11 @@ def _mapped(path: Path, size: int) -> mmap.mmap:
     """A table, shared with all who map it."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
+        found = os.fstat(fd).st_size
+        if found < size:
+            raise CheckpointError(
+                f"{path}: has {found:,} bytes, {size:,} are needed; remove {path.parent}, and try again"
+            )
         return mmap.mmap(fd, max(1, size))
     finally:
         os.close(fd)

@@ -206,9 +206,22 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
         checked = _CHECKED.fullmatch(line)
         if checked is None or zlib.crc32(checked[2]) != int(checked[1]):
             break
-        lines.append(json.loads(line))
+        entry = _entry(line)
+        if entry is None:
+            break
+        lines.append(entry)
         good += len(line)
     return lines, good
+
+
+def _entry(line: bytes) -> dict[str, Any] | None:
+    """The content of a line whose checksum is right; None where no journal has such a one."""
+    try:
+        entry: dict[str, Any] = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    kinds = {"fingerprint": dict, "record": dict, "inputs": dict, "step": str, "ended": str}
+    return entry if all(isinstance(entry[key], kinds[key]) for key in kinds.keys() & entry.keys()) else None
 
 
 def _steps(lines: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -239,7 +252,7 @@ def _state(path: Path) -> list[int] | None:
     """The facts that change with a file's content; None where there is no such file."""
     try:
         status = path.stat()
-    except OSError:
+    except (OSError, ValueError):  # of a name with a null character
         return None
     return [status.st_size, status.st_mtime_ns]
 

@@ -19,9 +19,19 @@ import torch
 import torch.distributed as dist
 
 from modelexport.distributed.collectives.groups import Members
+from modelexport.distributed.transport.messages import (
+    OBJECT,
+    TEXT,
+    TEXT_OR_NONE,
+    TEXTS,
+    LostPeerError,
+    read_message,
+)
 from modelexport.errors import UsageError
 from modelexport.system.dtypes import torch_name
 
+_MOST_BYTES = 64 << 20  # a hundred thousand tensors take a quarter of it
+_FIELDS = {"collective": TEXT, "facts": OBJECT, "problem": TEXT_OR_NONE, "sent": TEXTS, "expected": TEXTS}
 _FIRST_BYTES = 512  # most headers fit into the first exchange
 
 
@@ -77,21 +87,48 @@ class Agreement:
             "sent": self._sent,
             "expected": self._expected,
         }
-        records = [json.loads(text) for text in exchange_texts(json.dumps(mine), self._team)]
+        texts = exchange_texts(json.dumps(mine), self._team)
+        records = [_record(text, rank, self._team.size) for text, rank in zip(texts, self._team.ranks, strict=True)]
         message = _disagreement(records, self._team.ranks)
         if message:
             raise CollectiveMismatchError(message) from error
 
 
 def exchange_texts(text: str, team: Members) -> list[str]:
-    """Every member's text, in the group's order."""
+    """Every member's text, in the group's order.
+
+    Raises:
+        LostPeerError: a rank's is longer than any, or is no text.
+    """
     data = text.encode()
     first = len(data).to_bytes(8, "little") + data[: _FIRST_BYTES - 8]
     blocks = _exchange_blocks(first, _FIRST_BYTES, team)
     lengths = [int.from_bytes(block[:8], "little") for block in blocks]
+    for rank, length in zip(team.ranks, lengths, strict=True):
+        if length > _MOST_BYTES:
+            what = f"describes its arguments in {length:,} bytes, and {_MOST_BYTES:,} at most are taken"
+            raise LostPeerError(f"rank {rank} {what}: is it in the same call?", [rank])
     if max(lengths) > _FIRST_BYTES - 8:
         blocks = [bytes(8) + block for block in _exchange_blocks(data, max(lengths), team)]
-    return [block[8 : 8 + length].decode() for block, length in zip(blocks, lengths, strict=True)]
+    try:
+        return [block[8 : 8 + length].decode() for block, length in zip(blocks, lengths, strict=True)]
+    except UnicodeDecodeError as error:
+        raise LostPeerError(f"what ranks {list(team.ranks)} say of their arguments is no text: {error}") from error
+
+
+def _record(text: str, rank: int, size: int) -> dict[str, Any]:
+    """A rank's record.
+
+    Raises:
+        LostPeerError: it is none.
+    """
+    sender = f"what rank {rank} says of its arguments"
+    record = read_message(text, sender, _FIELDS, blamed=[rank])
+    for name in ("sent", "expected"):
+        if len(record[name]) not in (0, size):
+            what = f"{len(record[name])} shapes as '{name}', and the group has {size} ranks"
+            raise LostPeerError(f"{sender} has {what}", [rank])
+    return record
 
 
 def _exchange_blocks(data: bytes, size: int, team: Members) -> list[bytes]:
@@ -142,7 +179,7 @@ def _odd_one(values: list[Any]) -> tuple[int, int] | None:
 def _unpaired(name: str, records: list[dict[str, Any]], ranks: tuple[int, ...]) -> str | None:
     for source, record in enumerate(records):
         for target, sent in enumerate(record["sent"]):
-            expected = records[target]["expected"][source]
+            expected = (records[target]["expected"] or [None] * len(records))[source]
             if sent != expected:
                 giver, taker = ranks[source], ranks[target]
                 return (

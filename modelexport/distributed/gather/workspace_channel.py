@@ -18,12 +18,13 @@ import torch.distributed as dist
 
 from modelexport.distributed.rendezvous import links as _rendezvous
 from modelexport.distributed.supervision.heartbeat import condition, remove_gone, sweep_dead_runs
-from modelexport.distributed.transport.link import LostPeerError
-from modelexport.distributed.workspace import CORRUPT_READS, CorruptError, NFSWorkspace, NotYetError
+from modelexport.distributed.transport.messages import TEXT, LostPeerError, check_fields
+from modelexport.distributed.workspace import CORRUPT_READS, RUN, CorruptError, NFSWorkspace, NotYetError
 from modelexport.errors import GatherError, UsageError
 
 __all__ = ["WorkspaceChannel"]
 
+_OPENED = {"run": RUN, "path": TEXT, "host": TEXT}
 _SIGHT_SECONDS = 90.0  # an NFS client may go by what it knew of a directory for a minute
 
 
@@ -57,6 +58,7 @@ class WorkspaceChannel:
             return {"run": run, "path": path, "host": _rendezvous.host()}
 
         opened = _rendezvous.agree(key, ranks, me, open_first, seconds)
+        check_fields(opened, f"the place of rank {ranks[0]}'s workspace", _OPENED, blamed=ranks[:1])
         if self._workspace is None:
             self._find_first(Path(path), opened, min(seconds / 2, _SIGHT_SECONDS))
             self._workspace = NFSWorkspace(path, run_id=opened["run"])

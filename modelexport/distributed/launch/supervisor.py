@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import selectors
 import signal
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -31,6 +30,17 @@ from modelexport.distributed.supervision.failures import (
 from modelexport.distributed.supervision.heartbeat import remove_rank
 from modelexport.distributed.supervision.phase_board import BoardState, PhaseBoard
 from modelexport.distributed.supervision.status import BEAT_SECONDS
+from modelexport.distributed.transport.messages import (
+    NUMBER,
+    OBJECT,
+    PATH,
+    TEXT,
+    Kind,
+    LostPeerError,
+    check_fields,
+    read_message,
+)
+from modelexport.errors import quoted
 
 STOPPED_AFTER = 30.0  # seconds without a heartbeat after which a stopped process counts as failed
 _SIGTERM_WAIT = 0.3  # seconds the caller waits for ranks to obey SIGTERM; then a thread sees to it
@@ -39,6 +49,33 @@ _SIGTERM_WAIT = 0.3  # seconds the caller waits for ranks to obey SIGTERM; then 
 # multiprocessing looks after every child, also those of other threads' launches, whenever it starts one; two threads
 # that look after the same child take its exit status from each other.
 CHILDREN = threading.RLock()
+
+
+_MESSAGES: Mapping[str, Mapping[str, Kind]] = {
+    "up": {},
+    "finished": {},
+    "done": {},
+    "event": {"event": OBJECT},
+    "leaves": {"directory": PATH},
+    "failed": {"time": NUMBER},
+}
+"""The kinds of messages of a rank, and their fields."""
+
+
+def _checked(line: bytes, rank: int) -> dict[str, Any]:
+    """A rank's message.
+
+    Raises:
+        LostPeerError: it is none of those that ranks send.
+    """
+    sender = f"a message of rank {rank}"
+    message = read_message(line, sender, {"type": TEXT}, blamed=[rank])
+    if message["type"] not in _MESSAGES:
+        raise LostPeerError(f"{sender} is of the unknown type {quoted(message['type'])}", [rank])
+    check_fields(message, sender, _MESSAGES[message["type"]], blamed=[rank])
+    if message["type"] == "failed":
+        Failure.received(message, sender, rank=rank)
+    return message
 
 
 class RankHandle:
@@ -70,17 +107,25 @@ class RankHandle:
                 break
             except OSError as error:
                 data = b""
-                if not isinstance(error, ConnectionError) and self.failure is None:
-                    reason = f"its launcher cannot hear it: {error.strerror or error}"
-                    self.failure = Failure(self.rank, time.monotonic(), OWN, self.state.text or "starting", reason)
+                if not isinstance(error, ConnectionError):
+                    self._fail(f"its launcher cannot hear it: {error.strerror or error}")
             if not data:
                 self.hung_up, self.more = True, False
                 break
             self._buffer += data
         *lines, self._buffer = self._buffer.split(b"\n")
-        messages = [json.loads(line) for line in lines]
+        messages = []
+        for line in lines:
+            try:
+                messages.append(_checked(line, self.rank))
+            except LostPeerError as error:
+                self._fail(str(error))
         self.directories.update(Path(m["directory"]) for m in messages if m["type"] == "leaves")
         return messages
+
+    def _fail(self, reason: str) -> None:
+        if self.failure is None:
+            self.failure = Failure(self.rank, time.monotonic(), OWN, self.state.text or "starting", reason)
 
     @property
     def exitcode(self) -> int | None:
@@ -177,10 +222,8 @@ class Supervisor:
                 if self._on_event is not None:
                     self._on_event(rank.rank, message["event"])
             elif kind == "failed":
-                fields = {key: value for key, value in message.items() if key != "type"}
-                rank.failure = Failure(**{"rank": rank.rank, **fields})
+                rank.failure = Failure.received(message, f"a message of rank {rank.rank}", rank=rank.rank)
             elif kind != "leaves":
-                assert kind in ("up", "finished", "done"), kind
                 setattr(rank, kind, True)
 
     def _exited(self, rank: RankHandle) -> None:

@@ -30,6 +30,7 @@ from modelexport.distributed.supervision.failures import ECHO, OWN
 from modelexport.distributed.supervision.outcomes import (
     Outcome,
     RefusalError,
+    checked,
     describe,
     difference,
     error_of,
@@ -47,6 +48,7 @@ from modelexport.distributed.transport.mailbox import (
     parse,
     separate,
 )
+from modelexport.distributed.transport.messages import OBJECT, TEXT, LostPeerError, check_fields
 from modelexport.errors import UsageError
 
 __all__ = ["Rendezvous", "announced", "group_position", "only_here", "position"]
@@ -306,9 +308,8 @@ class Rendezvous:
 
     def _decide(self, decide: Callable[[list[bytes]], bytes] | None) -> bytes:
         """Rank 0, when all have contributed: the outcome's message."""
-        parts = [
-            parse(data) for data in self._box.get([f"{self._path}/from/{rank}" for rank in range(self.world_size)])
-        ]
+        found = self._box.get([f"{self._path}/from/{rank}" for rank in range(self.world_size)])
+        parts = [_contribution(data, rank) for rank, data in enumerate(found)]
         failures = [header["failure"] for header, _ in parts if "failure" in header]
         if failures:
             first = min(failures, key=lambda failure: (failure["level"], failure["rank"]))
@@ -323,7 +324,7 @@ class Rendezvous:
     def _absence(self, seconds: float) -> Outcome:
         """Makes the outcome of a rank that has waited for too long."""
         found = [self._box.peek(f"{self._path}/from/{rank}") for rank in range(self.world_size)]
-        calls = {rank: parse(data)[0]["call"] for rank, data in enumerate(found) if data is not None}
+        calls = {rank: _contribution(data, rank)[0]["call"] for rank, data in enumerate(found) if data is not None}
         missing = [rank for rank in range(self.world_size) if rank not in calls]
         if missing:
             reason = f"missing: {missing}, not yet in that call or still busy with its function"
@@ -337,6 +338,7 @@ class Rendezvous:
     def _conclude(self, found: bytes, read: Callable[[], None] | None = None) -> tuple[Outcome, bytes]:
         """Takes note of the outcome, and leaves the store tidy; returns the outcome and the value with it."""
         outcome, value = parse(found)
+        checked(outcome)
         stale_keys = self._state.stale_keys
         self._settled = True
         if outcome["kind"] != "value":
@@ -358,6 +360,19 @@ class Rendezvous:
                 self._box.delete(stale_keys)
                 stale_keys.clear()
         return outcome, value
+
+
+def _contribution(data: bytes, rank: int) -> tuple[dict[str, Any], bytes]:
+    """(header, value) of what a rank has contributed.
+
+    Raises:
+        LostPeerError: it is no contribution.
+    """
+    header, value = parse(data)
+    check_fields(header, f"the contribution of rank {rank}", {"call": TEXT}, {"failure": OBJECT}, blamed=[rank])
+    if "failure" in header and checked(header["failure"])["kind"] == "value":
+        raise LostPeerError(f"the failure of rank {rank} is of the kind 'value'", [rank])
+    return header, value
 
 
 def _stay(box: Mailbox, path: str, world_size: int, seconds: float) -> bool:

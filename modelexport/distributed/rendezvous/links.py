@@ -12,18 +12,28 @@ import hmac
 import itertools
 import json
 import os
+import re
 import secrets
 import select
 import socket
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from modelexport.distributed.transport.link import Link, LostPeerError, peer_pid
+from modelexport.distributed.transport.link import Link, peer_pid
 from modelexport.distributed.transport.mailbox import StoreGoneError, asked
+from modelexport.distributed.transport.messages import (
+    ANY,
+    TEXT,
+    Kind,
+    LostPeerError,
+    check_fields,
+    read_message,
+    utf8,
+)
 from modelexport.distributed.transport.receiving import ReceivingLink
 from modelexport.distributed.transport.sending import SendingLink
 from modelexport.errors import GatherError
@@ -41,6 +51,9 @@ __all__ = [
     "run_id",
 ]
 
+_SOCKET = re.compile(r"[\w-]{1,100}", re.ASCII)
+_NAME = Kind("the name of a socket", lambda value: isinstance(value, str) and bool(_SOCKET.fullmatch(value)))
+_MEETING_PLACE = {"name": _NAME, "token": TEXT, "host": TEXT}
 _generations: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 _run_ids: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 _process_run_id = secrets.token_hex(8)
@@ -92,10 +105,23 @@ def agree(key: str, ranks: Sequence[int], me: int, make: Callable[[], Any], seco
         return value
     deadline = time.monotonic() + seconds
     what = f"rank {first} did not start its gather of ranks {list(ranks)}"
-    found = json.loads(_wait_for_key(store, key, deadline, what, [first]))
+    return _from_first(_wait_for_key(store, key, deadline, what, [first]), ranks, {})["value"]
+
+
+def _from_first(text: bytes, ranks: Sequence[int], needed: Mapping[str, Kind]) -> dict[str, Any]:
+    """The message that the first of ``ranks`` has put into the store for the others.
+
+    Args:
+        needed: the kinds of the fields that it has to have; none: a "value".
+
+    Raises:
+        LostPeerError: it has failed, or that is no message of it.
+    """
+    first, sender = ranks[0], f"what rank {ranks[0]} has left for ranks {list(ranks)} in the process group's store"
+    found = read_message(text, sender, {}, {"error": TEXT}, blamed=[first])
     if "error" in found:
         raise LostPeerError(f"rank {first} gave up meeting ranks {list(ranks)}: {found['error']}", [first])
-    return found["value"]
+    return check_fields(found, sender, needed or {"value": ANY}, blamed=[first])
 
 
 def leave_note(key: str) -> None:
@@ -195,11 +221,11 @@ def _greet(accepted: Link, token: str, missing: list[int], links: dict[int, Rece
     """Reads the rank of an accepted connection; closes one that does not know the secret."""
     hello: Any = None
     if peer_pid(accepted.sock)[1] == os.geteuid():
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(LostPeerError):
             received = accepted.read()
             hello = received[0] if received is not None else None
     rank = hello.get("rank") if isinstance(hello, dict) else None
-    if rank not in missing or not hmac.compare_digest(str(hello.get("token")).encode(), token.encode()):
+    if rank not in missing or not hmac.compare_digest(utf8(hello.get("token")), token.encode()):
         accepted.close()
         return
     missing.remove(rank)
@@ -212,9 +238,7 @@ def connect_to_first(key: str, ranks: Sequence[int], me: int, limit: int, second
     store = default_store()
     first, deadline = ranks[0], time.monotonic() + seconds
     what = f"rank {first} did not start its gather of ranks {list(ranks)}"
-    info = json.loads(_wait_for_key(store, key, deadline, what, [first]))
-    if "error" in info:
-        raise LostPeerError(f"rank {first} gave up meeting ranks {list(ranks)}: {info['error']}", [first])
+    info = _from_first(_wait_for_key(store, key, deadline, what, [first]), ranks, _MEETING_PLACE)
     sock = _socket()
     try:
         sock.settimeout(max(0.001, deadline - time.monotonic()))

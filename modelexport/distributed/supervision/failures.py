@@ -10,14 +10,26 @@ from __future__ import annotations
 import re
 import signal
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from modelexport.distributed.transport.messages import FLAG, NUMBER, TEXT, WHOLE, WHOLES, Kind, check_fields
 from modelexport.errors import ModelExportError, RankFailedError
 from modelexport.system.limits import address_space_note, limit_error
 
 OWN, UNCLEAR, ECHO = 0, 1, 2
+LEVEL = Kind("a level of 0, 1 or 2", lambda value: type(value) is int and OWN <= value <= ECHO)
+_NEEDED: Mapping[str, Kind] = {"rank": WHOLE, "level": LEVEL, "phase": TEXT, "summary": TEXT}
+_OPTIONAL: Mapping[str, Kind] = {
+    "time": NUMBER,
+    "rank_traceback": TEXT,
+    "user_error": FLAG,
+    "exit_status": WHOLE,
+    "final": FLAG,
+    "blamed": WHOLES,
+    "indirect": FLAG,
+}
 
 _PEER_TEXT = re.compile(
     r"closed by (the )?(peer|remote)|connection (was )?(closed|reset|refused|aborted|lost)|broken pipe|"
@@ -44,6 +56,22 @@ class Failure:
     final: bool = False
     blamed: Sequence[int] = ()  # of an echo: the ranks that it says were waited for, or left what cannot be used
     indirect: bool = False  # an echo of a rank that was waited for and may have been waiting itself
+
+    @classmethod
+    def received(cls, fields: Any, sender: str, **known: Any) -> Failure:
+        """A failure of which another process has told.
+
+        Args:
+            fields: as its JSON has them.
+            sender: whose message it is, for the error.
+            known: what this process knows better, or what is to be taken where the message does not say.
+
+        Raises:
+            LostPeerError: they are not those of a failure.
+        """
+        check_fields({**known, **fields} if isinstance(fields, dict) else fields, sender, _NEEDED, _OPTIONAL)
+        taken = {name: value for name, value in fields.items() if name in _NEEDED or name in _OPTIONAL}
+        return cls(**{**known, **taken})
 
     def error(self) -> RankFailedError:
         """The exception to raise for this failure."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from modelexport.distributed.supervision.status import leaves_behind
+from modelexport.distributed.transport.messages import NUMBER, TEXT, WHOLE, LostPeerError, read_message
 from modelexport.system.ownership import OWNED_MODE, ForeignError, check_own_directory
 
 __all__ = ["Heart", "condition", "last_heartbeat", "remove_gone", "remove_rank", "sweep_dead_runs"]
@@ -20,6 +21,7 @@ __all__ = ["Heart", "condition", "last_heartbeat", "remove_gone", "remove_rank",
 _SECONDS = 10.0
 _CLOSED = "closed the workspace"
 _SIZE = 1024  # bytes of the file, always: what was written once needs no room to be written again
+_FIELDS = {"time": NUMBER, "doing": TEXT, "bytes": WHOLE, "host": TEXT, "pid": WHOLE, "started": TEXT, "machine": TEXT}
 _FORSAKEN_SECONDS = 86400.0  # without a heartbeat, after which a process of another machine counts as dead
 
 
@@ -121,10 +123,21 @@ class Heart:
                 os.close(fd)
 
 
+def _read(path: Path) -> dict[str, Any]:
+    """A rank's state.
+
+    Raises:
+        OSError: there is none, or it cannot be read.
+        LostPeerError: it is none, or is just being written.
+    """
+    with open(path, "rb") as file:
+        return read_message(file.read(_SIZE), f"{path}", _FIELDS)
+
+
 def last_heartbeat(directory: Path, rank: int) -> str:
     """Describes, for messages, the last heartbeat of ``rank``: its time and the work under way."""
     try:
-        state = json.loads(_path(directory, rank).read_text())
+        state = _read(_path(directory, rank))
         size = f" of {state['bytes']} bytes" if state["bytes"] else ""
         return (
             f"last heartbeat {time.time() - state['time']:.1f} s ago on {state['host']} (pid {state['pid']}), "
@@ -132,7 +145,7 @@ def last_heartbeat(directory: Path, rank: int) -> str:
         )
     except FileNotFoundError:
         return "no heartbeat: it has not opened the workspace, or has closed it"
-    except (ValueError, KeyError, TypeError):
+    except (OSError, LostPeerError):
         return "its heartbeat is just being written"
 
 
@@ -142,13 +155,13 @@ def condition(directory: Path, rank: int) -> str:
     A process on another machine counts as living as long as it has not closed.
     """
     try:
-        state = json.loads(_path(directory, rank).read_text())
+        state = _read(_path(directory, rank))
         if state["doing"] == _CLOSED:
             return "closed"
         return "dead" if _has_ended(state) else "living"
     except FileNotFoundError:
         return "absent"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, LostPeerError):
         return "living"  # just being written
 
 
@@ -205,12 +218,12 @@ def _all_dead(directory: Path, now: float) -> bool:
     hearts = list(directory.glob("rank-*.alive"))
     try:
         return bool(hearts) and all(_is_dead(heart, now) for heart in hearts)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, LostPeerError):
         return False
 
 
 def _is_dead(heart: Path, now: float) -> bool:
-    state = json.loads(heart.read_text())
+    state = _read(heart)
     if state["machine"] == _machine():
         return _has_ended(state)
     return now - heart.stat().st_mtime > _FORSAKEN_SECONDS

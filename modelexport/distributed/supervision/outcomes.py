@@ -8,23 +8,45 @@ of a ``Failure`` besides.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from modelexport.distributed.supervision.failures import OWN, Failure, exception_message
+from modelexport.distributed.supervision.failures import LEVEL, OWN, Failure, exception_message
 from modelexport.distributed.supervision.status import phase_of_error
-from modelexport.distributed.transport.link import LostPeerError
-from modelexport.errors import UsageError
+from modelexport.distributed.transport.messages import FLAG, TEXT, WHOLE, WHOLES, Kind, LostPeerError, check_fields
+from modelexport.errors import UsageError, quoted
 
-__all__ = ["Outcome", "RefusalError", "describe", "difference", "error_of", "is_known", "mark"]
+__all__ = ["Outcome", "RefusalError", "checked", "describe", "difference", "error_of", "is_known", "mark"]
 
 Outcome = dict[str, Any]
 
+_COMMON: Mapping[str, Kind] = {"rank": WHOLE, "level": LEVEL, "summary": TEXT}
+_FAILED: Mapping[str, Kind] = {"phase": TEXT, "rank_traceback": TEXT, "user_error": FLAG, "exit_status": WHOLE}
+_FIELDS: Mapping[str, Mapping[str, Kind]] = {
+    "value": {},
+    "usage": _COMMON,
+    "missing": {**_COMMON, "blamed": WHOLES},
+    "failed": {**_COMMON, **_FAILED, "final": FLAG},
+}
 _FAILURE_FIELDS = ("rank", "level", "phase", "rank_traceback", "user_error", "exit_status", "final")
 _OUTCOME = "_modelexport_outcome"
 
 
 class RefusalError(UsageError):
     """Wrong arguments of a call, found by the call."""
+
+
+def checked(outcome: Any) -> Outcome:
+    """``outcome`` itself, which a rank has put into the process group's store.
+
+    Raises:
+        LostPeerError: it is no outcome.
+    """
+    sender = "an outcome in the process group's store"
+    kind = check_fields(outcome, sender, {"kind": TEXT}, {"others": WHOLE})["kind"]
+    if kind not in _FIELDS:
+        raise LostPeerError(f"{sender} is of the unknown kind {quoted(kind)}")
+    return check_fields(outcome, sender, _FIELDS[kind])
 
 
 def mark(error: BaseException, outcome: Outcome) -> None:

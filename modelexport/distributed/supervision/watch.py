@@ -34,7 +34,7 @@ from modelexport.distributed.supervision.heartbeat import remove_rank
 from modelexport.distributed.supervision.interrupting import Interrupter
 from modelexport.distributed.supervision.status import current_status, in_rank, phase_of_error, phase_scope
 from modelexport.distributed.supervision.watch_hub import Hub, Lines, keep_alive
-from modelexport.distributed.transport.link import LostPeerError
+from modelexport.distributed.transport.messages import TEXT, TEXTS, WHOLE, LostPeerError, read_message
 from modelexport.system.terminal import note
 
 _KEY = "modelexport/watch"
@@ -150,7 +150,7 @@ class PeerWatch:
                 return
             for message in messages:
                 if "cause" in message:
-                    self._judge(Failure(time=time.monotonic(), **message["cause"]))
+                    self._judge(_verdict(message["cause"]))
                 elif "released" in message:
                     self._released.set()
 
@@ -192,20 +192,38 @@ class PeerWatch:
         return error
 
 
+def _verdict(cause: Any) -> Failure:
+    """The root cause that rank 0 has sent; rank 0 itself where that cannot be told."""
+    try:
+        return Failure.received(cause, "the root cause of which rank 0 tells", time=time.monotonic())
+    except LostPeerError as error:
+        return Failure(0, time.monotonic(), OWN, "", str(error))
+
+
 def _listen(config: MultiprocessConfig) -> socket.socket:
     listener = bind_towards(config.master_addr, 0)
     listener.listen(config.world_size)
     return listener
 
 
+def _place(text: bytes) -> dict[str, Any]:
+    """The place where rank 0 listens, which it has put into the store.
+
+    Raises:
+        LostPeerError: it is none.
+    """
+    what = "the place in the process group's store where rank 0 watches the others"
+    return read_message(text, what, {"hosts": TEXTS, "port": WHOLE, "token": TEXT}, blamed=[0])
+
+
 def _connect(config: MultiprocessConfig, store: Any) -> socket.socket:
     store.wait([_KEY], timedelta(seconds=config.timeout))
-    place = json.loads(store.get(_KEY))
+    place = _place(store.get(_KEY))
     reasons = []
     for host in place["hosts"]:
         try:
             connection = socket.create_connection((host, place["port"]), timeout=min(60.0, config.timeout))
-        except OSError as error:
+        except (OSError, OverflowError) as error:  # of a port above 65535
             reasons.append(f"{host}:{place['port']}: {error}")
             continue
         keep_alive(connection)

@@ -16,8 +16,18 @@ from typing import Any
 from modelexport.distributed.config import MultiprocessConfig
 from modelexport.distributed.supervision.failures import ECHO, OWN, Failure, passed_on, root_cause, settling_seconds
 from modelexport.distributed.supervision.heartbeat import remove_rank
+from modelexport.distributed.transport.messages import (
+    FLAG,
+    OBJECT,
+    PATH,
+    TEXT,
+    LostPeerError,
+    read_message,
+    utf8,
+)
 
 _LONGEST_LINE = 1 << 20
+_FIELDS = {"phase": TEXT, "waiting": FLAG, "leaves": PATH, "failed": OBJECT, "cause": OBJECT}
 MOST_STRANGERS = 256
 """Connections that have not said yet which rank they are of; beyond, the oldest is closed: each takes a descriptor."""
 
@@ -39,10 +49,9 @@ class Lines:
             return None
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         try:
-            found = [json.loads(line) for line in lines]
-        except ValueError:
+            return [read_message(line, "a line of a rank", {}, _FIELDS) for line in lines]
+        except LostPeerError:
             return None
-        return found if all(isinstance(message, dict) for message in found) else None
 
 
 def keep_alive(connection: socket.socket) -> None:
@@ -131,8 +140,8 @@ class Hub:
     ) -> _WatchedRank | None:
         messages = messages or [{}]
         rank: Any = messages[0].get("rank")
-        known = hmac.compare_digest(str(messages[0].get("token")).encode(), self._token.encode())
-        if not known or rank not in range(1, self._world) or rank in self._members:
+        known = hmac.compare_digest(utf8(messages[0].get("token")), self._token.encode())
+        if not known or type(rank) is not int or rank not in range(1, self._world) or rank in self._members:
             accepted.close()
             return None
         keep_alive(accepted)
@@ -160,9 +169,14 @@ class Hub:
 
     def _note(self, member: _WatchedRank, message: dict[str, Any]) -> None:
         if "phase" in message:
-            member.phase, member.waiting, member.since = message["phase"], message["waiting"], time.monotonic()
+            member.phase, member.since = message["phase"], time.monotonic()
+            member.waiting = message.get("waiting", False)
         elif "failed" in message and member.failure is None:
-            member.failure = Failure(time=time.monotonic(), **message["failed"])
+            sender, now = f"the failure of which rank {member.rank} tells", time.monotonic()
+            try:
+                member.failure = Failure.received(message["failed"], sender, time=now)
+            except LostPeerError as error:
+                member.failure = Failure(member.rank, now, OWN, member.phase, str(error))
         elif "leaves" in message:
             member.directories.append(Path(message["leaves"]))
         elif "finished" in message:

@@ -26,38 +26,43 @@ from __future__ import annotations
 import array
 import errno
 import json
+import os
 import select
 import socket
 import struct
-import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from modelexport.errors import GatherError
+from modelexport.distributed.transport.messages import (
+    FLAG,
+    TEXT,
+    WHOLE,
+    WHOLES,
+    Kind,
+    LostPeerError,
+    check_fields,
+    read_message,
+)
+from modelexport.errors import GatherError, quoted
 from modelexport.system.limits import advice
 
 __all__ = ["PLACE", "Link", "LostPeerError", "peer_pid"]
 
 PLACE = struct.Struct("<QQQ")  # segment number, offset, bytes: where one tensor of a payload lies
 _MAX_MESSAGE = 128 << 10
-
-
-class LostPeerError(GatherError):
-    """Another rank ended, failed, did not come in time or left unusable data: the cause is to be sought there.
-
-    Attributes:
-        blamed: the ranks that the launcher is to look at.
-        indirect: the one who collects does not read: it may well be waiting for another rank itself.
-        raised_at: monotonic seconds; whoever is told of this error by our hanging up raises later.
-    """
-
-    peer_failure = True
-
-    def __init__(self, text: str, blamed: Sequence[int] = (), *, indirect: bool = False) -> None:
-        super().__init__(text)
-        self.blamed, self.indirect = tuple(blamed), indirect
-        self.raised_at = time.monotonic()
+_FIELDS: Mapping[str, Mapping[str, Kind]] = {
+    "segment": {"number": WHOLE, "size": WHOLE, "sealed": FLAG},
+    "payload": {"seq": WHOLE, "segment": WHOLE, "offset": WHOLE, "entries": WHOLE, "header": WHOLE},
+    "hello": {"token": TEXT, "rank": WHOLE},
+    "welcome": {},
+    "nothing": {"seq": WHOLE},
+    "failed": {"seq": WHOLE, "error": TEXT},
+    "ack": {"seq": WHOLE, "kept": FLAG},
+    "release": {"seq": WHOLE, "entries": WHOLES},
+    "want": {"seq": WHOLE},
+}
+"""The kinds of messages, and their fields."""
 
 
 def peer_pid(sock: socket.socket) -> tuple[int, int]:
@@ -102,7 +107,11 @@ class Link:
         return not self._outbox
 
     def read(self) -> tuple[dict[str, Any], int | None] | None:
-        """The next message and its descriptor; None if there is none now or ever (then ``closed`` is set)."""
+        """The next message and its descriptor; None if there is none now or ever (then ``closed`` is set).
+
+        Raises:
+            LostPeerError: it is none of those that the module lists.
+        """
         resets = 0
         while True:
             try:
@@ -126,7 +135,23 @@ class Link:
             if not body:
                 self.closed = True
                 return None
-            return json.loads(body), fds[0] if fds else None
+            fd = fds[0] if fds else None
+            try:
+                return self._checked(body, fd), fd
+            except LostPeerError:
+                if fd is not None:
+                    os.close(fd)
+                raise
+
+    def _checked(self, body: bytes, fd: int | None) -> dict[str, Any]:
+        sender = f"a message of rank {self.rank}"
+        message = read_message(body, sender, {"kind": TEXT}, blamed=[self.rank])
+        if message["kind"] not in _FIELDS:
+            raise LostPeerError(f"{sender} is of the unknown kind {quoted(message['kind'])}", [self.rank])
+        if (fd is not None) != (message["kind"] == "segment"):
+            what = "without its descriptor" if fd is None else "with a descriptor, which it should not have"
+            raise LostPeerError(f"{sender} is a {message['kind']} {what}", [self.rank])
+        return check_fields(message, sender, _FIELDS[message["kind"]], blamed=[self.rank])
 
     def wait(self, seconds: float) -> None:
         """Waits until a message may be there, the socket takes queued ones, the other end is gone, or ``seconds``."""

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from modelexport.distributed.transport.link import LostPeerError
+from modelexport.distributed.transport.messages import LostPeerError, read_message
 
 __all__ = ["Mailbox", "StoreGoneError", "asked", "decode", "encode", "join", "message", "parse", "separate"]
 
@@ -45,11 +45,18 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """The value that :func:`encode` took; its tensors are new ones, on the CPU."""
+    """The value that :func:`encode` took; its tensors are new ones, on the CPU.
+
+    Raises:
+        GatherError: these are not the bytes of a value.
+    """
     from modelexport.distributed.transport import payload
 
-    size = _LENGTH.size + _LENGTH.unpack_from(data)[0]
+    size = _LENGTH.size + int.from_bytes(data[: _LENGTH.size], "little")
     text, entries = payload.parse_header(data[:size])
+    expected = size + (entries[-1].end if entries else 0)
+    if len(data) != expected:
+        raise payload.DamagedPayloadError(f"a value of {len(data):,} bytes has a header for {expected:,}")
     body = memoryview(bytearray(data[size:]))  # writable, as tensors are
     return payload.unpack(text, entries, [body[entry.start : entry.end] if entry.nbytes else None for entry in entries])
 
@@ -60,10 +67,16 @@ def join(parts: Sequence[bytes]) -> bytes:
 
 
 def separate(data: bytes) -> list[bytes]:
-    """The parts that :func:`join` joined."""
+    """The parts that :func:`join` joined.
+
+    Raises:
+        LostPeerError: the last part is not whole.
+    """
     parts, offset = [], 0
     while offset < len(data):
-        end = offset + _LENGTH.size + _LENGTH.unpack_from(data, offset)[0]
+        end = offset + _LENGTH.size + int.from_bytes(data[offset : offset + _LENGTH.size], "little")
+        if end > len(data):
+            raise LostPeerError(f"values in the process group's store take {end:,} bytes, {len(data):,} are there")
         parts.append(data[offset + _LENGTH.size : end])
         offset = end
     return parts
@@ -75,9 +88,13 @@ def message(header: dict[str, Any], value: bytes = b"") -> bytes:
 
 
 def parse(data: bytes) -> tuple[dict[str, Any], bytes]:
-    """(header, value) of a :func:`message`."""
+    """(header, value) of a :func:`message`.
+
+    Raises:
+        LostPeerError: it is none.
+    """
     header, _, value = data.partition(b"\n")
-    return json.loads(header), value
+    return read_message(header, "a message in the process group's store", {}), value
 
 
 def asked(method: Callable[..., Any], *args: Any) -> Any:
@@ -148,7 +165,10 @@ class Mailbox:
         return _COUNT.pack(len(pieces)) + pieces[0], keys
 
     def _complete(self, key: str, first: bytes) -> bytes:
-        (count,) = _COUNT.unpack_from(first)
+        count = int.from_bytes(first[: _COUNT.size], "little")
+        size = len(first) - _COUNT.size
+        if not (size == _PIECE if count > 1 else count == 1 and size > 0):
+            raise LostPeerError(f"{key} in the process group's store has a first piece of {size:,} bytes of {count:,}")
         rest = self._read([f"{key}/{i}" for i in range(1, count)])
         return b"".join([first[_COUNT.size :], *(bytes(piece) for _, piece in rest)])
 

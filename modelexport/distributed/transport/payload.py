@@ -104,7 +104,7 @@ def parse_header(header: bytes | memoryview) -> tuple[str, tuple[PayloadEntry, .
         found, metadata = safetensors_header.parse_header(bytes(header[8:]))
         unnamed = json.loads(metadata.get(_DTYPES, "{}"))
         return metadata[_TREE], tuple([_entry(entry, unnamed.get(entry.name)) for entry in found])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedPayloadError(f"a payload's header is damaged: {error!r}") from error
 
 

@@ -18,6 +18,7 @@ from modelexport.errors import GatherError
 __all__ = ["Delivery", "ReceivingLink", "receive_from_all"]
 
 _RELEASES_PER_MESSAGE = 2000
+_TO_FIRST = ("payload", "nothing", "failed")
 
 
 class Delivery:
@@ -45,10 +46,10 @@ class ReceivingLink(Link):
         """Processes the messages that have arrived."""
         while not self.closed and (received := self.read()) is not None:
             message, fd = received
-            if message["kind"] == "segment":
-                if fd is None:
-                    raise GatherError(f"{self} announced shared memory without its descriptor")
+            if fd is not None:
                 self._mappings[message["number"]] = Mapping(fd, message["size"], message["sealed"])
+            elif message["kind"] not in _TO_FIRST:
+                raise LostPeerError(f"{self} sent '{message['kind']}', which the first rank sends", [self.rank])
             else:
                 self.inbox[message["seq"]] = message
                 self.last_seq, self.last_time = message["seq"], time.monotonic()

@@ -148,7 +148,7 @@ class Mapping:
     def __init__(self, fd: int, size: int, sealed: bool) -> None:
         try:
             found = os.fstat(fd).st_size
-            if found != size:
+            if found != size or not size:
                 raise GatherError(f"a shared segment has {found} bytes, {size} were announced")
             if sealed and fcntl.fcntl(fd, _F_GET_SEALS) & _SEALS != _SEALS:
                 raise GatherError("a shared segment was announced as sealed and is not")

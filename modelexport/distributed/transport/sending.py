@@ -17,6 +17,7 @@ from modelexport.distributed.transport.segments import Segment
 
 __all__ = ["SendingLink"]
 
+_TO_SENDER = ("ack", "release", "want")
 _MAX_ERROR = 8000  # characters of this rank's error text
 # Longest wait for a message in seconds: another thread that reclaims memory may read the very message that this one
 # waits for, and then no other may come.
@@ -185,6 +186,8 @@ class SendingLink(Link):
             if message["kind"] == "welcome":
                 self._welcome = True
                 continue
+            if message["kind"] not in _TO_SENDER:
+                raise LostPeerError(f"{self} sent '{message['kind']}', which only senders do", [self.rank])
             seq = message["seq"]
             if message["kind"] == "ack":
                 self._unacknowledged.pop(seq, None)

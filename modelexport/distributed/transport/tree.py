@@ -88,10 +88,11 @@ def restore(json_text: str, tensors: Mapping[str, torch.Tensor]) -> Any:
             not have, or a tensor that is missing.
     """
     try:
-        encoded = json.loads(json_text)
+        return _decode(json.loads(json_text), tensors, ())
+    except GatherError:
+        raise
     except (ValueError, RecursionError) as error:
         raise GatherError(f"the config's JSON text cannot be read: {error}") from error
-    return _decode(encoded, tensors, ())
 
 
 class _Encoder:

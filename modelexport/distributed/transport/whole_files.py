@@ -128,6 +128,8 @@ def read_payload(path: Path, header_bytes: int, expected: int, crc32: int, owner
     try:
         if size != expected:
             return size, None
+        if header_bytes > expected:
+            raise DamagedPayloadError(f"its manifest says {header_bytes:,} bytes of a header, and {expected:,} in all")
         header = memoryview(bytearray(header_bytes))
         crc = _read_into(fd, header, 0, 0)
         text, entries = _payload.parse_header(header)

@@ -86,7 +86,7 @@ def _lines(content: bytes) -> Iterator[dict[str, Any]]:
     for text in content.splitlines():
         try:
             line = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if not isinstance(line, dict) or not isinstance(line.get("rank", ""), int | None):
             continue

@@ -19,6 +19,7 @@ from modelexport.distributed.collectives.groups import members
 from modelexport.distributed.delivery import shared_mesh
 from modelexport.distributed.delivery.pairwise import Piece, host_identity
 from modelexport.distributed.transport import memory
+from modelexport.distributed.transport.messages import read_value
 
 __all__ = ["Exchange"]
 
@@ -42,7 +43,7 @@ class Exchange:
         lengths = [torch.empty(1, dtype=torch.int64) for _ in range(self.world)]
         collectives.all_gather(lengths, torch.tensor([data.numel()]))
         parts = self._by_collective([data], [int(length.item()) for length in lengths], data)
-        return [json.loads(bytes(part.tolist())) for part in parts]
+        return [read_value(bytes(part.tolist()), f"a value of rank {rank}", [rank]) for rank, part in enumerate(parts)]
 
     def gather(self, values: Sequence[Tensor], sizes: Sequence[int], like: Tensor) -> list[Tensor]:
         """Every rank's numbers, flat.

@@ -86,7 +86,7 @@ def image_rows(path: Path | None, flag: str = "--calib") -> Iterator[ImageRow]:
 def image_files(path: Path) -> list[Path]:
     """The files that are there of the images that a text shows. Errors as :func:`image_rows`."""
     named = (image for row in image_rows(path) for image in row.images if isinstance(image, Path))
-    return [image for image in named if image.is_file()]
+    return [image for image in named if os.path.isfile(image)]  # False, too, of a name longer than any
 
 
 def _row(messages: Sequence[Any], where: str, beside: Path) -> ImageRow:

@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from modelexport.errors import CheckpointError, ValuesError, shown
+from modelexport.errors import CheckpointError, ValuesError, quoted, shown
 from modelexport.quantization.methods._read_only import has_no_native_form, writes_nothing
 from modelexport.quantization.methods.base import (
     QuantizationConfig,
@@ -85,6 +85,9 @@ def _of_linears(linears: Mapping[str, Any]) -> QuantizationConfig:
     alike: dict[tuple[Any, ...], list[str]] = {}
     for name, said in linears.items():
         own = mapping(said, f"the settings of {name}")
+        for key in SETTINGS[1]:
+            if isinstance(own.get(key), (list, dict)):
+                raise CheckpointError(f"{shown(name)}: {key} is {quoted(own[key])}; a number is needed")
         alike.setdefault(tuple(map(own.get, SETTINGS[1])), []).append(name)
     schemes = []
     for (bits, size, axis, scale, zero), names in alike.items():

@@ -16,6 +16,7 @@ from modelexport.distributed.collectives.argument_check import exchange_texts
 from modelexport.distributed.collectives.groups import AnyGroup, Group, Members
 from modelexport.distributed.delivery.pairwise import Piece
 from modelexport.distributed.transport import mailbox
+from modelexport.distributed.transport.messages import Kind
 from modelexport.errors import UsageError
 from modelexport.sharding.agreement import ExchangeReport, exchange_records, team_of
 from modelexport.sharding.distribution import canonical_order
@@ -113,6 +114,13 @@ def _gather_values(
         yield mailbox.decode(found[:size].cpu().numpy().tobytes()), max(sizes)
 
 
+def _is_named(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(isinstance(each, str) for each in value)
+
+
+_IDS = Kind("a list of pairs of texts", lambda value: isinstance(value, list) and all(map(_is_named, value)))
+
+
 def gather_objects(call: str, objects: Mapping[Any, Any], group: AnyGroup) -> dict[Any, Any]:
     """See :func:`modelexport.sharding.exchange.exchange_loaded_objects_gather_object`."""
     team = team_of(call, group)
@@ -126,7 +134,8 @@ def gather_objects(call: str, objects: Mapping[Any, Any], group: AnyGroup) -> di
         names = [[repr(order_key(shard_id)), str(shard_id)] for shard_id in ids]
     except Exception as error:
         failure = error
-    _check_names(call, [record["ids"] for record in exchange_records(call, team, {"ids": names}, failure)], team)
+    records = exchange_records(call, team, {"ids": names}, failure, {"ids": _IDS})
+    _check_names(call, [record["ids"] for record in records], team)
     if team.alone:
         return dict(objects)
     result: dict[Any, Any] = {}

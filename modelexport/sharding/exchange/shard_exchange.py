@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from modelexport.distributed.collectives.byte_transport import flat_bytes
 from modelexport.distributed.collectives.groups import AnyGroup, Members
 from modelexport.distributed.delivery.pairwise import Piece, as_flat_bytes
+from modelexport.distributed.transport.messages import TEXT, Kind
 from modelexport.errors import UsageError
 from modelexport.sharding.agreement import ExchangeReport, Route, agree, is_float8tensor, team_of
 from modelexport.sharding.distribution import ShardDistribution, canonical_order
@@ -162,12 +164,20 @@ def prepare(
     def given() -> list[torch.Tensor]:
         return [loaded[shard_id] for shard_id in order if shard_id in loaded]
 
-    route = agree(call, team, algorithm, known, describe, given, report)
+    route = agree(call, team, algorithm, known, describe, given, report, _FIELDS)
     pieces = [] if distribution is None else _pieces(call, order, distribution, route)
     needed = {shard_id: unloaded[shard_id] for shard_id in order if shard_id in unloaded and shard_id not in loaded}
     route.report.add(needed=sum(shard.nbytes for shard in needed.values()))
     metadata = {} if distribution is None else distribution.shard_to_metadata
     return ShardExchange(route, order, pieces, metadata, needed, loaded, dict(loaded))
+
+
+def _is_hexadecimal(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[0-9a-f]+", value) is not None
+
+
+_BITS = Kind("a hexadecimal number", _is_hexadecimal)
+_FIELDS = {"digest": TEXT, "has": _BITS, "needs": _BITS}
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -24,11 +24,13 @@ from torch.futures import Future
 from modelexport.distributed.collectives.master_worker.remote_calls import Member
 from modelexport.distributed.collectives.master_worker.rpc_session import member_name
 from modelexport.distributed.collectives.master_worker.serving import connection_error, receive
-from modelexport.distributed.supervision.failures import OWN, Failure
+from modelexport.distributed.supervision.failures import LEVEL, OWN, Failure
+from modelexport.distributed.transport.messages import FLAG, OBJECT, TEXT, LostPeerError, check_fields, read_message
 
 GRACE = 5.0  # seconds in which, after one rank's error in a collective, the others may come to the same error
 HANG_UP = 10.0  # seconds in which ranks whose peers have hung up must have noticed
 
+_ERROR = {"summary": TEXT, "rank_traceback": TEXT, "user_error": FLAG, "level": LEVEL}
 _BLAME = {"died": 0, "own": 1, "silent": 2, "echo": 3}  # a lower one is the cause of a higher one
 
 
@@ -69,7 +71,14 @@ class Work:
 
     def answered(self, rank: int, text: str, tensors: list[Tensor], error: Exception | None = None) -> None:
         """A rank has carried its command out, or tells of an error; from any thread."""
-        reply = json.loads(text)
+        sender = f"an answer of rank {rank}"
+        try:
+            reply = read_message(text, sender, {}, {"error": OBJECT}, blamed=[rank])
+            if "error" in reply:
+                check_fields(reply["error"], sender, _ERROR, blamed=[rank])
+        except LostPeerError as damage:
+            self._arrived.put(Outcome(rank, failure=self._failure(rank, str(damage)), error=error, kind="own"))
+            return
         raised = reply.pop("error", None)
         outcome = Outcome(rank, reply, tensors)
         if raised is not None:

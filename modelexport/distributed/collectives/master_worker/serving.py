@@ -6,7 +6,6 @@ main thread takes it out in the order of sending.
 
 from __future__ import annotations
 
-import json
 import threading
 
 from torch import Tensor
@@ -16,6 +15,7 @@ from torch.futures import Future
 
 from modelexport.distributed.collectives.master_worker.remote_calls import Member
 from modelexport.distributed.collectives.master_worker.rpc_session import member_name
+from modelexport.distributed.transport.messages import TEXT, read_message
 
 Answer = Future[tuple[str, list[Tensor]]]
 
@@ -147,7 +147,7 @@ def serve() -> bool:
     while True:
         text, tensors, answer = inbox.take()
         answer.set_result(member.answer(text, tensors)[:2])
-        command = json.loads(text)
+        command = read_message(text, "a command of the master", {"do": TEXT}, blamed=[0])
         if command["do"] == "end":
             return bool(command["together"])
         del tensors, answer
