@@ -1,5 +1,6 @@
 /* Interposed by LD_PRELOAD before libc's calls on files and sockets: lets the n-th one fail, fall short, be late or
- * kill, and logs them; and before those on the clock, to which it adds FAULTS_CLOCK seconds.
+ * kill, and logs them; and before those on the clock, to which it adds FAULTS_CLOCK seconds. Process ids of several
+ * machines in one log are told apart by FAULTS_MACHINE, from 0: see begin().
  *
  * Every process that inherits the environment maps the file FAULTS_CONTROL, a struct control, which the program that
  * directs them arms and reads; FAULTS_DATA, if set, is a file that takes the bytes that are written. A call is looked
@@ -35,7 +36,7 @@
 enum kind { OPEN, READ, WRITE, FSYNC, MMAP, RENAME, UNLINK, MKDIR, ALLOCATE, TRUNCATE, SENDMSG, RECVMSG, MUNMAP, BEGIN_FSYNC };
 enum mode { OFF, FAIL, SHORT, KILL, DELAY };
 enum target { FILES = 1, SOCKETS = 2, MEMFDS = 4, PIPES = 8 };
-enum { PATH_BYTES = 256, SITE_BYTES = 160, PLACE_BYTES = 78, SCOPES = 4, EXEMPT = 8, RECORDS = 1 << 16, PATIENCE = 1 << 22 };
+enum { PATH_BYTES = 256, SITE_BYTES = 160, PLACE_BYTES = 78, SCOPES = 4, EXEMPT = 8, RECORDS = 1 << 16, PATIENCE = 1 << 22, PID_BITS = 22 };
 
 struct record {
     int32_t kind, pid;
@@ -62,6 +63,7 @@ struct control {
 
 static struct control *control;
 static double clock_ahead; /* seconds */
+static int machine;        /* added to process ids that are logged */
 static char *data_area;
 static __thread int inside;
 
@@ -81,7 +83,9 @@ static void *mapped(const char *variable, size_t size) {
 
 __attribute__((constructor)) static void begin(void) {
     const char *ahead = getenv("FAULTS_CLOCK");
+    const char *number = getenv("FAULTS_MACHINE");
     if (ahead) clock_ahead = atof(ahead);
+    if (number) machine = atoi(number) << PID_BITS;
     control = mapped("FAULTS_CONTROL", sizeof(struct control));
     if (control && control->data_size) data_area = mapped("FAULTS_DATA", control->data_size);
 }
@@ -257,7 +261,7 @@ static struct record *noted(const struct call *call, int64_t result) {
     int64_t number = __atomic_fetch_add(&control->records, 1, __ATOMIC_SEQ_CST);
     if (number >= RECORDS) return NULL;
     struct record *record = &control->log[number];
-    record->pid = getpid();
+    record->pid = getpid() + machine;
     record->kind = call->kind;
     record->data = -1;
     record->result = result;

@@ -20,6 +20,8 @@ KINDS = (
 OFF, FAIL, SHORT, KILL, DELAY = range(5)
 FILES, SOCKETS, MEMFDS, PIPES = 1, 2, 4, 8
 _PATH, _SITE, _SCOPES, _EXEMPT, _RECORDS = 256, 160, 4, 8, 1 << 16
+PID_BITS = 22
+"""Of ``pid`` in a record; the machine's number is above them."""
 DATA_SIZE = 1 << 30
 """Bytes of the file, a sparse one, that takes what is written."""
 

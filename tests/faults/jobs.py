@@ -116,6 +116,20 @@ class Ended:
     seconds: float
 
 
+class Patience:
+    """Seconds to wait for something; those do not count in which this process was stopped itself (SIGSTOP)."""
+
+    def __init__(self, seconds: float) -> None:
+        self._left, self._looked = seconds, time.monotonic()
+
+    def is_over(self) -> bool:
+        """Returns whether they are; to be asked often."""
+        now = time.monotonic()
+        self._left -= min(now - self._looked, 0.5)
+        self._looked = now
+        return self._left <= 0
+
+
 class Running:
     """A command in a fork of this process, in a session of its own.
 
@@ -154,13 +168,13 @@ class Running:
 
     def wait(self, seconds: float = ENDLESS) -> Ended:
         """Waits for its end, or brings it about."""
-        deadline = time.monotonic() + seconds
+        patience = Patience(seconds)
         while True:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 code: int | None = os.waitstatus_to_exitcode(status)
                 break
-            if time.monotonic() > deadline:
+            if patience.is_over():
                 os.kill(self.pid, signal.SIGKILL)
                 os.waitpid(self.pid, 0)
                 code = None
@@ -304,13 +318,13 @@ class Workshop:
 
     def left_over(self, before: set[str], seconds: float = 8.0) -> str:
         """What a run has left beside its files: a process, or a name in shared memory; "" where there is nothing."""
-        deadline = time.monotonic() + seconds
+        patience = Patience(seconds)
         while True:
             alive = [process.pid for process in self.ranks() if _is_alive(process)]
             names = shared_memory() - before
             if not alive and not names:
                 return ""
-            if time.monotonic() > deadline:
+            if patience.is_over():
                 for pid in alive:
                     os.kill(pid, signal.SIGKILL)
                 return f"processes {alive}, shared memory {sorted(names)}"
