@@ -190,6 +190,7 @@ def run_as_launched(
                     prepared, done, config.world_size, log, shown=config.rank == 0
                 ),
                 log=recipe.log,
+                all_write=recipe.transport == "direct",
             )
             return prepared, record
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
+from modelexport.checkpoints.staging.journal import boot_id, boot_ids
 from modelexport.distributed import launch
 from modelexport.distributed.launch import MultiprocessConfig
 from modelexport.errors import RankFailedError
@@ -64,6 +65,7 @@ def run_under_launcher(
     collect: Callable[[dict[str, Any], dict[str, Any]], T],
     progress: Callable[[Mapping[str, Any], LogFile | None], AbstractContextManager[ProgressHandler]],
     log: str | None,
+    all_write: bool,
 ) -> T:
     """Does this rank's part of the work where another launcher started it; rank 0 opens and publishes the target.
 
@@ -74,15 +76,18 @@ def run_under_launcher(
             done and the log.
         log: the file that ranks append to what they do; on machines other than the first, its name ends in ``.`` and
             the number of the machine's first rank, since two machines cannot append to one file of a network.
+        all_write: whether every rank writes weights, not the first alone.
 
     Returns:
         The value of ``collect``, on every rank.
     """
     from modelexport.distributed import ranks
 
+    boot = ranks.reduce_and_broadcast(boot_id, boot_ids) if all_write else None
+
     def begin() -> tuple[dict[str, Any], float]:
         with launch.phase_scope("opening the target"):
-            return target.begin(), time.time()
+            return target.begin(boot), time.time()
 
     done, began = ranks.compute_and_broadcast(begin)
     name = log_of(config, log)

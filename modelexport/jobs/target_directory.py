@@ -55,8 +55,12 @@ class TargetDirectory:
         self._staging: Staging | None = None
         self._side: SideFiles | None = None
 
-    def begin(self) -> dict[str, Any]:
+    def begin(self, boot: str | None = None) -> dict[str, Any]:
         """Opens the staging directory and puts everything into it but the weights.
+
+        Args:
+            boot: what :func:`~modelexport.checkpoints.staging.journal.boot_ids` says of the machines that write; None:
+                this one alone does.
 
         Returns:
             The steps that an interrupted run has finished, with their records: none if a weight file had to be made.
@@ -65,9 +69,12 @@ class TargetDirectory:
             UsageError: the target exists, or another export is in its place.
         """
         files = self._files
-        self._staging = Staging.open(Path(self._out), files.fingerprint, inputs=files.inputs, overwrite=self._overwrite)
+        self._staging = Staging.open(
+            Path(self._out), files.fingerprint, inputs=files.inputs, overwrite=self._overwrite, boot=boot
+        )
         if self._staging.restarted and not self._quiet:
-            note("the machine has restarted since an export here was cut off: it begins anew")
+            machine = "the machine" if boot is None else "a machine"
+            note(f"{machine} has restarted, or is another one, since an export here was cut off: it begins anew")
         if self._staging.lost and not self._quiet:
             note(f"another export here is dropped, which cannot be finished: {self._staging.lost}")
         payload = self._staging.directory

@@ -96,6 +96,7 @@ def run_as_launched(recipe: ReshardRecipe, config: MultiprocessConfig) -> tuple[
                     prepared, done, config.world_size, log, shown=config.rank == 0
                 ),
                 log=recipe.log,
+                all_write=True,
             )
             return prepared, config.world_size, result
 

@@ -220,6 +220,18 @@ def test_after_another_boot_the_steps_do_not_count(out: Path, monkeypatch: pytes
         assert listing(stage.directory) == []
 
 
+def test_after_another_boot_of_one_of_several_machines_the_steps_do_not_count(out: Path) -> None:
+    def opened(*boots: str) -> Staging:
+        return Staging.open(out, RECIPE, boot=journal.boot_ids(boots))
+
+    with opened("a", "b", "b") as stage:
+        stage.record("layer 0", {})
+    with opened("b", "a") as stage:
+        assert stage.resumed
+    with opened("a", "c") as stage:
+        assert (stage.done, stage.restarted) == ({}, True)
+
+
 def test_steps_without_their_files_do_not_count(out: Path) -> None:
     interrupt(out, "layer 0")
     (staging_directory(out) / "ckpt" / "config.json").unlink()

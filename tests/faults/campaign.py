@@ -20,7 +20,7 @@ from pathlib import Path
 from random import Random
 
 from tests.faults.interposed import FAIL, FILES, KINDS, MEMFDS, SHORT, SOCKETS, Fault, run_interposed
-from tests.faults.jobs import JOBS, Ended, Workshop, difference, digests, files_left, shared_memory, version
+from tests.faults.jobs import JOBS, Ended, Workshop, difference, files_left, pushing, shared_memory, version
 
 _ROOM = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EINTR)
 FAULTS: dict[str, tuple[int, ...]] = {  # kind of call -> errors; 0: it falls short
@@ -147,9 +147,10 @@ def _wrong_end(shop: Workshop, name: str, fault: Fault, ended: Ended, out: Path)
     if ended.status is None:
         return ["hangs"]
     if ended.status == 0:
-        other = difference(digests(out), shop.expected[name])
+        other = difference(shop.output(JOBS[name], out), shop.expected[name])
         return [other or f"a traceback: {ended.errors[-800:]!r}"] if other or "Traceback" in ended.errors else []
-    if out.exists():
+    found = shop.output(JOBS[name], out)
+    if found and (not JOBS[name].pushes or found != shop.expected[name]):  # the hub's answer may be what is lost
         return [f"status {ended.status}, but the target is there: {ended.errors[-300:]!r}"]
     lines = ended.errors.strip().replace("\n  ", " ").split("\n")  # a list of problems has a line for each
     if "Traceback" in ended.errors or len(lines) != 1 or not lines[0].startswith("modelexport: "):
@@ -169,7 +170,7 @@ def _wrong_rerun(shop: Workshop, name: str, out: Path) -> list[str]:
     if again.status != 0:
         return [f"the rerun fails: {again.errors[-300:]!r}"]
     left = sorted({path.name for path in out.parent.iterdir()} - {out.name, "output", "workspace"})
-    other = difference(digests(out), shop.expected[name])
+    other = difference(shop.output(JOBS[name], out), shop.expected[name])
     return [each for each in (f"the rerun: {other}" if other else "", f"left: {left}" if left else "") if each]
 
 
@@ -198,9 +199,10 @@ def main(arguments: Sequence[str]) -> int:
     given.directory.mkdir(parents=True, exist_ok=True)
     run_interposed(given.directory, ["-m", "tests.faults.campaign", *arguments])
     names = given.jobs.split(",")
-    shop = Workshop(given.directory / "shop", names)
-    print({name: round(seconds, 2) for name, seconds in shop.seconds.items()}, flush=True)
-    outcomes = run_campaign(shop, names, given.cases, given.seed, given.seconds)
+    with pushing(given.directory) as hub:
+        shop = Workshop(given.directory / "shop", names, hub)
+        print({name: round(seconds, 2) for name, seconds in shop.seconds.items()}, flush=True)
+        outcomes = run_campaign(shop, names, given.cases, given.seed, given.seconds)
     print(outcomes)
     print(json.dumps({"commit": version(), "seed": given.seed, "jobs": names, **outcomes.as_json()}))
     return 1 if outcomes.defects else 0

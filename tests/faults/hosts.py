@@ -17,14 +17,15 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
 from modelexport.assets import demo_model_path
-from tests.faults.interposed import DELAY, FILES, Fault, Interposed, run_interposed
-from tests.faults.jobs import FEW, difference, digests, version
+from tests.faults.interposed import DELAY, FILES, KINDS, PID_BITS, Fault, Interposed, Record, run_interposed
+from tests.faults.jobs import FEW, Patience, difference, digests, version
 from tests.helpers.hosts import Host, Network, hosts_on_a_switch, why_not
 from tests.helpers.switch import Conditions
 
@@ -46,7 +47,8 @@ class Condition:
         clock: seconds by which each machine's clock is ahead of the one's before it.
         late: seconds that every call on files of the workspace and the target takes longer.
         fault: what happens at a moment of the run: "cut" (one machine from the others, for good), "pause" (so for
-            some seconds), "kill" (one machine, which from then on answers nothing).
+            some seconds), "kill" (one machine, which from then on answers nothing), "power" (so, and what it wrote and
+            did not fsync is lost).
     """
 
     network: Conditions = field(default_factory=Conditions)
@@ -71,12 +73,37 @@ CONDITIONS = {
     "pause": Condition(fault="pause"),
     "cut": Condition(fault="cut"),
     "kill": Condition(fault="kill"),
+    "power": Condition(fault="power"),
 }
 
 
+@dataclass(frozen=True)
+class Job:
+    """A command that machines run together.
+
+    Attributes:
+        alone: the command by which one process writes the same.
+        spread: what is added to it on machines; ``{world}`` and ``{workspace}`` are filled in.
+    """
+
+    alone: tuple[str, ...]
+    spread: tuple[str, ...] = ("--tp", "{world}", "--workspace", "{workspace}")
+
+    def argv(self, world: int, workspace: Path) -> list[str]:
+        """The arguments on each of ``world`` machines."""
+        known = {"world": world, "workspace": workspace}
+        return [*self.alone, *(word.format(**known) for word in self.spread), "--timeout", str(_PATIENCE)]
+
+
+_INT4 = ("--model", str(demo_model_path()), "--quant", "int4", "--group-size", "32", "--no-evaluate", "--quiet")
+_RESHARD = ("reshard", str(demo_model_path()), "--tp", "4", "--quiet")
 JOBS = {
-    "int4": ("--quant", "int4", "--group-size", "32"),
-    "gptq": ("--quant", "int4", "--group-size", "32", "--algorithm", "gptq", *FEW),
+    "int4": Job(_INT4),
+    "direct": Job(_INT4, (*Job.spread, "--gather", "direct")),
+    "gptq": Job((*_INT4, "--algorithm", "gptq", *FEW)),
+    "reshard": Job(_RESHARD, ()),
+    "reshard p2p": Job(_RESHARD, ("--exchange", "p2p")),
+    "reshard direct": Job(_RESHARD, ("--exchange", "direct")),
 }
 
 
@@ -86,8 +113,7 @@ class Cluster:
     Args:
         directory: an empty one, of which they share a part.
         hosts, network: of :func:`~tests.helpers.hosts.hosts_on_a_switch`.
-        argv: of the job, to which ``--tp``, ``--workspace`` and ``--out`` are added.
-        interposed: makes files late.
+        interposed: makes files late, and logs who writes.
 
     Attributes:
         shared: what they share: the workspace, and the target.
@@ -95,20 +121,27 @@ class Cluster:
     """
 
     def __init__(
-        self, directory: Path, hosts: Sequence[Host], network: Network, argv: Sequence[str], interposed: Interposed
+        self, directory: Path, hosts: Sequence[Host], network: Network, job: Job, interposed: Interposed
     ) -> None:
         self.directory, self.hosts, self.network, self.interposed = directory, hosts, network, interposed
-        self.argv = list(argv)
+        self.job = job
         self.shared = directory / "shared"
         self.workspace = self.shared / "workspace"
         for path in (self.workspace, directory / "logs"):
             path.mkdir(parents=True, exist_ok=True)
+        self._boots = [directory / f"boot-{host.name}" for host in hosts]
+        for number in range(len(hosts)):
+            self.boot(number)
         self.expected = self._alone()
+
+    def boot(self, number: int) -> None:
+        """A machine is booted: it has another boot's id."""
+        self._boots[number].write_text(f"{uuid.uuid4()}\n")
 
     def _alone(self) -> dict[str, str]:
         """Digests of the job's output in one process."""
         out = self.directory / "alone"
-        subprocess.run([sys.executable, "-m", "modelexport", *self.argv, "--out", str(out)], check=True)
+        subprocess.run([sys.executable, "-m", "modelexport", *self.job.alone, "--out", str(out)], check=True)
         found = digests(out)
         shutil.rmtree(out)
         return found
@@ -120,19 +153,22 @@ class Cluster:
         self.network.become(condition.network)
         if condition.late:
             self.interposed.arm(Fault(DELAY, _LATE, 1, code=round(condition.late * 1e6), sticky=True), FILES)
+        if condition.fault == "power":
+            self.interposed.start_log(FILES)
         world, processes, logs = len(self.hosts), [], []
         for number, host in enumerate(self.hosts):
             place = {"RANK": number, "WORLD_SIZE": world, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
             env = {name: str(value) for name, value in place.items()}
             env |= {"MASTER_ADDR": self.hosts[0].address, "MASTER_PORT": str(_PORT)}
-            env |= {"FAULTS_CLOCK": str(condition.clock * number)}
-            command = ["-m", "modelexport", *self.argv, "--tp", str(world), "--workspace", str(self.workspace)]
+            env |= {"FAULTS_CLOCK": str(condition.clock * number), "FAULTS_MACHINE": str(number)}
+            env |= {"BOOT_ID": str(self._boots[number])}
+            command = ["-m", "modelexport", *self.job.argv(world, self.workspace)]
             logs.append(self.directory / "logs" / f"{host.name}.log")
             processes.append(host.start([*command, "--out", str(out)], logs[-1], env))
         try:
             disturb(processes)
-            deadline = time.monotonic() + ENDLESS
-            statuses = [_wait(process, deadline) for process in processes]
+            patience = Patience(ENDLESS)
+            statuses = [_wait(process, patience) for process in processes]
         finally:
             for process in processes:
                 end(process)
@@ -148,11 +184,10 @@ def end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _wait(process: subprocess.Popen[bytes], deadline: float) -> int | None:
-    try:
-        return process.wait(max(0.1, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        return None
+def _wait(process: subprocess.Popen[bytes], patience: Patience) -> int | None:
+    while process.poll() is None and not patience.is_over():
+        time.sleep(0.01)
+    return process.poll()
 
 
 @dataclass
@@ -183,11 +218,11 @@ class Trials:
         def disturb(processes: list[subprocess.Popen[bytes]]) -> None:
             if condition.fault:
                 time.sleep(moment)
-                _strike(condition.fault, cluster.network, processes, victim)
+                _strike(condition.fault, cluster, processes, victim)
 
         began = time.monotonic()
         statuses, texts = cluster.run(out, condition, disturb)
-        if condition.fault == "kill":  # it has ended with the others, or they without it
+        if condition.fault in ("kill", "power"):  # it has ended with the others, or they without it
             del statuses[victim], texts[victim]
         took, finished = time.monotonic() - began, _all_done(statuses)
         wrong = [] if finished else _wrong_end(condition, statuses, texts)
@@ -207,14 +242,53 @@ def _all_done(statuses: Sequence[int | None]) -> bool:
     return all(status == 0 for status in statuses)
 
 
-def _strike(fault: str, network: Network, processes: list[subprocess.Popen[bytes]], victim: int) -> None:
+def _strike(fault: str, cluster: Cluster, processes: list[subprocess.Popen[bytes]], victim: int) -> None:
     others = [number for number in range(len(processes)) if number != victim]
-    network.become(Conditions(parts=[[victim], others]))
-    if fault == "kill":
+    cluster.network.become(Conditions(parts=[[victim], others]))
+    if fault in ("kill", "power"):
         end(processes[victim])
+    if fault == "power":
+        lose_unsynced(cluster.shared, cluster.interposed.log(), victim)
+        cluster.boot(victim)
     if fault == "pause":
         time.sleep(_PAUSE)
-        network.become(Conditions())
+        cluster.network.become(Conditions())
+
+
+def lose_unsynced(directory: Path, log: Sequence[Record], machine: int) -> int:
+    """Takes out of files what a machine has written and not fsynced, which are zeros then; returns how many bytes."""
+    unsynced: dict[int, list[tuple[int, int]]] = {}
+    beginning: dict[int, list[tuple[int, int]]] = {}
+    for record in log:
+        kind, inode = KINDS[record.kind], record.inode
+        own = record.pid >> PID_BITS == machine
+        if kind in ("write", "munmap") and record.length > 0:
+            written = (record.offset, record.offset + record.length)
+            kept = unsynced.setdefault(inode, [])
+            kept[:] = [part for each in kept for part in _without(each, written)] + ([written] if own else [])
+        elif kind == "open" and record.flags & 1 and record.flags & os.O_CREAT:  # the inode may have been another's
+            unsynced.pop(inode, None)
+        elif kind == "begin fsync" and own:
+            beginning[inode] = list(unsynced.get(inode, []))
+        elif kind == "fsync" and own and record.result >= 0:
+            safe = beginning.pop(inode, [])
+            for each in safe:
+                unsynced[inode] = [part for kept in unsynced[inode] for part in _without(kept, each)]
+    lost = 0
+    for path in directory.rglob("*"):
+        if path.is_file():
+            with path.open("r+b") as file:
+                for begin, end_ in unsynced.get(path.stat().st_ino, []):
+                    file.seek(begin)
+                    file.write(bytes(end_ - begin))
+                    lost += end_ - begin
+    return lost
+
+
+def _without(part: tuple[int, int], other: tuple[int, int]) -> list[tuple[int, int]]:
+    begin, stop = part
+    parts = [(begin, min(stop, other[0])), (max(begin, other[1]), stop)]
+    return [(a, b) for a, b in parts if a < b]
 
 
 def _wrong_end(condition: Condition, statuses: list[int | None], texts: list[str]) -> list[str]:
@@ -259,9 +333,7 @@ def main(arguments: Sequence[str]) -> int:
     for count in given.machines:
         with hosts_on_a_switch(count) as (hosts, network):
             for job in given.jobs:
-                argv = ["--model", str(demo_model_path()), *JOBS[job], "--no-evaluate", "--quiet"]
-                argv += ["--timeout", str(_PATIENCE)]
-                cluster = Cluster(given.directory, hosts, network, argv, interposed)
+                cluster = Cluster(given.directory, hosts, network, JOBS[job], interposed)
                 seconds = 0.0
                 for name in given.conditions:
                     condition = CONDITIONS[name]

@@ -1,5 +1,6 @@
 /* Interposed by LD_PRELOAD before libc's calls on files and sockets: lets the n-th one fail, fall short, be late or
- * kill, and logs them; and before those on the clock, to which it adds FAULTS_CLOCK seconds.
+ * kill, and logs them; and before those on the clock, to which it adds FAULTS_CLOCK seconds. Process ids of several
+ * machines in one log are told apart by FAULTS_MACHINE, from 0: see begin().
  *
  * Every process that inherits the environment maps the file FAULTS_CONTROL, a struct control, which the program that
  * directs them arms and reads; FAULTS_DATA, if set, is a file that takes the bytes that are written. A call is looked
@@ -12,6 +13,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdint.h>
@@ -34,7 +36,7 @@
 enum kind { OPEN, READ, WRITE, FSYNC, MMAP, RENAME, UNLINK, MKDIR, ALLOCATE, TRUNCATE, SENDMSG, RECVMSG, MUNMAP, BEGIN_FSYNC };
 enum mode { OFF, FAIL, SHORT, KILL, DELAY };
 enum target { FILES = 1, SOCKETS = 2, MEMFDS = 4, PIPES = 8 };
-enum { PATH_BYTES = 256, SITE_BYTES = 160, PLACE_BYTES = 78, SCOPES = 4, EXEMPT = 8, RECORDS = 1 << 16 };
+enum { PATH_BYTES = 256, SITE_BYTES = 160, PLACE_BYTES = 78, SCOPES = 4, EXEMPT = 8, RECORDS = 1 << 16, PATIENCE = 1 << 22, PID_BITS = 22 };
 
 struct record {
     int32_t kind, pid;
@@ -54,13 +56,14 @@ struct control {
     char site[SITE_BYTES];       /* only calls whose site is this */
     char fired_site[SITE_BYTES]; /* of the first fault, with the kind before it */
     char fired_path[PATH_BYTES];
-    int32_t fired_pid, fired_kind;
+    int32_t fired_pid, fired_kind, order, pad;
     int64_t records, data_used, data_size;
     struct record log[RECORDS];
 };
 
 static struct control *control;
 static double clock_ahead; /* seconds */
+static int machine;        /* added to process ids that are logged */
 static char *data_area;
 static __thread int inside;
 
@@ -80,7 +83,9 @@ static void *mapped(const char *variable, size_t size) {
 
 __attribute__((constructor)) static void begin(void) {
     const char *ahead = getenv("FAULTS_CLOCK");
+    const char *number = getenv("FAULTS_MACHINE");
     if (ahead) clock_ahead = atof(ahead);
+    if (number) machine = atoi(number) << PID_BITS;
     control = mapped("FAULTS_CONTROL", sizeof(struct control));
     if (control && control->data_size) data_area = mapped("FAULTS_DATA", control->data_size);
 }
@@ -256,7 +261,7 @@ static struct record *noted(const struct call *call, int64_t result) {
     int64_t number = __atomic_fetch_add(&control->records, 1, __ATOMIC_SEQ_CST);
     if (number >= RECORDS) return NULL;
     struct record *record = &control->log[number];
-    record->pid = getpid();
+    record->pid = getpid() + machine;
     record->kind = call->kind;
     record->data = -1;
     record->result = result;
@@ -265,6 +270,23 @@ static struct record *noted(const struct call *call, int64_t result) {
     memcpy(record->other, call->other, PATH_BYTES);
     memcpy(record->site, call->site, SITE_BYTES);
     return record;
+}
+
+/* Calls that change files or names, of all processes, one after the other while their bytes are kept: the log has them
+ * in the order in which they were done. (The owner may have been killed: then it is taken from it in the end.) */
+static int in_order(void) {
+    if (!control->logging || !control->keeping_data) return 0;
+    int32_t nobody = 0;
+    for (int i = 0; i < PATIENCE; i++, nobody = 0) {
+        if (__atomic_compare_exchange_n(&control->order, &nobody, 1, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) break;
+        sched_yield();
+    }
+    return 1;
+}
+
+static void ended(int ordered) {
+    if (ordered) __atomic_store_n(&control->order, 0, __ATOMIC_SEQ_CST);
+    inside--;
 }
 
 static int64_t inode_of_fd(int fd) {
@@ -316,14 +338,12 @@ static int began_path(struct call *call, int kind, int directory, const char *na
     return found;
 }
 
-static void ended(void) { inside--; }
-
 /* --- names ------------------------------------------------------------------------------------------------------- */
 
 static int opened(int directory, const char *name, int flags, mode_t mode) {
     struct call call;
     if (!began_path(&call, OPEN, directory, name, 0, NULL)) return syscall(SYS_openat, directory, name, flags, mode);
-    int fd = -1, fresh = 0;
+    int fd = -1, fresh = 0, ordered = flags & (O_CREAT | O_TRUNC) ? in_order() : 0;
     if (call.verdict != FAIL) {
         int64_t before = (flags & O_CREAT) ? inode_of_path(call.path) : 0;
         fd = syscall(SYS_openat, directory, name, flags, mode);
@@ -337,7 +357,7 @@ static int opened(int directory, const char *name, int flags, mode_t mode) {
         record->inode = fd >= 0 ? inode_of_fd(fd) : -1;
     }
     errno = code;
-    ended();
+    ended(ordered);
     return fd;
 }
 
@@ -366,20 +386,21 @@ int memfd_create(const char *name, unsigned int flags) {
     if (!began_path(&call, OPEN, AT_FDCWD, path, 0, NULL)) return syscall(SYS_memfd_create, name, flags);
     int fd = call.verdict == FAIL ? -1 : (int)syscall(SYS_memfd_create, name, flags);
     noted(&call, fd);
-    ended();
+    ended(0);
     return fd;
 }
 
 static int renamed(int from, const char *a, int to, const char *b, unsigned int flags) {
     struct call call;
     if (!began_path(&call, RENAME, from, a, to, b)) return syscall(SYS_renameat2, from, a, to, b, flags);
+    int ordered = in_order();
     int64_t inode = inode_of_path(call.path);
     int result = call.verdict == FAIL ? -1 : (int)syscall(SYS_renameat2, from, a, to, b, flags);
     int code = errno;
     struct record *record = noted(&call, result);
     if (record) record->inode = inode, record->flags = (int)flags;
     errno = code;
-    ended();
+    ended(ordered);
     return result;
 }
 
@@ -390,13 +411,14 @@ int renameat2(int from, const char *a, int to, const char *b, unsigned int flags
 static int unlinked(int at, const char *name, int flags) {
     struct call call;
     if (!began_path(&call, UNLINK, at, name, 0, NULL)) return syscall(SYS_unlinkat, at, name, flags);
+    int ordered = in_order();
     int64_t inode = inode_of_path(call.path);
     int result = call.verdict == FAIL ? -1 : (int)syscall(SYS_unlinkat, at, name, flags);
     int code = errno;
     struct record *record = noted(&call, result);
     if (record) record->inode = inode, record->flags = flags;
     errno = code;
-    ended();
+    ended(ordered);
     return result;
 }
 
@@ -407,12 +429,13 @@ int unlinkat(int at, const char *name, int flags) { return unlinked(at, name, fl
 int mkdirat(int at, const char *name, mode_t mode) {
     struct call call;
     if (!began_path(&call, MKDIR, at, name, 0, NULL)) return syscall(SYS_mkdirat, at, name, mode);
+    int ordered = in_order();
     int result = call.verdict == FAIL ? -1 : (int)syscall(SYS_mkdirat, at, name, mode);
     int code = errno;
     struct record *record = noted(&call, result);
     if (record) record->inode = inode_of_path(call.path);
     errno = code;
-    ended();
+    ended(ordered);
     return result;
 }
 
@@ -434,12 +457,12 @@ static ssize_t received(int fd, const struct iovec *vector, int count, off_t off
     if (began_fd(&call, READ, fd)) {
         if (call.verdict == FAIL) {
             noted(&call, -1);
-            ended();
+            ended(0);
             return -1;
         }
         if (call.verdict == SHORT) part = half(vector, count), vector = &part, count = 1;
         if (control->logging) noted(&call, 0);
-        ended();
+        ended(0);
     }
     if (offset < 0 && count == 1) return syscall(SYS_read, fd, vector->iov_base, vector->iov_len);
     if (offset < 0) return syscall(SYS_readv, fd, vector, count);
@@ -472,10 +495,11 @@ static ssize_t wrote(int fd, const struct iovec *vector, int count, off_t offset
     int watched = began_fd(&call, WRITE, fd);
     if (watched && call.verdict == FAIL) {
         noted(&call, -1);
-        ended();
+        ended(0);
         return -1;
     }
     if (watched && call.verdict == SHORT) part = half(vector, count), vector = &part, count = 1;
+    int ordered = watched ? in_order() : 0;
     ssize_t done = offset >= 0  ? syscall(SYS_pwritev2, fd, vector, count, (long)offset, 0L, flags)
                    : count == 1 ? syscall(SYS_write, fd, vector->iov_base, vector->iov_len)
                                 : syscall(SYS_writev, fd, vector, count);
@@ -496,7 +520,7 @@ static ssize_t wrote(int fd, const struct iovec *vector, int count, off_t offset
         }
     }
     errno = code;
-    ended();
+    ended(ordered);
     return done;
 }
 
@@ -520,7 +544,7 @@ ssize_t sendfile64(int out, int in, off_t *offset, size_t length) {
     struct call call;
     int watched = began_fd(&call, WRITE, out);
     if (!watched) return syscall(SYS_sendfile, out, in, offset, length);
-    ended();
+    ended(0);
     if (call.verdict == FAIL) return -1;
     static __thread char buffer[1 << 16];
     if (length > sizeof buffer) length = sizeof buffer;
@@ -539,7 +563,7 @@ ssize_t sendfile(int out, int in, off_t *offset, size_t length) { return sendfil
 ssize_t copy_file_range(int in, off64_t *from, int out, off64_t *to, size_t length, unsigned int flags) {
     struct call call;
     if (began_fd(&call, WRITE, out)) {
-        ended();
+        ended(0);
         errno = EXDEV; /* its callers have another way then, which is seen */
         return -1;
     }
@@ -560,7 +584,7 @@ static int synced(int number, int fd) {
     struct record *record = noted(&call, result);
     if (record) record->inode = inode_of_fd(fd);
     errno = code;
-    ended();
+    ended(0);
     return result;
 }
 int fsync(int fd) { return synced(SYS_fsync, fd); }
@@ -569,7 +593,7 @@ int fdatasync(int fd) { return synced(SYS_fdatasync, fd); }
 static int sized(int kind, int fd, off_t offset, off_t size, int flags) {
     struct call call;
     int watched = began_fd(&call, kind, fd);
-    int result = -1;
+    int result = -1, ordered = watched ? in_order() : 0;
     if (call.verdict != FAIL)
         result = kind == TRUNCATE ? syscall(SYS_ftruncate, fd, size) : syscall(SYS_fallocate, fd, flags, offset, size);
     if (!watched) return result;
@@ -577,7 +601,7 @@ static int sized(int kind, int fd, off_t offset, off_t size, int flags) {
     struct record *record = noted(&call, result);
     if (record) record->inode = inode_of_fd(fd), record->offset = offset, record->length = size, record->flags = flags;
     errno = code;
-    ended();
+    ended(ordered);
     return result;
 }
 int ftruncate(int fd, off_t size) { return sized(TRUNCATE, fd, 0, size, 0); }
@@ -590,12 +614,13 @@ int posix_fallocate64(int fd, off_t offset, off_t size) { return sized(ALLOCATE,
 int truncate(const char *name, off_t size) {
     struct call call;
     if (!began_path(&call, TRUNCATE, AT_FDCWD, name, 0, NULL)) return syscall(SYS_truncate, name, size);
+    int ordered = in_order();
     int result = call.verdict == FAIL ? -1 : (int)syscall(SYS_truncate, name, size);
     int code = errno;
     struct record *record = noted(&call, result);
     if (record) record->inode = inode_of_path(call.path), record->length = size;
     errno = code;
-    ended();
+    ended(ordered);
     return result;
 }
 int truncate64(const char *name, off_t size) { return truncate(name, size); }
@@ -631,7 +656,7 @@ void *mmap64(void *wish, size_t length, int protection, int flags, int fd, off_t
             }
     }
     errno = code;
-    ended();
+    ended(0);
     return area;
 }
 void *mmap(void *wish, size_t length, int protection, int flags, int fd, off_t offset) {
@@ -644,6 +669,8 @@ int munmap(void *area, size_t length) {
             if (mappings[i].begin != area) continue;
             struct call call = {.kind = MUNMAP};
             memcpy(call.path, mappings[i].path, PATH_BYTES);
+            inside++;
+            int ordered = in_order();
             struct record *record = noted(&call, 0);
             if (record) {
                 record->inode = mappings[i].inode, record->offset = mappings[i].offset;
@@ -651,6 +678,7 @@ int munmap(void *area, size_t length) {
                 keep(record, area, record->length);
             }
             mappings[i].begin = NULL;
+            ended(ordered);
             break;
         }
     return syscall(SYS_munmap, area, length);
@@ -669,7 +697,7 @@ static int on_socket(int kind, int fd) {
     struct call call;
     if (!began_fd(&call, kind, fd)) return OFF;
     if (control->logging) noted(&call, call.verdict == FAIL ? -1 : 0);
-    ended();
+    ended(0);
     return call.verdict == SHORT && !is_stream(fd) ? OFF : call.verdict;
 }
 

@@ -20,6 +20,8 @@ KINDS = (
 OFF, FAIL, SHORT, KILL, DELAY = range(5)
 FILES, SOCKETS, MEMFDS, PIPES = 1, 2, 4, 8
 _PATH, _SITE, _SCOPES, _EXEMPT, _RECORDS = 256, 160, 4, 8, 1 << 16
+PID_BITS = 22
+"""Of ``pid`` in a record; the machine's number is above them."""
 DATA_SIZE = 1 << 30
 """Bytes of the file, a sparse one, that takes what is written."""
 
@@ -48,7 +50,7 @@ class _Control(ctypes.Structure):
         ("site", ctypes.c_char * _SITE),
         ("fired_site", ctypes.c_char * _SITE),
         ("fired_path", ctypes.c_char * _PATH),
-        *((name, ctypes.c_int32) for name in ("fired_pid", "fired_kind")),
+        *((name, ctypes.c_int32) for name in ("fired_pid", "fired_kind", "order", "pad")),
         *((name, ctypes.c_int64) for name in ("records", "data_used", "data_size")),
         ("log", Record * _RECORDS),
     )
@@ -115,10 +117,11 @@ class Interposed:
         self._control.mode, self._control.logging = OFF, 0
 
     def start_log(self, targets: int = FILES, *, data: bool = False) -> None:
-        """Logs from now on; with ``data`` also what is written."""
+        """Logs from now on; with ``data`` also what is written, and calls of all processes in their effects' order."""
         self._control.records = self._control.data_used = 0
         ctypes.memset(self._control.log, 0, ctypes.sizeof(self._control.log))
-        self._control.targets, self._control.keeping_data, self._control.logging = targets, data, 1
+        self._control.order, self._control.targets = 0, targets
+        self._control.keeping_data, self._control.logging = data, 1
 
     def log(self) -> list[Record]:
         """What was logged, copied."""

@@ -21,6 +21,7 @@ import psutil
 
 from modelexport import assets
 from tests.faults.interposed import Interposed
+from tests.helpers.hub_server import TOKEN, Hub, running_hub
 
 ENDLESS = 60.0
 """Seconds after which a run is taken to hang."""
@@ -28,6 +29,9 @@ _IDLE = 5  # times, 10 ms apart, that a fork server sleeps which waits for reque
 _LAST_WORDS = re.compile(rb"Traceback(?:(?!Traceback).)*in recvfds(?:(?!Traceback).)*EOFError\n", re.DOTALL)
 """Of a fork server whose launcher died in the middle of a request."""
 FEW = ("--calib-samples", "2", "--calib-length", "16")
+REPOSITORY = "me/demo"
+"""That pushes make on the hub."""
+PUSH = "push"
 
 
 @dataclass(frozen=True)
@@ -39,21 +43,27 @@ class Job:
             filled in; ``--out`` follows.
         ranks: whether it starts processes.
         same_as: the job whose output this one's must equal.
+        pushes: whether its output is not a directory but :data:`REPOSITORY` on the hub.
     """
 
     command: tuple[str, ...]
     ranks: bool = False
     same_as: str = ""
+    pushes: bool = False
 
     def argv(self, place: Path, out: Path) -> list[str]:
         """The command's arguments."""
         known = {"source": place / "source", "int4": place / "int4", "work": out.parent / "workspace"}
-        return [*(word.format(**known) for word in self.command), "--out", str(out), "--quiet"]
+        target = [] if self.pushes else ["--out", str(out)]
+        return [*(word.format(**known) for word in self.command), *target, "--quiet"]
 
 
 _EXPORT = ("--model", "{source}")
 _INT4 = (*_EXPORT, "--quant", "int4", "--group-size", "32")
 _TP2 = ("--tp", "2", "--gather")
+_GGUF = (*_EXPORT, "--format", "gguf", "--quant", "q4_k_m")
+_DCP = (*_INT4, "--format", "dcp", "--target-tp", "2")
+_RESHARD = ("reshard", "{source}", "--tp", "2", "--ranks")
 JOBS = {
     "none": Job((*_EXPORT, "--quant", "none")),
     "int4": Job(_INT4),
@@ -63,10 +73,17 @@ JOBS = {
     "none tp2 direct": Job((*_EXPORT, "--quant", "none", *_TP2, "direct"), ranks=True, same_as="none"),
     "gptq": Job((*_INT4, "--algorithm", "gptq", *FEW)),
     "gptq tp2": Job((*_INT4, "--algorithm", "gptq", *FEW, *_TP2, "direct"), ranks=True, same_as="gptq"),
-    "reshard": Job(("reshard", "{source}", "--tp", "2", "--ranks", "1")),
-    "reshard ranks2": Job(("reshard", "{source}", "--tp", "2", "--ranks", "2"), ranks=True, same_as="reshard"),
+    "gguf": Job(_GGUF),
+    "gguf tp2": Job((*_GGUF, *_TP2, "direct"), ranks=True, same_as="gguf"),
+    "dcp": Job(_DCP),
+    "dcp tp2": Job((*_DCP, *_TP2, "direct"), ranks=True, same_as="dcp"),
+    "reshard": Job((*_RESHARD, "1")),
+    "reshard ranks2": Job((*_RESHARD, "2"), ranks=True, same_as="reshard"),
+    "reshard exchange": Job((*_RESHARD, "2", "--exchange", "p2p"), ranks=True, same_as="reshard"),
     "convert": Job(("convert", "{int4}", "--format", "gptq")),
     "convert dcp": Job(("convert", "{int4}", "--format", "dcp")),
+    "convert gguf": Job(("convert", "{int4}", "--format", "gguf")),
+    PUSH: Job(("push", "{int4}", REPOSITORY), pushes=True),
 }
 
 
@@ -97,6 +114,20 @@ class Ended:
     status: int | None
     errors: str
     seconds: float
+
+
+class Patience:
+    """Seconds to wait for something; those do not count in which this process was stopped itself (SIGSTOP)."""
+
+    def __init__(self, seconds: float) -> None:
+        self._left, self._looked = seconds, time.monotonic()
+
+    def is_over(self) -> bool:
+        """Returns whether they are; to be asked often."""
+        now = time.monotonic()
+        self._left -= min(now - self._looked, 0.5)
+        self._looked = now
+        return self._left <= 0
 
 
 class Running:
@@ -131,15 +162,19 @@ class Running:
                     sys.stderr.flush()
                 os._exit(status)
 
+    def runs(self) -> bool:
+        """Returns whether it has not ended."""
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
     def wait(self, seconds: float = ENDLESS) -> Ended:
         """Waits for its end, or brings it about."""
-        deadline = time.monotonic() + seconds
+        patience = Patience(seconds)
         while True:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 code: int | None = os.waitstatus_to_exitcode(status)
                 break
-            if time.monotonic() > deadline:
+            if patience.is_over():
                 os.kill(self.pid, signal.SIGKILL)
                 os.waitpid(self.pid, 0)
                 code = None
@@ -155,6 +190,7 @@ class Workshop:
     Args:
         directory: an empty one.
         names: of the jobs that will be run.
+        hub: for pushes, see :func:`pushing`.
 
     Attributes:
         expected: job -> digests of its undisturbed output.
@@ -162,8 +198,8 @@ class Workshop:
         server: the fork server's process id, 0 without one.
     """
 
-    def __init__(self, directory: Path, names: Sequence[str]) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, names: Sequence[str], hub: Hub | None = None) -> None:
+        self.directory, self.hub = directory, hub
         self.cases = directory / "cases"
         self.cases.mkdir(parents=True)
         self.interposed = Interposed([self.cases, directory / "source", directory / "int4"])
@@ -187,7 +223,7 @@ class Workshop:
                 ended = self.run(job, out)
                 assert ended.status == 0, f"{name}: {ended.errors}"
                 assert ended.errors == "", f"{name}: {ended.errors}"
-                self.expected[name], self.seconds[name] = digests(out), ended.seconds
+                self.expected[name], self.seconds[name] = self.output(job, out), ended.seconds
             if job.same_as in self.expected:
                 assert self.expected[name] == self.expected[job.same_as], name
 
@@ -238,12 +274,22 @@ class Workshop:
         """Runs a job to its end."""
         return self.start(job, out).wait()
 
+    def output(self, job: Job, out: Path) -> dict[str, str]:
+        """Digests of what a job has written; none where nothing is there."""
+        if not job.pushes:
+            return digests(out) if out.exists() else {}
+        assert self.hub is not None
+        repository = self.hub.repositories.get(REPOSITORY)
+        return {} if repository is None else {name: str(content) for name, content in repository.files.items()}
+
     @contextmanager
     def case(self) -> Iterator[Path]:
         """A target for one case, in a directory of its own, which is removed in the end."""
         self._number += 1
         place = self.cases / str(self._number)
         place.mkdir()
+        if self.hub is not None:
+            self.hub.forget()
         try:
             yield place / "out"
         finally:
@@ -272,13 +318,13 @@ class Workshop:
 
     def left_over(self, before: set[str], seconds: float = 8.0) -> str:
         """What a run has left beside its files: a process, or a name in shared memory; "" where there is nothing."""
-        deadline = time.monotonic() + seconds
+        patience = Patience(seconds)
         while True:
             alive = [process.pid for process in self.ranks() if _is_alive(process)]
             names = shared_memory() - before
             if not alive and not names:
                 return ""
-            if time.monotonic() > deadline:
+            if patience.is_over():
                 for pid in alive:
                     os.kill(pid, signal.SIGKILL)
                 return f"processes {alive}, shared memory {sorted(names)}"
@@ -291,6 +337,22 @@ class Workshop:
         with suppress(psutil.NoSuchProcess):
             return _is_alive(psutil.Process(self.server))
         return False
+
+
+@contextmanager
+def pushing(directory: Path) -> Iterator[Hub]:
+    """A hub, to which pushes of this process and its forks go. To be entered before huggingface_hub is imported."""
+    with running_hub() as hub:
+        os.environ.update(
+            HF_ENDPOINT=hub.url,
+            HF_HOME=str(directory / "hf"),
+            HF_HUB_DISABLE_XET="1",
+            HF_TOKEN=TOKEN,
+            NO_PROXY="127.0.0.1",
+            HF_HUB_DISABLE_TELEMETRY="1",
+        )
+        os.environ.pop("HF_HUB_OFFLINE", None)
+        yield hub
 
 
 def _is_alive(process: psutil.Process) -> bool:

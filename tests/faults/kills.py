@@ -14,8 +14,8 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -24,11 +24,19 @@ import psutil
 
 from tests.faults.campaign import Calls, calls_of
 from tests.faults.interposed import FILES, KILL, SOCKETS, Fault, run_interposed
-from tests.faults.jobs import JOBS, Ended, Running, Workshop, difference, digests, shared_memory, version
-from tests.helpers.hub_server import TOKEN, Hub, running_hub
+from tests.faults.jobs import (
+    JOBS,
+    PUSH,
+    REPOSITORY,
+    Ended,
+    Workshop,
+    difference,
+    digests,
+    pushing,
+    shared_memory,
+    version,
+)
 
-PUSH = "push"
-_REPOSITORY = "me/demo"
 _TARGETS = FILES | SOCKETS
 
 
@@ -70,16 +78,14 @@ class Killer:
 
     Args:
         shop: which has run the jobs.
-        hub: for pushes, see :func:`pushing`.
     """
 
-    def __init__(self, shop: Workshop, names: Sequence[str], hub: Hub | None = None) -> None:
-        self.shop, self.outcomes, self._hub = shop, Outcomes(), hub
+    def __init__(self, shop: Workshop, names: Sequence[str]) -> None:
+        self.shop, self.outcomes = shop, Outcomes()
         self._jobs = {name: JOBS[name] for name in names if name != PUSH}
         self._calls: dict[str, Calls] = {name: calls_of(shop, name) for name in self._jobs}
         self._steps = {name: self._count_steps(name) for name in self._jobs}
-        if PUSH in names:
-            self._push_whole()
+        self._requests = self._count_requests() if PUSH in names else 0
 
     def kill(self, name: str, rng: Random) -> None:
         """One kill: of the job's processes, at a time or a call."""
@@ -162,58 +168,41 @@ class Killer:
 
     # --- pushes ------------------------------------------------------------------------------------------------------
 
-    def _push_whole(self) -> None:
-        assert self._hub is not None
+    def _count_requests(self) -> int:
+        assert self.shop.hub is not None
         with self.shop.case() as out:
-            ended = self._run_push(out)
-            assert ended.status == 0, ended.errors
-        self._pushed = dict(self._hub.repositories[_REPOSITORY].files)
-        self._push_seconds = ended.seconds
-        self._push_requests = len(self._hub.requests)
-
-    def _run_push(self, out: Path, meanwhile: Callable[[int], object] = lambda pid: None) -> Ended:
-        """``meanwhile`` is called with the process id."""
-        argv = ["push", str(self.shop.directory / "int4"), _REPOSITORY, "--quiet"]
-        running = Running(lambda: self.shop.main(argv), out.parent / "output")
-        meanwhile(running.pid)
-        return running.wait()
+            assert self.shop.run(JOBS[PUSH], out).status == 0
+            return len(self.shop.hub.requests)
 
     def _kill_push(self, rng: Random) -> None:
         """At a time, or once the hub has had so many requests."""
-        hub = self._hub
+        hub = self.shop.hub
         assert hub is not None
-        hub.repositories.clear()
-        hub.blobs.clear()
-        hub.requests.clear()
-        by_time, seconds = rng.random() < 0.5, rng.uniform(0.0, self._push_seconds)
-        requests = rng.randint(1, self._push_requests)
-
-        def end(pid: int) -> None:
+        by_time, seconds = rng.random() < 0.5, rng.uniform(0.0, self.shop.seconds[PUSH])
+        requests = rng.randint(1, self._requests)
+        with self.shop.case() as out:
+            running = self.shop.start(JOBS[PUSH], out)
             deadline = time.monotonic() + (seconds if by_time else 5.0)
             while time.monotonic() < deadline and (by_time or len(hub.requests) < requests):
                 time.sleep(0.0005)
-            os.kill(pid, signal.SIGKILL)
-
-        with self.shop.case() as out:
-            ended = self._run_push(out, end)
-            if ended.status == 0:
+            os.kill(running.pid, signal.SIGKILL)
+            if running.wait().status == 0:
                 self.outcomes.late += 1
                 return
             time.sleep(0.02)  # the hub may be at its last request
             self.outcomes.victims["launcher"] += 1
             self.outcomes.phases[PUSH, self._push_phase()] += 1
-            repository = hub.repositories.get(_REPOSITORY)
-            if repository is not None and repository.files and repository.files != self._pushed:
+            if self.shop.output(JOBS[PUSH], out) not in ({}, self.shop.expected[PUSH]):
                 how = f"push: {seconds:.3f} s" if by_time else f"push: {requests} requests"
                 self.outcomes.defects.append(("the repository has a part of the checkpoint", how))
-            again = self._run_push(out)
-            if again.status != 0 or hub.repositories[_REPOSITORY].files != self._pushed:
+            again = self.shop.run(JOBS[PUSH], out)
+            if again.status != 0 or self.shop.output(JOBS[PUSH], out) != self.shop.expected[PUSH]:
                 self.outcomes.defects.append((f"the rerun ends with {again.status}: {again.errors[-300:]!r}", "push"))
 
     def _push_phase(self) -> str:
-        hub = self._hub
+        hub = self.shop.hub
         assert hub is not None
-        repository = hub.repositories.get(_REPOSITORY)
+        repository = hub.repositories.get(REPOSITORY)
         if repository is None:
             return "push: before the repository is made"
         if repository.files:
@@ -240,27 +229,11 @@ def _phase(out: Path, steps: int) -> str:
     return "2 before the first step is done"
 
 
-@contextmanager
-def pushing(directory: Path) -> Iterator[Hub]:
-    """A hub, to which pushes of this process and its forks go. To be entered before huggingface_hub is imported."""
-    with running_hub() as hub:
-        os.environ.update(
-            HF_ENDPOINT=hub.url,
-            HF_HOME=str(directory / "hf"),
-            HF_HUB_DISABLE_XET="1",
-            HF_TOKEN=TOKEN,
-            NO_PROXY="127.0.0.1",
-            HF_HUB_DISABLE_TELEMETRY="1",
-        )
-        os.environ.pop("HF_HUB_OFFLINE", None)
-        yield hub
-
-
 def main(arguments: Sequence[str]) -> int:
     """Kills jobs in turn; 0 where no defect was found."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.kills", description=__doc__)
     parser.add_argument("directory", type=Path, help="an empty one")
-    parser.add_argument("--jobs", default=",".join((*JOBS, PUSH)), help="more often if named again: " + ", ".join(JOBS))
+    parser.add_argument("--jobs", default=",".join(JOBS), help="more often if named again: " + ", ".join(JOBS))
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=1e9)
@@ -269,9 +242,9 @@ def main(arguments: Sequence[str]) -> int:
     run_interposed(given.directory, ["-m", "tests.faults.kills", *arguments])
     names, deadline = given.jobs.split(","), time.monotonic() + given.seconds
     with pushing(given.directory) as hub:
-        shop = Workshop(given.directory / "shop", [name for name in dict.fromkeys(names) if name != PUSH])
+        shop = Workshop(given.directory / "shop", list(dict.fromkeys(names)), hub)
         print({name: round(seconds, 2) for name, seconds in shop.seconds.items()}, flush=True)
-        killer = Killer(shop, names, hub)
+        killer = Killer(shop, names)
         number = 0
         while killer.outcomes.kills < given.kills and time.monotonic() < deadline:
             killer.kill(names[number % len(names)], Random(f"{given.seed}/{number}"))

@@ -1,8 +1,8 @@
 """Power loss at every moment of a run: the target is whole or absent in all that a journalled file system may keep.
 
-``python -m tests.faults.power_loss DIRECTORY``: a job runs once, and its calls are logged with the bytes that it wrote.
-For every prefix of the log, the states are made that the disk may be in if the power goes then, as POSIX and file
-systems with an ordered journal (ext4, XFS) allow:
+``python -m tests.faults.power_loss DIRECTORY``: a job runs once, and the calls of all its processes are logged, in one
+order, with the bytes that they wrote. For every prefix of the log, the states are made that the disk may be in if the
+power goes then, as POSIX and file systems with an ordered journal (ext4, XFS) allow:
 
 - Changes of names (making, renaming, removing) are kept up to some point, in order. That point is not before the last
   change of a file or a directory that has been fsynced since.
@@ -10,16 +10,24 @@ systems with an ordered journal (ext4, XFS) allow:
   is there, or all are, or any of them, whole or in part.
 
 In each state the target's files are compared with those that the run ended with. A part of the states is put on the
-disk and the command is run again, as after another boot.
+disk and the command is run again, as after another boot. Of a job with ranks all is looked at a second time as if each
+process had a machine to itself: an fsync is then good for its own writes alone.
+
+A push writes nothing here, which is checked; power is lost at each of its requests to the hub, whose repository has the
+whole checkpoint then, or nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import hashlib
 import json
 import os
 import re
+import signal
 import sys
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,10 +36,11 @@ from random import Random
 from typing import Any
 
 from tests.faults.interposed import FILES, KINDS, Record, run_interposed
-from tests.faults.jobs import JOBS, Job, Running, Workshop, difference, digests, version
+from tests.faults.jobs import JOBS, PUSH, Job, Running, Workshop, difference, digests, pushing, version
 
 _EXCHANGE = 2
 _CREATE, _TRUNCATE = os.O_CREAT, os.O_TRUNC
+_CHANGING = ("write", "munmap", "truncate", "allocate", "rename", "unlink", "mkdir")
 Tree = dict[str, "Node"]
 """Path -> what is there."""
 
@@ -41,23 +50,32 @@ class Node:
     """A file or a directory.
 
     Attributes:
-        changes: of a file: (place in the log, what it does to the content).
+        changes: of a file: (place in the log, process, what it does to the content).
         before: its content when the log begins.
-        syncs: (place in the log where one begins, where it has ended).
+        syncs: (place in the log where one begins, where it has ended, process).
         named: places in the log at which its names, or those in it, change.
     """
 
     is_directory: bool
     inode: int
     before: bytes = b""
-    changes: list[tuple[int, int, bytes]] = field(default_factory=list)
-    syncs: list[tuple[int, int]] = field(default_factory=list)
+    changes: list[tuple[int, int, int, bytes]] = field(default_factory=list)
+    syncs: list[tuple[int, int, int]] = field(default_factory=list)
     named: list[int] = field(default_factory=list)
+
+    def unsynced(self, end: int, *, apart: bool) -> frozenset[int]:
+        """Places of the changes before ``end`` that no fsync has made safe; with ``apart``, none of its process."""
+        safe: dict[int, int] = {}
+        for begin, ended, pid in self.syncs:
+            if ended < end:
+                key = pid if apart else 0
+                safe[key] = max(begin, safe.get(key, -1))
+        return frozenset(place for place, pid, _, _ in self.changes if safe.get(pid if apart else 0, -1) <= place < end)
 
     def content(self, kept: Callable[[int, int], int]) -> bytes:
         """The content if of each change so many bytes are kept."""
         content = bytearray(self.before)
-        for place, offset, data in self.changes:
+        for place, _, offset, data in self.changes:
             if offset == _SIZE:
                 size = int.from_bytes(data, "little")
                 if kept(place, 1):
@@ -99,6 +117,7 @@ class History:
         log: of the run.
         data: what it wrote.
         begin: the tree before it, its directories with their inodes.
+        apart: whether each process has a machine to itself.
 
     Attributes:
         names: (place in the log, the change, what else it says) of every change of names.
@@ -106,13 +125,13 @@ class History:
         length: of the log.
     """
 
-    def __init__(self, log: Sequence[Record], data: bytes, begin: Tree) -> None:
-        self.begin, self.length = begin, len(log)
+    def __init__(self, log: Sequence[Record], data: bytes, begin: Tree, *, apart: bool = False) -> None:
+        self.begin, self.length, self._apart = copy.deepcopy(begin), len(log), apart
         self.names: list[tuple[int, Callable[[Tree], object]]] = []
-        self.nodes: list[Node] = list(begin.values())
-        self._now, self._by_inode = dict(begin), {node.inode: node for node in begin.values()}
+        self.nodes: list[Node] = list(self.begin.values())
+        self._now, self._by_inode = dict(self.begin), {node.inode: node for node in self.nodes}
         self._beginning: dict[tuple[int, int], int] = {}
-        self._contents: dict[tuple[Node, int], bytes] = {}
+        self._contents: dict[tuple[Node, int, frozenset[int]], bytes] = {}
         for place, record in enumerate(log):
             if record.result >= 0:
                 self._take(place, KINDS[record.kind], record, data)
@@ -126,7 +145,7 @@ class History:
             self._by_inode[record.inode] = made
             self._change(place, path, made, lambda tree: tree.__setitem__(path, made))
         elif kind == "open" and node is not None and record.flags & _TRUNCATE:
-            node.changes.append((place, _SIZE, (0).to_bytes(8, "little")))
+            node.changes.append((place, record.pid, _SIZE, (0).to_bytes(8, "little")))
         elif kind == "rename":
             for each in (path, other):
                 self._parent(each).named.append(place)
@@ -137,13 +156,15 @@ class History:
             assert kind not in ("write", "munmap", "truncate", "allocate"), f"{kind} of an unknown file {path}"
         elif kind in ("write", "munmap"):
             assert record.data >= 0, "the bytes were not kept"
-            node.changes.append((place, record.offset, data[record.data : record.data + record.length]))
+            written = data[record.data : record.data + record.length]
+            node.changes.append((place, record.pid, record.offset, written))
         elif kind == "truncate" or (kind == "allocate" and record.flags == 0):
-            node.changes.append((place, _SIZE, (record.offset + record.length).to_bytes(8, "little")))
+            size = (record.offset + record.length).to_bytes(8, "little")
+            node.changes.append((place, record.pid, _SIZE, size))
         elif kind == "begin fsync":
             self._beginning[record.pid, record.inode] = place
         elif kind == "fsync":
-            node.syncs.append((self._beginning.pop((record.pid, record.inode)), place))
+            node.syncs.append((self._beginning.pop((record.pid, record.inode)), place, record.pid))
 
     def _parent(self, path: str) -> Node:
         return self._now[os.path.dirname(path)]
@@ -159,7 +180,7 @@ class History:
         """How many changes of names are on the disk in any case when the first ``end`` calls were done."""
         last = -1
         for node in self.nodes:
-            begun = max((begin for begin, done in node.syncs if done < end), default=-1)
+            begun = max((begin for begin, done, _ in node.syncs if done < end), default=-1)
             last = max(last, max((place for place in node.named if place < begun), default=-1))
         return sum(place <= last for place, _ in self.names)
 
@@ -183,22 +204,20 @@ class History:
         return {node: self._content(node, state, rng) for node in tree.values() if not node.is_directory}
 
     def _content(self, node: Node, state: State, rng: Random) -> bytes:
-        end = state.end
-        safe = max((begin for begin, ended in node.syncs if ended < end), default=-1)
-        count = sum(place < end for place, _, _ in node.changes)
-        unsynced = sum(safe <= place < end for place, _, _ in node.changes)
+        count = sum(place < state.end for place, _, _, _ in node.changes)
+        unsynced = node.unsynced(state.end, apart=self._apart)
         label = state.unsynced if unsynced else "all"
 
         def kept(place: int, length: int) -> int:
-            if place >= end:
+            if place >= state.end:
                 return 0
-            if place < safe or label == "all":
+            if place not in unsynced or label == "all":
                 return length
             return 0 if label == "none" else rng.choice((0, length, rng.randint(0, length)))
 
         if label == "some":
             return node.content(kept)
-        key = (node, count - unsynced if label == "none" else count)
+        key = (node, count, unsynced if label == "none" else frozenset())
         if key not in self._contents:
             self._contents[key] = node.content(kept) if node.changes else node.before
         return self._contents[key]
@@ -242,6 +261,7 @@ class Outcomes:
 
     Attributes:
         calls: of all logs.
+        jobs: name -> calls, processes that changed something, and files that several of these wrote.
         states: in which the target was compared; ``whole``, ``absent`` and ``old`` (of an overwritten one) of them.
         reruns: of the command, from such a state.
         defects: (what is wrong, in which state).
@@ -254,6 +274,7 @@ class Outcomes:
     absent: int = 0
     old: int = 0
     reruns: int = 0
+    jobs: dict[str, dict[str, int]] = field(default_factory=dict)
     defects: list[tuple[str, str]] = field(default_factory=list)
 
 
@@ -273,9 +294,9 @@ def check_job(
         overwrite: whether there is a target already.
         forgotten: a kind of calls that is taken to do nothing, so that there must be defects.
     """
-    job = JOBS[name]
+    job, label = JOBS[name], name
     if overwrite:
-        job = Job((*job.command, "--overwrite"), job.ranks)
+        job, label = Job((*job.command, "--overwrite"), job.ranks), f"{name}, overwriting"
     with shop.case() as out:
         if overwrite:
             assert shop.run(JOBS["none"], out).status == 0
@@ -285,11 +306,42 @@ def check_job(
         shop.interposed.disarm()
         assert ended.status == 0, ended.errors
         log = [record for record in shop.interposed.log() if KINDS[record.kind] != forgotten]
-        history = History(log, shop.interposed.data(), begin)
+        data = shop.interposed.data()
         new = {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    old = files_below(begin, {node: node.before for node in begin.values()}, str(out))
+    history = History(log, data, begin)
     outcomes.calls += history.length
-    assert _target(history, State(history.length, len(history.names), "all"), out) == new, "the log leads elsewhere"
+    outcomes.jobs[label] = _facts(history, log)
+    found = _target(history, State(history.length, len(history.names), "all"), out)
+    assert found is not None
+    assert difference(_texts(found), _texts(new)) == "", "the log leads elsewhere"
+    by_names = _check_states(history, out, label, outcomes, new)
+    if job.ranks:
+        _check_states(History(log, data, begin, apart=True), out, f"{label}, machines", outcomes, new)
+    # As many from each number of names, which say what there is; those at the end, where it is published, first.
+    for number in range(reruns):
+        names = sorted(by_names)[-1 - number % len(by_names)]
+        _run_again(shop, name, job, out, outcomes, history, rng.choice(by_names[names]), new)
+
+
+def _facts(history: History, log: Sequence[Record]) -> dict[str, int]:
+    writers = [{pid for _, pid, offset, _ in node.changes if offset != _SIZE} for node in history.nodes]
+    return {
+        "calls": history.length,
+        "processes": len({record.pid for record in log if KINDS[record.kind] in _CHANGING and record.result >= 0}),
+        "files of several": sum(len(pids) > 1 for pids in writers),
+    }
+
+
+def _texts(files: Mapping[str, bytes]) -> dict[str, str]:
+    return {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+
+
+def _check_states(
+    history: History, out: Path, label: str, outcomes: Outcomes, new: Mapping[str, bytes]
+) -> dict[int, list[State]]:
+    """Compares the target in every state; returns the states by the number of names that are kept."""
+    before = {node: node.before for node in history.begin.values()}
+    old = files_below(history.begin, before, str(out))
     by_names: dict[int, list[State]] = {}
     for end in range(history.length + 1):
         outcomes.prefixes += 1
@@ -300,12 +352,44 @@ def check_job(
             outcomes.absent += found is None
             outcomes.old += found is not None and found == old
             if found != new and (found != old or end == history.length):
-                outcomes.defects.append((f"{name}: the target is neither whole nor absent", str(state)))
+                outcomes.defects.append((f"{label}: the target is neither whole nor absent", str(state)))
             by_names.setdefault(state.names, []).append(state)
-    # As many from each number of names, which say what there is; those at the end, where it is published, first.
-    for number in range(reruns):
-        names = sorted(by_names)[-1 - number % len(by_names)]
-        _run_again(shop, name, job, out, outcomes, history, rng.choice(by_names[names]), new)
+    return by_names
+
+
+def check_push(shop: Workshop, outcomes: Outcomes) -> None:
+    """Loses power at every request of a push."""
+    job, hub = JOBS[PUSH], shop.hub
+    assert hub is not None
+    with shop.case() as out:
+        shop.interposed.start_log(FILES)
+        ended = shop.run(job, out)
+        shop.interposed.disarm()
+        assert ended.status == 0, ended.errors
+        requests = len(hub.requests)
+        log = shop.interposed.log()
+    changes = [record for record in log if KINDS[record.kind] in _CHANGING and record.result >= 0]
+    outcomes.calls += len(log)
+    outcomes.jobs[PUSH] = {"calls": len(log), "requests": requests, "changes": len(changes)}
+    outcomes.defects += [(f"push: changes {record.path.decode()}", record.site.decode()) for record in changes]
+    for number in range(requests + 1):
+        with shop.case() as out:
+            running = shop.start(job, out)
+            while len(hub.requests) < number and running.runs():
+                time.sleep(0.0005)
+            os.kill(running.pid, signal.SIGKILL)
+            running.wait()
+            time.sleep(0.02)  # the hub may be at its last request
+            found, where = shop.output(job, out), f"after request {number} of {requests}"
+            outcomes.states += 1
+            outcomes.whole += found == shop.expected[PUSH]
+            outcomes.absent += not found
+            if found not in ({}, shop.expected[PUSH]):
+                outcomes.defects.append(("push: the repository has a part of the checkpoint", where))
+            outcomes.reruns += 1
+            again = shop.run(job, out)
+            if again.status != 0 or shop.output(job, out) != shop.expected[PUSH]:
+                outcomes.defects.append((f"push, run again: status {again.status}: {again.errors[-300:]!r}", where))
 
 
 def _target(history: History, state: State, out: Path) -> dict[str, bytes] | None:
@@ -378,11 +462,15 @@ def _with_inodes(journal: bytes, tree: Tree) -> bytes:
 
 
 def run_campaign(shop: Workshop, names: Sequence[str], seed: int, reruns: int) -> Outcomes:
-    """Checks each job, and one of them over a target that is there."""
+    """Checks each job, also over a target that is there."""
     outcomes = Outcomes()
     for name in names:
+        if name == PUSH:
+            check_push(shop, outcomes)
+            continue
         check_job(shop, name, outcomes, Random(f"{seed}/{name}"), reruns)
-    check_job(shop, names[0], outcomes, Random(f"{seed}/overwrite"), reruns, overwrite=True)
+        check_job(shop, name, outcomes, Random(f"{seed}/{name}/overwrite"), reruns, overwrite=True)
+        print(f"{name}: {outcomes.states:,} states, {len(outcomes.defects)} defects so far", flush=True)
     return outcomes
 
 
@@ -390,15 +478,16 @@ def main(arguments: Sequence[str]) -> int:
     """Checks jobs; 0 where no defect was found."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.power_loss", description=__doc__)
     parser.add_argument("directory", type=Path, help="an empty one")
-    parser.add_argument("--jobs", default="int4,int4 tp2 direct,reshard,convert dcp", help=", ".join(JOBS))
+    parser.add_argument("--jobs", default=",".join(JOBS), help=", ".join(JOBS))
     parser.add_argument("--reruns", type=int, default=40, help="of each job")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
     given.directory.mkdir(parents=True, exist_ok=True)
     run_interposed(given.directory, ["-m", "tests.faults.power_loss", *arguments])
     names = given.jobs.split(",")
-    shop = Workshop(given.directory / "shop", ["none", *(name for name in names if name != "none")])
-    outcomes = run_campaign(shop, names, given.seed, given.reruns)
+    with pushing(given.directory) as hub:
+        shop = Workshop(given.directory / "shop", ["none", *(name for name in names if name != "none")], hub)
+        outcomes = run_campaign(shop, names, given.seed, given.reruns)
     found: dict[str, Any] = {"commit": version(), "jobs": names, **vars(outcomes)}
     for what, how in outcomes.defects[:40]:
         print(f"DEFECT {what}\n    {how}")

@@ -19,6 +19,8 @@ _ROOT = Path(__file__).parents[2]
 # What makes a namespace a machine: what ranks could share without a network is taken away. /tmp stays common.
 _ISOLATE = ["unshare", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc"]
 
+_BOOT_ID = '{ [ -z "$BOOT_ID" ] || mount --bind "$BOOT_ID" /proc/sys/kernel/random/boot_id; }'
+
 
 @dataclass(frozen=True)
 class Host:
@@ -29,8 +31,11 @@ class Host:
     address: str
 
     def start(self, arguments: Sequence[str], log: Path, env: Mapping[str, str] = {}) -> subprocess.Popen[bytes]:
-        """Start ``python *arguments`` there, its output going to ``log``."""
-        script = f'hostname {self.name} && mount -t tmpfs tmpfs /dev/shm && exec "$@"'
+        """Start ``python *arguments`` there, its output going to ``log``.
+
+        The file that ``BOOT_ID`` names in ``env`` takes the place of the one that tells this machine's boots apart.
+        """
+        script = f'hostname {self.name} && mount -t tmpfs tmpfs /dev/shm && {_BOOT_ID} && exec "$@"'
         command = [
             "ip",
             "netns",

@@ -70,6 +70,11 @@ class Hub:
     due: float = 0.0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
+    def forget(self) -> None:
+        """It has had no request, and has no repository and no blob."""
+        for had in (self.repositories, self.blobs, self.requests):
+            had.clear()
+
     def pace(self, count: int) -> None:
         """Waits as long as so many bytes take."""
         if self.rate:

@@ -63,8 +63,8 @@ class Staging:
 
     @property
     def restarted(self) -> bool:
-        """True if there was one, but before this machine was last booted: its data may never have reached the
-        disk, so the export starts from the beginning."""
+        """True if there was one, but before this machine, or another one that writes, was last booted: its data may
+        never have reached the disk, so the export starts from the beginning."""
         return self._journal.restarted
 
     @property
@@ -81,6 +81,7 @@ class Staging:
         *,
         inputs: Iterable[Path] = (),
         overwrite: bool = False,
+        boot: str | None = None,
     ) -> Staging:
         """Begin an export to ``out``, or take up the one that was interrupted there.
 
@@ -93,6 +94,7 @@ class Staging:
             inputs: the files that the bytes are made from: once one of them is another, a run can no longer be
                 taken up.
             overwrite: replace ``out``, if it is there, once the new checkpoint is complete.
+            boot: see :meth:`Journal.open <modelexport.checkpoints.staging.journal.Journal.open>`.
 
         Raises:
             UsageError: ``out`` exists, is no checkpoint or cannot be written; another export runs, or another
@@ -111,7 +113,7 @@ class Staging:
                 f"--out {target}: {home} cannot be made: {error.strerror or error}; choose another --out"
             ) from error
         try:
-            journal = _take_up(target, home, fingerprint, inputs, overwrite)
+            journal = _take_up(target, home, fingerprint, inputs, overwrite, boot)
         except BaseException:
             if not os.path.lexists(home / "journal.jsonl"):
                 locks.remove(home)
@@ -249,7 +251,12 @@ def staging_directory(out: Path) -> Path:
 
 
 def _take_up(
-    target: Path, home: Path, fingerprint: Mapping[str, Any], inputs: Iterable[Path], overwrite: bool
+    target: Path,
+    home: Path,
+    fingerprint: Mapping[str, Any],
+    inputs: Iterable[Path],
+    overwrite: bool,
+    boot: str | None,
 ) -> Journal:
     """With both locks held: clear what a finished export left, check the target, open the journal."""
     try:
@@ -262,7 +269,7 @@ def _take_up(
         # Without its files a journal means nothing.
         if not (home / "ckpt").is_dir():
             journal_path.unlink(missing_ok=True)
-        journal = Journal.open(journal_path, fingerprint, inputs)
+        journal = Journal.open(journal_path, fingerprint, inputs, boot=boot)
         if not journal.resumed:
             _remove_tree(home / "ckpt")
             _remove_tree(home / "beside")

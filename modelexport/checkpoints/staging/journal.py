@@ -4,7 +4,8 @@ A line is appended by one ``write`` as a rule, and begins with the CRC-32 of the
 or that a disk has spoilt, is dropped when the journal is next opened, with everything after it: a step that is not in
 the journal is simply done again. Lines are not fsynced: what a dead process has written survives it. A machine that
 dies may keep the journal and lose the data, so the journal names the boot it belongs to, and after another boot its
-steps do not count.
+steps do not count. Where several machines write, it names the boots of all: their file system keeps the journal that
+one has written, and has not what another one had yet to send.
 
 A run that was cut off holds the place until it is finished or given up, unless it can never be finished: see
 :func:`_why_lost`.
@@ -38,8 +39,8 @@ class Journal:
         path: the file.
         done: records of the finished steps, by step; those of earlier runs and this object's own.
         resumed: whether an earlier run of the same export left it.
-        restarted: whether an earlier run of the same export left it, but before this machine was last booted, so
-            that its steps do not count.
+        restarted: whether an earlier run of the same export left it, but before this machine, or another one that
+            writes, was last booted, so that its steps do not count.
         lost: why an earlier run of another export, which left it, can never be finished; "" where there was none.
     """
 
@@ -61,33 +62,37 @@ class Journal:
         self._fd = fd
 
     @classmethod
-    def open(cls, path: Path, fingerprint: Mapping[str, Any], inputs: Iterable[Path] = ()) -> Journal:
+    def open(
+        cls, path: Path, fingerprint: Mapping[str, Any], inputs: Iterable[Path] = (), *, boot: str | None = None
+    ) -> Journal:
         """Go on with the journal at ``path``, if it is of this fingerprint and boot, or begin it anew.
 
         Args:
             inputs: the files that the bytes to be written are made from.
+            boot: what :func:`boot_ids` says of the machines that write; None: this one alone does.
 
         Raises:
             OtherExport: it has finished steps of another fingerprint, and can still be finished; it is left as it was.
             OSError: it cannot be read or written.
         """
         wanted = json.loads(json.dumps(fingerprint))
+        boot = boot_id() if boot is None else boot
         lines, good = _read(path)
         head = lines[0] if lines and lines[0].get("modelexport") == VERSION else None
         same = head is not None and head.get("fingerprint") == wanted
         lost = ""
         if head is not None and not same and _steps(lines):
-            lost = _why_lost(lines)
+            lost = _why_lost(lines, boot)
             if not lost:
                 raise OtherExport(differences(head.get("fingerprint") or {}, wanted))
-        if head is not None and same and head.get("boot") == boot_id():
+        if head is not None and same and head.get("boot") == boot:
             os.truncate(path, good)
             return cls(path, os.open(path, _APPEND), _steps(lines), resumed=True)
         fd = os.open(path, _APPEND | os.O_CREAT | os.O_TRUNC, 0o666)
         journal = cls(path, fd, {}, resumed=False, restarted=same, lost=lost)
         states = {str(each): _state(each) for each in inputs}
         try:
-            journal._append({"modelexport": VERSION, "fingerprint": wanted, "boot": boot_id(), "inputs": states})
+            journal._append({"modelexport": VERSION, "fingerprint": wanted, "boot": boot, "inputs": states})
         except OSError:
             journal.close()
             raise
@@ -228,7 +233,7 @@ def _steps(lines: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {entry["step"]: entry["record"] for entry in lines if "step" in entry and "record" in entry}
 
 
-def _why_lost(lines: list[dict[str, Any]]) -> str:
+def _why_lost(lines: list[dict[str, Any]], boot: str) -> str:
     """The reason why no command can finish the run that wrote these lines; "" where one may.
 
     It ended by itself with an error that its files lead to; or one of these files is another one by now, or gone from
@@ -238,7 +243,7 @@ def _why_lost(lines: list[dict[str, Any]]) -> str:
     if "ended" in lines[-1]:
         return f"it failed, and would again: {lines[-1]['ended']}"
     inputs = lines[0].get("inputs")
-    if lines[0].get("boot") == boot_id() and isinstance(inputs, dict):
+    if lines[0].get("boot") == boot and isinstance(inputs, dict):
         for name, state in inputs.items():
             found = _state(Path(name))
             if found is None and state is not None and any(Path(name).parent.glob("*")):
@@ -255,6 +260,11 @@ def _state(path: Path) -> list[int] | None:
     except (OSError, ValueError):  # of a name with a null character
         return None
     return [status.st_size, status.st_mtime_ns]
+
+
+def boot_ids(ids: Iterable[str]) -> str:
+    """Returns what tells one boot of several machines from another, from the :func:`boot_id` of each."""
+    return "+".join(sorted(set(ids)))
 
 
 def boot_id() -> str:

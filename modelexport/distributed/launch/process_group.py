@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from modelexport.distributed.config import DEFAULT_TIMEOUT, MultiprocessConfig
 from modelexport.distributed.environment import external_config, interface_towards
 from modelexport.distributed.launch.grid import forget_grid, init_grid
+from modelexport.distributed.launch.store_connections import StoreConnections
 from modelexport.distributed.listening import bind_towards
 from modelexport.distributed.supervision.status import phase_scope
 from modelexport.distributed.supervision.watch import PeerWatch
@@ -136,26 +137,27 @@ def _join(
         timeout = float(os.environ.get("MODELEXPORT_TIMEOUT", DEFAULT_TIMEOUT))
     limit = timedelta(seconds=timeout)
     where = f"rank {config.rank} on {socket.gethostname()}"
-    try:
-        store = _store(config, limit, listener)
-    except dist.DistError as error:
-        raise LostPeerError(
-            f"{where} did not reach rank 0 at {config.master_addr}:{config.master_port} within {timeout:g} s: see "
-            "whether rank 0 runs there, whether MASTER_ADDR and MASTER_PORT are the same for all ranks, and whether a "
-            "firewall is between them",
-            [0],
-        ) from error
-    store.set(_here(config.rank), socket.gethostname())
-    try:
-        dist.init_process_group(
-            store=store,
-            rank=config.rank,
-            world_size=config.world_size,
-            backend=_backend_per_device(backend, config),
-            timeout=limit,
-        )
-    except RuntimeError as error:  # of gloo, or a DistError
-        raise _not_together(config, store, timeout, error) from error
+    with StoreConnections(int(config.master_port)):
+        try:
+            store = _store(config, limit, listener)
+        except dist.DistError as error:
+            raise LostPeerError(
+                f"{where} did not reach rank 0 at {config.master_addr}:{config.master_port} within {timeout:g} s: see "
+                "whether rank 0 runs there, whether MASTER_ADDR and MASTER_PORT are the same for all ranks, and "
+                "whether a firewall is between them",
+                [0],
+            ) from error
+        try:
+            store.set(_here(config.rank), socket.gethostname())
+            dist.init_process_group(
+                store=store,
+                rank=config.rank,
+                world_size=config.world_size,
+                backend=_backend_per_device(backend, config),
+                timeout=limit,
+            )
+        except RuntimeError as error:  # of gloo, or a DistError
+            raise _not_together(config, store, timeout, error) from error
 
 
 def _store(config: MultiprocessConfig, limit: timedelta, listener: socket.socket | None) -> Store:
