@@ -28,6 +28,8 @@ _STALE = (
     *("*.bin", "*.bin.index.json", "*.pt", "*.pth"),
 )
 """Files that are weights, or say where weights are: those that are not pushed now are deleted from the repository."""
+ANSWER_SECONDS = 300.0
+"""Seconds that the hub may take to answer, or to take the next bytes, before a push breaks off."""
 _IS_CHECKPOINT = ("config.json", "modelexport.json", ".metadata")
 
 
@@ -60,7 +62,7 @@ def check_login(repo_id: str) -> None:
         HubError: nobody is logged in, the token is not accepted, or the hub cannot be reached.
     """
     check_repo_id(repo_id)
-    with _explained(f"--push-to-hub {repo_id}"):
+    with _explained(f"--push-to-hub {repo_id}"), _answers_in_time():
         _api().whoami()
 
 
@@ -91,6 +93,7 @@ def push(directory: str | os.PathLike[str], repo_id: str, *, private: bool = Fal
     with (
         hidden_bars() if quiet else nullcontext(),
         _explained(f"{directory} is complete, but was not pushed to {repo_id}", again),
+        _answers_in_time(),
     ):
         api = _api()
         url = api.create_repo(repo_id, private=True if private else None, exist_ok=True)
@@ -114,6 +117,26 @@ def _api() -> Any:
     if get_token() is None:
         raise HubError("nobody is logged in to the hub here: type hf auth login, or set HF_TOKEN to a write token")
     return HfApi(library_name="modelexport", library_version=__version__)
+
+
+@contextmanager
+def _answers_in_time() -> Iterator[None]:
+    """Requests inside it fail after :data:`ANSWER_SECONDS`: the hub's client by itself waits without end.
+
+    The client of versions before 1.0 has no setting for all its requests, and waits as long as TCP does.
+    """
+    from huggingface_hub.utils import get_session
+
+    session = get_session()
+    before = getattr(session, "timeout", None)
+    if before is None:
+        yield
+        return
+    session.timeout = type(before)(ANSWER_SECONDS, pool=None)  # a free connection of its own is no matter of the hub's
+    try:
+        yield
+    finally:
+        session.timeout = before
 
 
 @contextmanager

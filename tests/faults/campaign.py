@@ -160,7 +160,9 @@ def _wrong_end(shop: Workshop, name: str, fault: Fault, ended: Ended, out: Path)
     reasons = [os.strerror(fault.code).lower(), *_WORDS.get(fault.code, ())]
     named = Path(shop.interposed.fired_path).name in lines[0]
     native = "native" in shop.interposed.fired_at  # torch's own threads do not say why a connection broke
-    if not (named or native or any(reason in lines[0].lower() for reason in reasons)):
+    # The hub's client keeps to itself why a request was not sent whole, and waits for an answer all the same.
+    unsent = JOBS[name].pushes and "sendmsg" in fault.kinds and "(timed out)" in lines[0]
+    if not (named or native or unsent or any(reason in lines[0].lower() for reason in reasons)):
         return [f"status {ended.status}, names neither the cause nor the file: {lines[0]!r}"]
     return []
 

@@ -352,6 +352,9 @@ def pushing(directory: Path) -> Iterator[Hub]:
             HF_HUB_DISABLE_TELEMETRY="1",
         )
         os.environ.pop("HF_HUB_OFFLINE", None)
+        from modelexport.jobs import hub as pushes
+
+        pushes.ANSWER_SECONDS = 5.0
         yield hub
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.faults.interposed import is_built
+from tests.faults.power_loss import Node
 from tests.helpers.hosts import why_not
 
 pytestmark = [
@@ -54,6 +55,16 @@ def test_when_power_is_lost_the_target_is_whole_or_absent(few: dict[str, Any]) -
 
 def test_without_fsync_the_target_would_not_always_be_whole(few: dict[str, Any]) -> None:
     assert few["unsynced"] > 10
+
+
+def test_on_several_machines_an_fsync_is_good_for_its_own_machines_writes_alone() -> None:
+    node = Node(is_directory=False, inode=1)
+    node.changes = [(0, 7, 0, b"by 7"), (1, 8, 4, b"by 8"), (5, 7, 0, b"later")]
+    node.syncs = [(2, 3, 7)]
+    assert node.unsynced(3, apart=False) == {0, 1}  # the fsync has not ended
+    assert node.unsynced(5, apart=False) == set()
+    assert node.unsynced(5, apart=True) == {1}
+    assert node.unsynced(6, apart=True) == {1, 5}
 
 
 def test_a_kill_loses_nothing(few: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,6 +96,21 @@ def test_a_failed_push_loses_nothing_and_says_how_to_go_on(server: Hub, tmp_path
     assert json.loads(again.stdout) == {"checkpoint": "my ckpt", "pushed": f"{server.url}/me/model-int8"}
     assert_pushed(server, "me/model-int8", tmp_path / "my ckpt")
     assert server.uploads == 1, "what had been sent was not sent again"
+
+
+def test_a_hub_that_does_not_answer_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub.utils import get_session
+
+    if not hasattr(get_session(), "timeout"):
+        pytest.skip("huggingface_hub before 1.0")
+    monkeypatch.setattr(hub, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/"
+        broke_off = pytest.raises(HubError, match=r"not pushed: the hub cannot be reached, or .* broke off \(timed out")
+        with broke_off, hub._explained("not pushed"), hub._answers_in_time():
+            get_session().get(url)
+    assert get_session().timeout.read is None
 
 
 def test_weights_of_an_earlier_push_go_in_the_same_commit(server: Hub, tmp_path: Path, checkpoint: Path) -> None:
