@@ -28,6 +28,7 @@ from modelexport.checkpoints.safetensors.file import Layout, Writer
 from modelexport.checkpoints.staging import Staging
 from modelexport.distributed import collectives, gather, ranks
 from modelexport.distributed.launch import phase, report
+from modelexport.distributed.transport.messages import LIST, OBJECT, read_message
 from modelexport.exporting.plan import ExportStep, TensorTask, full_name
 from modelexport.inspection.verify.items import WrittenPiece
 from modelexport.layers import LayerConfig, TensorShard
@@ -129,7 +130,8 @@ class ShardWriter:
         # As one string: thousands of small lists would travel one by one.
         with self.gathered(json.dumps({"pieces": pieces, "errors": _errors(layer)})) as texts:
             if texts:
-                parts = [json.loads(text) for text in texts]
+                sender, fields = f"what a rank says of its part of {step.id}", {"pieces": LIST, "errors": OBJECT}
+                parts = [read_message(text, sender, fields) for text in texts]
                 found = [piece for part in parts for piece in part["pieces"]]
                 self._record(step, found, [part["errors"] for part in parts], note)
 
@@ -190,8 +192,8 @@ class ShardWriter:
         phase("waiting for the other ranks to finish writing", waiting=True)
         if self.world == 1:
             return self.records
-        found: dict[str, dict[str, Any]] = json.loads(ranks.compute_and_broadcast(lambda: json.dumps(self.records)))
-        return found
+        text = ranks.compute_and_broadcast(lambda: json.dumps(self.records))
+        return read_message(text, "rank 0's record of the steps", {}, blamed=[0])
 
     def close(self) -> None:
         """Close the weight files."""

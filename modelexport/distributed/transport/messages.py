@@ -19,6 +19,7 @@ from modelexport.errors import GatherError, error_text, quoted
 __all__ = [
     "ANY",
     "FLAG",
+    "LIST",
     "NUMBER",
     "OBJECT",
     "PATH",
@@ -86,6 +87,7 @@ TEXT = Kind("a text", _is_text)
 ANY = Kind("anything", lambda value: True)
 TEXT_OR_NONE = Kind("a text or null", lambda value: value is None or _is_text(value))
 PATH = Kind("a path", _is_path)
+LIST = Kind("a list", lambda value: isinstance(value, list))
 OBJECT = Kind("an object", lambda value: isinstance(value, dict))
 WHOLES = Kind("a list of whole numbers", lambda value: isinstance(value, list) and all(map(_is_whole, value)))
 TEXTS = Kind("a list of texts", lambda value: isinstance(value, list) and all(map(_is_text, value)))

@@ -7,6 +7,7 @@ from tests.fuzz.guided import _files, _messages
 READERS = (*_messages.READERS, *_files.READERS)
 
 _OBJECT = "read_json, whose object it takes as readers that are fuzzed do"
+_MESSAGE = "read_message, whose object it takes as readers that are fuzzed do"
 _COMPARED = "bytes that are compared, and not parsed"
 _CHECKED = "bytes that have been parsed before"
 _OWN = "text that this process has made"
@@ -20,6 +21,8 @@ TRUSTED = {
     "distributed/launch/rank_main.py:load": "the launcher's own call, by which multiprocessing starts any process",
     "distributed/supervision/status.py:_watch": _COMPARED,
     "distributed/supervision/status.py:report": _OWN,
+    "exporting/output.py:share_records": _MESSAGE,
+    "exporting/output.py:step": _MESSAGE,
     "inspection/evaluate/plain_llama.py:fast_tokenizer": _OBJECT,
     "inspection/evaluate/record.py:save_evaluation": _COMPARED,
     "inspection/evaluate/text.py:_is_demos": _COMPARED,
