@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from multiprocessing import util as _mp_util
 from pathlib import Path
@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from modelexport.distributed.gather.workspace_channel import WorkspaceChannel
 from modelexport.distributed.rendezvous import links as _rendezvous
+from modelexport.distributed.supervision.status import phase_scope
 from modelexport.distributed.transport import payload as _payload
 from modelexport.distributed.transport import tree as _tree
 from modelexport.distributed.transport.receiving import Delivery, ReceivingLink, receive_from_all
@@ -283,9 +284,12 @@ def get_tensors_parallel(
 def _attempt(channel: _Channel | None, action: Callable[[], Any]) -> Any:
     try:
         return action()
-    except BaseException:
-        # The ranks no longer agree on which payload comes next.
-        _drop(channel)
+    except BaseException as error:
+        # The ranks no longer agree on which payload comes next. A rank that leaves for another's sake is none that
+        # others wait for, however long it takes to leave.
+        lost = getattr(error, "peer_failure", False)
+        with phase_scope("leaving a gather that failed", waiting=True) if lost else nullcontext():
+            _drop(channel)
         raise
 
 
