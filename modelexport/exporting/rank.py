@@ -302,7 +302,7 @@ class RankExport:
         for i, box in boxes.items():
             task = step.tasks[i]
             if task.quantised and not self.writer.wants_shared(task):
-                shared = task.shared_scale if task.number_format.scale_granularity == "tensor" else ""  # type: ignore[union-attr]
+                shared = task.shared_scale if task.reach == "tensor" else ""
                 key = (id(task.number_format), task.info.shape, task.info.dtype, _extent(box), shared)
                 groups.setdefault(key, []).append(i)
         found = []
