@@ -148,7 +148,7 @@ def _result(
         left_out=record["left_out"],
         seconds=seconds,
         cuts=_cuts(plan),
-        kernels=_kernels(plan, recipe.device),
+        kernels=_kernels(plan, recipe.device, foretold=out is None),
         format=target.format,
         algorithm=record.get("recipe", {}).get("algorithm", recipe.algorithm),
         target=list(target.plan.describe()) if target.plan.parallelism.size > 1 else [],
@@ -185,12 +185,12 @@ def _calibrated_bytes(plan: ExportPlan, recipe: ExportRecipe) -> tuple[int, int]
     return largest, hidden if recipe.calib_memory is None else min(hidden, recipe.calib_memory)
 
 
-def _kernels(plan: ExportPlan, device: str) -> str:
+def _kernels(plan: ExportPlan, device: str, *, foretold: bool) -> str:
     from modelexport.quantization import devices, kernels
 
     kind = devices.kind_of(device)
     here = kind in (devices.AUTO, devices.CPU)
-    backend = kernels.backend(plan.source_bytes) if here else kernels.backend_on(kind)
+    backend = kernels.backend(plan.source_bytes, foretold=foretold) if here else kernels.backend_on(kind)
     slower = backend.name == "reference" or (here and backend.name == "triton")
     return f"{backend.name} ({backend.reason})" if slower else backend.name
 

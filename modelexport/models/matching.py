@@ -11,8 +11,8 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
-from typing import Any, Literal, NoReturn
+from itertools import chain, groupby
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from modelexport.checkpoints.safetensors.file import Checkpoint, TensorInfo, dtype_names
 from modelexport.errors import CheckpointError, PlanError, did_you_mean
@@ -182,10 +182,11 @@ class ModelDescription:
 
     def _quantised_stack(self, place: Place, quantization: QuantizationConfig) -> ExpectedModule | None:
         """The tensors of a stack of experts by methods that quantise stacks; None: it is no stack, or they do not."""
-        module, method = place.module, methods()[quantization.method]
-        specs_of, scaled_of = getattr(method, "stack_specs", None), getattr(method, "scaled_stack_specs", None)
+        module = place.module
         if module.experts is None or module.experts.parameter != "weight":
             return None
+        method = methods()[quantization.method]
+        specs_of, scaled_of = getattr(method, "stack_specs", None), getattr(method, "scaled_stack_specs", None)
         if scaled_of is not None and module.experts.transposed:
             scheme = quantization.scheme_of(place.name)
             scaled = None if scheme is None else scaled_of(scheme, self.dimensions.weight_shape(module))
@@ -412,8 +413,7 @@ def _is_plain(place: Place, expected: ExpectedModule, infos: Mapping[str, Tensor
     return weight is not None and weight.dtype in FLOATS and not any(place.tensor(each) in infos for each in others)
 
 
-@dataclass(frozen=True)
-class FittedTensors:
+class FittedTensors(NamedTuple):
     """The tensors of one module beside those that it must have; ``missing`` by the tensor's full name, in words."""
 
     specs: Mapping[str, StoredTensorSpec]
@@ -432,7 +432,7 @@ def fit(
         take: the tensor of that name, or its second argument.
     """
     specs, tensors, missing, unfit = dict(expected.required), {}, {}, []
-    for suffix, spec in (*expected.required.items(), *expected.optional.items()):
+    for suffix, spec in chain(expected.required.items(), expected.optional.items()):
         name, scheme = name_of(suffix), None if suffix == "bias" else expected.scheme
         info = take(name, None)
         if info is None:
@@ -440,9 +440,9 @@ def fit(
                 missing[name] = f"{name} is missing{'' if scheme is None else f': {_in_words(scheme)} needs {spec}'}"
             continue
         specs[suffix], tensors[suffix] = spec, info
-        fits = info.dtype in spec.dtypes, spec.has_shape(info.shape)
-        if not all(fits):
-            plain = scheme is None and fits[0]  # where any float will do, the shape alone is wrong
+        has_dtype = info.dtype in spec.dtypes
+        if not has_dtype or not spec.has_shape(info.shape):
+            plain = scheme is None and has_dtype  # where any float will do, the shape alone is wrong
             found, made = (f"{list(info.shape)}", spec.shapes_text) if plain else (_of(info), str(spec))
             why = "" if scheme is None else f" ({_in_words(scheme)})"
             unfit.append(f"{name} is {found} but config.json makes it {made}{why}")

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from modelexport.checkpoints import raw_io
 from modelexport.checkpoints.safetensors.header import TensorInfo
@@ -21,6 +21,15 @@ from modelexport.system.safetensors_header import encode_header
 
 _Numbers = TypeVar("_Numbers")
 DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
+
+
+class SizedTensor(NamedTuple):
+    """A tensor that has no place yet: its name, dtype as the format spells it, shape in elements, bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -61,8 +70,10 @@ class Layout:
     def index_json(self) -> str:
         """The text of ``model.safetensors.index.json``. Needed only where there is more than one file."""
         weight_map = {name: str(info.path) for name, info in sorted(self.infos.items())}
-        index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
-        return json.dumps(index, indent=2) + "\n"
+        index = {"metadata": {"total_size": self.total_bytes}, "weight_map": {}}
+        # As indent=2 writes it, which for a hundred thousand names takes five times as long.
+        lines = json.dumps(weight_map, separators=(",\n    ", ": "))[1:-1]
+        return json.dumps(index, indent=2).replace("{}", f"{{\n    {lines}\n  }}" if lines else "{}") + "\n"
 
     def settled(self, name: str, values: _Numbers) -> _Numbers:
         """The numbers of a part of a tensor that reading it back gives.
@@ -142,10 +153,9 @@ def plan_layout(
         CheckpointError: a name twice, an unknown dtype, a header larger than readers take.
     """
     metadata = {"format": "pt"} if metadata is None else dict(metadata)
-    shards: list[list[TensorInfo]] = [[]]
+    shards: list[list[SizedTensor]] = [[]]
     filled = 0
     seen: set[str] = set()
-    nowhere = Path()  # made once: a large checkpoint has a hundred thousand tensors
     for name, dtype, shape in specs:
         if name in seen or name == "__metadata__":
             why = "appears twice" if name in seen else "is reserved"
@@ -159,7 +169,7 @@ def plan_layout(
             shards.append([])
             filled = 0
         filled += nbytes
-        shards[-1].append(TensorInfo(name, dtype, tuple(shape), nowhere, 0, nbytes))
+        shards[-1].append(SizedTensor(name, dtype, tuple(shape), nbytes))
     count = len(shards)
     files = []
     for number, infos in enumerate(shards, 1):
@@ -168,18 +178,17 @@ def plan_layout(
     return Layout(tuple(files), {info.name: info for file in files for info in file.infos})
 
 
-def plan_file(name: str, infos: Sequence[TensorInfo], metadata: Mapping[str, str]) -> LayoutFile:
+def plan_file(name: str, tensors: Sequence[SizedTensor], metadata: Mapping[str, str]) -> LayoutFile:
     """Lay out one file: its header, and its tensors in an order that readers can map, see :func:`plan_layout`.
 
     Args:
-        infos: name, dtype, shape and size of each; their paths and offsets are set here.
         metadata: strings for the header's ``__metadata__``.
     """
-    infos = sorted(infos, key=lambda info: 0 if info.nbytes % 8 == 0 else 64 - dtype_bits(info.dtype))
-    header = encode_header([(info.name, info.dtype, info.shape, info.nbytes) for info in infos], metadata)
+    tensors = sorted(tensors, key=lambda info: 0 if info.nbytes % 8 == 0 else 64 - dtype_bits(info.dtype))
+    header = encode_header(tensors, metadata)
     start, path = len(header), Path(name)
     placed = []
-    for info in infos:
+    for info in tensors:
         placed.append(TensorInfo(info.name, info.dtype, info.shape, path, start, info.nbytes))
         start += info.nbytes
     return LayoutFile(name, header, tuple(placed), start)

@@ -14,7 +14,7 @@ from typing import Any
 from modelexport.checkpoints.safetensors.arrays import Array, Share, placements
 from modelexport.checkpoints.safetensors.conversions import Conversion
 from modelexport.checkpoints.safetensors.header import Header, TensorInfo
-from modelexport.checkpoints.safetensors.layout import Layout, plan_file
+from modelexport.checkpoints.safetensors.layout import Layout, SizedTensor, plan_file
 from modelexport.checkpoints.safetensors.reader import Checkpoint
 from modelexport.errors import CheckpointError
 from modelexport.sharding.rules import TensorRule
@@ -118,7 +118,7 @@ def lay_out(
     starts: dict[tuple[str, str], int] = {}
     for name, group in groups.items():
         metadata = {"format": "pt"} if file_metadata is None else file_metadata(name, group)
-        file = plan_file(name, [_info(array) for array in group], metadata)
+        file = plan_file(name, [_sized(array) for array in group], metadata)
         assert len(file.infos) == len({info.name for info in file.infos}), f"{name}: a name twice"
         starts.update({(name, info.name): info.offset for info in file.infos})
         inserts = [(starts[name, array.name], array.content) for array in group if isinstance(array, Constant)]
@@ -138,9 +138,9 @@ def tensor_info(name: str, dtype: str, shape: Sequence[int], path: Path) -> Tens
     return TensorInfo(name, dtype, tuple(shape), path, 0, tensor_nbytes(dtype, shape))
 
 
-def _info(array: Array) -> TensorInfo:
+def _sized(array: Array) -> SizedTensor:
     dtype, shape = stored_form(array)
-    return TensorInfo(array.name, dtype, shape, Path(), 0, tensor_nbytes(dtype, shape))
+    return SizedTensor(array.name, dtype, shape, tensor_nbytes(dtype, shape))
 
 
 def bind(

@@ -341,14 +341,16 @@ class ExportPlan:
 
     def peak_rank_bytes(self) -> int:
         """Upper estimate of a rank's buffers: two steps' shards of the source and two of the output."""
-        tp = self.parallelism.tp
-        reads = [max(self._rank_bytes(step, rank, True) for rank in range(tp)) for step in self.steps]
-        writes = [max(self._rank_bytes(step, rank, False) for rank in range(tp)) for step in self.steps]
-        return 2 * max(reads, default=0) + 2 * max(writes, default=0)
+        most = dict.fromkeys((True, False), 0)
+        for source in most:
+            for rank in range(self.parallelism.tp):
+                known: dict[tuple[object, ...], int] = {}
+                found = (self._rank_bytes(step, rank, source, known) for step in self.steps)
+                most[source] = max(most[source], max(found, default=0))
+        return 2 * sum(most.values())
 
-    def _rank_bytes(self, step: ExportStep, rank: int, source: bool) -> int:
+    def _rank_bytes(self, step: ExportStep, rank: int, source: bool, known: dict[tuple[object, ...], int]) -> int:
         total = 0
-        known: dict[tuple[object, ...], int] = {}
         for task in step.tasks:
             if source and task.stored is not None:
                 total += task.stored.nbytes if task.cut.owns(rank) else 0

@@ -317,7 +317,7 @@ class Family:
         """The same as a checkpoint whose tensors have these names has it: with stacks of experts, or these apart."""
         if not self.has_stacks:
             return self
-        layers = self.layer_prefix.partition("{i}")[0]
+        layers = self._before_number
         stacks = (module.experts for module in self.layer if module.experts is not None)
         firsts = {f".{path.format(e=0)}." for stack in stacks for _, path in stack.linears}
         is_apart = any(name.startswith(layers) and any(first in name for first in firsts) for name in names)
@@ -351,14 +351,20 @@ class Family:
                 return why
         return None
 
+    @cached_property
+    def _before_number(self) -> str:
+        """The names of all decoder layers up to their number: ``"model.layers."``."""
+        return self.layer_prefix.partition("{i}")[0]
+
     def draft_root(self, tensor: str, dimensions: Dimensions) -> str | None:
         """The name of the part of the model that a draft layer's tensor is below, ``"model.layers.61"`` or ``"mtp"``;
         None for tensors that are of no draft layer: see :mod:`modelexport.models.families.drafts`."""
-        prefix = self.layer_prefix.partition("{i}")[0]
-        number, _, path = tensor.removeprefix(prefix).partition(".")
-        if tensor.startswith(prefix) and path and number.isdecimal() and len(number) <= MOST_DIGITS:
-            behind = 0 <= int(number) - dimensions.layers < dimensions.prediction_layers
-            return f"{prefix}{number}" if behind else None
+        prefix = self._before_number
+        if tensor.startswith(prefix):
+            number, _, path = tensor[len(prefix) :].partition(".")
+            if path and number.isdecimal() and len(number) <= MOST_DIGITS:
+                behind = 0 <= int(number) - dimensions.layers < dimensions.prediction_layers
+                return f"{prefix}{number}" if behind else None
         root = mtp_root(tensor)
         if root is None or any(mtp_root(f"{m.path}.") for m in (*self.before, *self.layer, *self.after)):
             return None

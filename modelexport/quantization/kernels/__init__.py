@@ -12,7 +12,7 @@ called, so that they inherit compiled kernels.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import sys
 import threading
@@ -76,15 +76,21 @@ class Backend(NamedTuple):
         return f"{self.name} kernels ({self.reason})"
 
 
-def backend(nbytes: int | None = None) -> Backend:
+def backend(nbytes: int | None = None, *, foretold: bool = False) -> Backend:
     """Returns the kernels that CPU tensors take, with the reason; those of a job of so many bytes of weights, if given.
+
+    Args:
+        foretold: whether it is enough that they are installed. Importing numba takes as long as a large plan.
 
     Raises:
         UsageError: ``MODELEXPORT_KERNELS`` is none of its values, or asks for what cannot run.
     """
     if is_little(nbytes):
         return Backend("plain", f"quicker for {LITTLE >> 20} MiB or less")
-    return _backend(os.environ.get("MODELEXPORT_KERNELS", ""))
+    forced = os.environ.get("MODELEXPORT_KERNELS", "")
+    if foretold and not forced and importlib.util.find_spec("numba") is not None:
+        return Backend("fused", "CPU tensors, numba is installed")
+    return _backend(forced)
 
 
 def is_little(nbytes: int | None) -> bool:
