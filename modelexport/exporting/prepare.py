@@ -88,6 +88,12 @@ class PreparedExport:
         """True if samples run through the model, for statistics or for static scales."""
         return self.plan.needs_ranges or self.plan.calibrated
 
+    @property
+    def read_back_along(self) -> bool:
+        """True if modules are read back as soon as they are written, and not all at the end: of several ranks nobody
+        but the first knows when all pieces of a module are there, and a tensor may lie in several places."""
+        return self.recipe.tp == 1 and not self.layout.placements
+
     def warn(self) -> None:
         """Prints the warnings, before the work starts."""
         if not self.recipe.quiet and not self.recipe.json:

@@ -1,8 +1,9 @@
 """One tensor-parallel rank: reads its shards, quantises them, writes them, checks what was written.
 
-Three stages run side by side: while step i is quantised (main thread), step i+1 is read and step i-1 is
-written (one thread each). Slots bound the memory: two of them hold source shards, two hold results, each
-as large as the rank's largest step, and they are reused, since touching fresh pages costs more than the copy.
+Three stages run side by side: while step i is quantised (main thread), step i+1 is read and step i-1 is written (one
+thread each). What one rank alone has written is read back meanwhile, by one more. Slots bound the memory: two of them
+hold source shards, two hold results, each as large as the rank's largest step, and they are reused, since touching
+fresh pages costs more than the copy.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from modelexport.distributed import collectives, gather
 from modelexport.distributed.launch import phase, report
 from modelexport.distributed.transport import memory
 from modelexport.errors import CheckpointError, PlanError, ValuesError
-from modelexport.exporting.audit import audit
+from modelexport.exporting.audit import Audit
 from modelexport.exporting.extents import step_extents
 from modelexport.exporting.output import LayerWriter, ShardWriter
 from modelexport.exporting.plan import ExportPlan, ExportStep, TensorTask, full_name
@@ -55,6 +56,7 @@ class RankJob:
         tokenizer: the directory that holds the model's.
         spread: whether the ranks are on several machines.
         done: journal of an earlier run of the same export: step id -> its record.
+        read_back_along: as :attr:`PreparedExport.read_back_along`.
     """
 
     source: Checkpoint
@@ -64,6 +66,7 @@ class RankJob:
     tokenizer: Path
     spread: bool
     done: dict[str, dict[str, Any]]
+    read_back_along: bool = False
 
     @property
     def out(self) -> Path:
@@ -124,8 +127,11 @@ def run_rank(job: RankJob, rank_class: type[RankExport]) -> None:
         staging = stack.enter_context(Staging.join(job.out))
         writer = ShardWriter(job.layout, staging, job.recipe.transport, job.workspace, dict(job.done))
         export = stack.enter_context(rank_class(job, writer, staging.beside))
+        export.audit = stack.enter_context(
+            Audit(job.plan, job.layout, staging.directory, export.rank, export.world, along=job.read_back_along)
+        )
         export.run()
-        export.finish(staging.directory)
+        export.finish()
 
 
 class RankExport:
@@ -135,7 +141,12 @@ class RankExport:
         writer: takes the layers; it is closed with this.
         beside: the directory that keeps what a run needs that resumes this one; None: it is not resumed.
         alone: whether other ranks, if there are any, have no part in it.
+
+    Attributes:
+        audit: reads back what the writer has written; None: nothing is.
     """
+
+    audit: Audit | None = None
 
     def __init__(self, job: RankJob, writer: LayerWriter, beside: Path | None = None, *, alone: bool = False) -> None:
         self.job, self.writer, self.beside = job, writer, beside
@@ -514,30 +525,23 @@ class RankExport:
         """Get the step into the checkpoint, and its slots back into use."""
         try:
             self.writer.step(step, quantised.layer, quantised.note)
+            if self.audit is not None:
+                self.audit.written(step, self.writer.records)
         finally:  # also after an error, so that no stage waits for a slot for ever
             for queue, slot in quantised.slots:
                 queue.put(slot)
 
-    def finish(self, payload: Path) -> None:
-        """Reopen the files in ``payload``, compare them with what was produced and with the source, and report."""
-        job = self.job
-        if job.spread:  # other machines see what has reached the disk, and not before
+    def finish(self) -> None:
+        """Reopen the files, compare them with what was produced, and report."""
+        assert self.audit is not None
+        if self.job.spread:  # other machines see what has reached the disk, and not before
             phase("flushing weight files to disk")
             self.writer.flush()
         with ThreadPoolExecutor(1) as flushing:  # the disk works while the page cache is read back
             flushed = flushing.submit(self.writer.flush)
             records = self.writer.share_records()
             phase("reading back what was written")
-            checks = audit(
-                job.plan,
-                job.layout,
-                job.source,
-                payload,
-                records,
-                self.rank,
-                self.world,
-                changed=self.changed(records),
-            )
+            checks = self.audit.finish(self.job.source, records, self.changed(records))
             phase("flushing weight files to disk")
             flushed.result()
         with self.writer.gathered({"checks": checks}) as parts:

@@ -221,6 +221,7 @@ def job_of(prepared: PreparedExport, done: dict[str, Any], *, spread: bool = Fal
         tokenizer=prepared.source.directory,
         spread=spread,
         done=done,
+        read_back_along=prepared.read_back_along,
     )
 
 
@@ -249,4 +250,5 @@ def _show_progress(
         for step in plan.steps
     }
     quiet = recipe.quiet or recipe.json or not shown
-    return show_progress("export", JobSteps(costs, done), world, quiet=quiet, log=log if shown else None)
+    steps = JobSteps(costs, done, along=prepared.read_back_along)
+    return show_progress("export", steps, world, quiet=quiet, log=log if shown else None)

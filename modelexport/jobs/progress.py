@@ -54,11 +54,13 @@ class JobSteps:
 
     Attributes:
         compared: whether the source is read once more at the end, beside what was written.
+        along: whether what a step has written is read back beside the next ones, and only the rest at the end.
     """
 
     costs: Mapping[str, StepCost]
     done: Collection[str]
     compared: bool = False
+    along: bool = False
 
     @property
     def left(self) -> dict[str, StepCost]:
@@ -67,8 +69,9 @@ class JobSteps:
 
     @property
     def read_back_bytes(self) -> int:
-        """Bytes read to check what was written."""
-        return sum(cost.nbytes if self.compared else cost.written for cost in self.costs.values())
+        """Bytes read at the end to check what was written."""
+        costs = (cost for name, cost in self.costs.items() if not self.along or name in self.done)
+        return sum(cost.nbytes if self.compared else cost.written for cost in costs)
 
 
 class TimeLeft:

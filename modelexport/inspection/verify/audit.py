@@ -92,6 +92,15 @@ def run_audit(
             return list(pool.map(check, items))
 
 
+def check_written(item: AuditItem, reader: Reader, pieces: Mapping[str, Sequence[WrittenPiece]]) -> ModuleCheck:
+    """Checks one item, as :func:`run_audit` does where there is no source.
+
+    Raises:
+        CheckpointError: a file ends early or cannot be read.
+    """
+    return _check(item, read_chunks(item, reader, None), pieces, False)
+
+
 class _Scratch(threading.local):
     """This thread's buffers, by name."""
 
