@@ -171,7 +171,7 @@ def _modules(step: ExportStep) -> dict[str, None]:
 
 
 def _pieces(records: Iterable[Mapping[str, Any]]) -> dict[str, list[WrittenPiece]]:
-    """What was written of each tensor, by the journal's records."""
+    """The pieces that were written of each tensor, by the journal's records."""
     found: dict[str, list[WrittenPiece]] = {}
     for record in records:
         for value in record["pieces"]:

@@ -23,7 +23,9 @@ from modelexport.cli import main
 from modelexport.errors import CheckpointError, PlanError, RankFailedError
 from modelexport.exporting import export
 from modelexport.exporting import rank as export_rank
-from modelexport.exporting.plan import ExportStep
+from modelexport.exporting.output import ShardWriter
+from modelexport.exporting.plan import ExportStep, full_name
+from modelexport.exporting.prepare import PreparedExport
 from modelexport.exporting.rank import Quantised, Shards
 from tests.distributed._failure_helpers import leaving_nothing
 from tests.exporting.test_export import digests
@@ -245,23 +247,29 @@ def test_another_recipe_refuses_the_staging_directory(
     assert "rm -r" in result.stderr
 
 
+@pytest.mark.parametrize("along", [True, False])
 def test_a_byte_that_changes_on_disk_is_found_before_publishing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, along: bool
 ) -> None:
-    finish = export_rank.RankExport.finish
+    write = ShardWriter.step
+    flipped: list[str] = []
 
-    def flip_then_finish(self: export_rank.RankExport, payload: Path) -> None:
-        path = payload / "model.safetensors"
-        with open(path, "r+b") as file:
-            file.seek(path.stat().st_size - 5000)
-            byte = file.read(1)
-            file.seek(-1, os.SEEK_CUR)
-            file.write(bytes([byte[0] ^ 1]))
-        finish(self, payload)
+    def write_then_flip(self: ShardWriter, step: ExportStep, *args: Any) -> None:
+        write(self, step, *args)
+        if step.index == 1:
+            info = self._layout.infos[full_name(step.layer, step.tasks[-1].path, step.tasks[-1].outputs[0].name)]
+            with open(self._staging.directory / info.path, "r+b") as file:
+                file.seek(info.offset)
+                byte = file.read(1)
+                file.seek(info.offset)
+                file.write(bytes([byte[0] ^ 1]))
+            flipped.append(info.name)
 
-    monkeypatch.setattr(export_rank.RankExport, "finish", flip_then_finish)
-    with pytest.raises(RankFailedError, match="differ"):
+    monkeypatch.setattr(ShardWriter, "step", write_then_flip)
+    monkeypatch.setattr(PreparedExport, "read_back_along", along)
+    with pytest.raises(RankFailedError, match="differ") as caught:
         export(out=str(tmp_path / "out"), quiet=True, evaluate=False)
+    assert flipped[0] in str(caught.value)
     assert not (tmp_path / "out").exists()
 
 
