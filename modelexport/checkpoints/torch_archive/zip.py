@@ -242,7 +242,7 @@ def _directory(view: _View, limit: int = _MAX_DIRECTORY) -> dict[str, _Member]:
         raise CheckpointError("is no archive of torch.save, or is cut short: no zip directory at its end")
     count, size, at = struct.unpack("<HII", view.tail[end + 10 : end + 20])
     wide = view.tail[max(0, end - 20) : end]
-    if wide[:4] == b"PK\x06\x07":
+    if len(wide) == 20 and wide[:4] == b"PK\x06\x07":
         record = view.read(struct.unpack("<Q", wide[8:16])[0], 56)
         if record[:4] != b"PK\x06\x06":
             raise CheckpointError("damaged zip directory: its 64-bit part is not where it should be")
