@@ -218,10 +218,10 @@ class LayerRunner:
 
     def __enter__(self) -> LayerRunner:
         self._threads_before = torch.get_num_threads()
-        torch.set_num_threads(1)  # of one operation, in this thread and in those of the pool, which begin after it
+        torch.set_num_threads(1)  # of one operation, in this thread and in those of the pool
         self._settings = ExitStack()
         self._settings.enter_context(devices.deterministic(self.device))
-        self._pool = ThreadPoolExecutor(self.threads)
+        self._pool = ThreadPoolExecutor(self.threads, initializer=torch.set_num_threads, initargs=(1,))
         self._together: ForwardRanks | None = None
         try:
             self._together = ForwardRanks(self.cut, alone=self._by_itself)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from modelexport.distributed import collectives
+from modelexport.quantization.calibration.products import add_product, transposed
 
 __all__ = [
     "BINS",
@@ -294,12 +295,14 @@ class Collector:
         self._add_to_sample(x)
         self.tokens += x.shape[0]
 
+        by_feature = transposed(x) if self._panels or self._crossed else x
+
         def multiply(item: tuple[int, Tensor]) -> None:
             start, panel = item
             stop = panel.shape[0]
             with torch.no_grad():  # which is a setting of each thread
                 sums = panel.to(x.device)
-                sums.addmm_(x[:, :stop].T, x[:, start:stop])
+                add_product(sums, by_feature[:stop], by_feature[start:stop])
                 if sums is not panel:
                     panel.copy_(sums)
 
@@ -312,7 +315,7 @@ class Collector:
             start, panel = item
             with torch.no_grad():
                 sums = panel.to(x.device)
-                sums.addmm_(apart, x[:, start : start + panel.shape[1]])
+                add_product(sums, apart, by_feature[start : start + panel.shape[1]])
                 if sums is not panel:
                     panel.copy_(sums)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from modelexport.distributed import collectives
 from modelexport.quantization.calibration.cut import ForwardCut, ForwardShard, Range, nodes, over_tree
 from modelexport.quantization.calibration.exchange import Exchange
+from modelexport.quantization.calibration.products import product
 
 __all__ = ["ForwardRanks", "column_product"]
 
@@ -22,10 +23,10 @@ __all__ = ["ForwardRanks", "column_product"]
 def column_product(x: Tensor, weight: Tensor, tiles: Sequence[Range]) -> Tensor:
     """``x @ weight.T`` by tiles of the output features. ``[tokens, in_features]`` -> ``[tokens, out_features]``."""
     if len(tiles) < 2:
-        return torch.mm(x, weight.t())
+        return product(x, weight)
     out = x.new_empty(x.shape[0], weight.shape[0])
     for start, stop in tiles:
-        torch.mm(x, weight[start:stop].t(), out=out[:, start:stop])
+        product(x, weight[start:stop], out=out[:, start:stop])
     return out
 
 
@@ -57,15 +58,15 @@ class ForwardRanks:
         if share.dim != 1:
             return column_product(x, weight, share.tiles if share.dim == 0 else ())
 
-        def product(node: Range) -> Tensor | None:
+        def of_tile(node: Range) -> Tensor | None:
             if node[1] - node[0] > 1:
                 return None
             start, stop = share.tiles[node[0] - first]
-            return torch.mm(x[:, start:stop], weight[:, start:stop].t())
+            return product(x[:, start:stop], weight[:, start:stop])
 
         first = share.numbers[0] if share.numbers else 0
         own = nodes(first, first + len(share.numbers), share.count)
-        values = [over_tree(node, product, Tensor.add_) for node in own]
+        values = [over_tree(node, of_tile, Tensor.add_) for node in own]
         if self._exchange is None:
             [value] = values
             return value
