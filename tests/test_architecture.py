@@ -293,6 +293,7 @@ def test_files_that_somebody_named_are_opened_in_one_place() -> None:
         "modelexport.checkpoints.mirrors.mirror",  # in the mirror
         "modelexport.checkpoints.safetensors.layout",  # in the staging directory, once its size is right
         "modelexport.quantization.calibration.hidden_states",  # in the staging directory
+        "modelexport.quantization.calibration.products",  # /proc
     }
 
 
