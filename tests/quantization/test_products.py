@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from modelexport.quantization.calibration import products
-from modelexport.quantization.calibration.products import add_product, product, transposed
+from modelexport.quantization.calibration.products import add_product, linear, product, transposed
 
 _HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
@@ -29,6 +29,8 @@ def test_a_product_is_that_of_float32() -> None:
     exact = (x.double() @ weight.double().t()).float()
     near = {"rtol": 1e-6, "atol": 1e-4}  # sums of 200 products of numbers of 1
     torch.testing.assert_close(product(x, weight), exact, **near)
+    bias = torch.arange(72.0)
+    torch.testing.assert_close(linear(x.view(6, 8, 200), weight, bias), (exact + bias).view(6, 8, 72), **near)
     sums = torch.ones(48, 72)
     add_product(sums, x, weight)
     torch.testing.assert_close(sums, exact + 1, **near)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from modelexport.inspection.evaluate.models import PlainTensors
+from modelexport.quantization.calibration.products import linear
 from modelexport.system.small_files import LARGEST_JSON, check_regular, has_file, read_json
 
 __all__ = ["FastTokenizer", "PlainLlama", "WholeOutputs", "fast_tokenizer", "plain_llama"]
@@ -150,7 +151,7 @@ class PlainLlama:
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
         activation = self.activations.get(name)
-        return functional.linear(x if activation is None else activation(x), self.weights[name])
+        return linear(x if activation is None else activation(x), self.weights[name])
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         wide = x.float()
@@ -190,7 +191,7 @@ class WholeOutputs:
         activation = self._model.activations.get("lm_head")
         with torch.inference_mode():
             hidden = self.hidden[batch] if activation is None else activation(self.hidden[batch])
-            return functional.linear(hidden, self._model.weights["lm_head"][self._rows]).flatten(0, -2).float()
+            return linear(hidden, self._model.weights["lm_head"][self._rows]).flatten(0, -2).float()
 
 
 class FastTokenizer:

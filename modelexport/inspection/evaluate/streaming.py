@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from modelexport.distributed.environment import cores
 from modelexport.errors import CheckpointError, PlanError
@@ -29,6 +28,7 @@ from modelexport.quantization import devices
 from modelexport.quantization.calibration.cut import ForwardShard
 from modelexport.quantization.calibration.layers import DYNAMIC, LayerRunner
 from modelexport.quantization.calibration.model import body, running
+from modelexport.quantization.calibration.products import linear
 
 __all__ = ["Measured", "Outputs", "measure", "through_layers", "token_losses", "workers"]
 
@@ -84,7 +84,7 @@ class Outputs:
         rounded = self._tensors.activations.get(self._head)
 
         def head(hidden: Tensor) -> Tensor:
-            return functional.linear(hidden if rounded is None else rounded(hidden), weight, bias)
+            return linear(hidden if rounded is None else rounded(hidden), weight, bias)
 
         self._model.get_output_embeddings().forward = head
 
@@ -340,7 +340,7 @@ def workers(count: int) -> Iterator[Executor]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with ThreadPoolExecutor(count) as pool:
+        with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             yield pool
     finally:
         torch.set_num_threads(before)

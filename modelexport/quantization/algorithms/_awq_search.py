@@ -11,6 +11,7 @@ from torch import Tensor
 from modelexport.quantization import kernels
 from modelexport.quantization.algorithms import _scaling, _tiles
 from modelexport.quantization.algorithms.base import CalibratedLinear, Fold, RankGroup
+from modelexport.quantization.calibration.products import product
 from modelexport.quantization.calibration.statistics import THINNED, InputStatistics, thinned
 from modelexport.quantization.formats.base import NumberFormat
 
@@ -138,7 +139,7 @@ def _try(
 
     def multiply(part: slice) -> None:
         for number in range(part.start, part.stop):
-            torch.mm(tiles[number].filled(weight), sample.t(), out=wanted[number])
+            product(tiles[number].filled(weight), sample, out=wanted[number])
 
     def work(part: slice) -> None:
         for place in range(part.start, part.stop):
@@ -156,7 +157,7 @@ def _try(
                 else:
                     decoded = number_format.nearest(scaled, amax=amax, name=linear.name)
                 assert rounded is not None
-                difference = (decoded @ rounded.t()).sub_(expected)
+                difference = product(decoded, rounded).sub_(expected)
                 table[tile.rows, numbers[place]] = _tiles.squares(difference, tile).cpu()
 
     with _tiles.one_thread_an_operation():

@@ -11,8 +11,9 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-__all__ = ["add_product", "product", "transposed"]
+__all__ = ["add_product", "linear", "product", "transposed"]
 
 _LEAST = 1 << 22
 """Multiplications from which on a call of oneDNN's costs little beside them."""
@@ -30,6 +31,14 @@ def product(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
     return found if out is None else out.copy_(found)
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """What ``torch.nn.functional.linear`` computes. ``[..., in_features]`` -> ``[..., out_features]``."""
+    rows = x.reshape(-1, x.shape[-1])
+    if not _is_for_onednn(rows, weight):
+        return functional.linear(x, weight, bias)
+    return _by_onednn(rows, weight, bias).view(*x.shape[:-1], weight.shape[0])
+
+
 def add_product(sums: Tensor, x: Tensor, weight: Tensor) -> None:
     """Adds :func:`product` to ``sums``."""
     if _is_for_onednn(x, weight):
@@ -43,9 +52,9 @@ def transposed(x: Tensor) -> Tensor:
     return x.t().contiguous() if _is_for_onednn(x, x) else x.t()
 
 
-def _by_onednn(x: Tensor, weight: Tensor) -> Tensor:
+def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     # Of strided matrices it computes many times more slowly.
-    found: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), weight.contiguous(), None, "none", [], "")
+    found: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), weight.contiguous(), bias, "none", [], "")
     return found
 
 
