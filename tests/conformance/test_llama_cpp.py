@@ -43,7 +43,7 @@ from modelexport.quantization.ggml_layouts import LAYOUTS
 from modelexport.quantization.methods import WeightSlice, gguf, read_quantization_config
 from modelexport.recipe import ExportRecipe
 from tests.checkpoints.test_gguf_architectures import TYPES, tiny
-from tests.helpers.drafts import BELOW_MTP, add_draft_layer
+from tests.helpers.drafts import BELOW_MODEL, BELOW_MTP, add_draft_layer
 from tests.helpers.format_models import write
 from tests.helpers.gguf_models import NOT_IN_TRANSFORMERS, ONLY_WRAPPED, WRAPPED, gguf_tiny_model
 from tests.helpers.models import copy_checkpoint, make_llama
@@ -580,16 +580,23 @@ def test_llama_cpp_multiplies_by_the_scales_of_nvfp4(tmp_path: Path, kind: str) 
 
 def draft_prefix(names: Iterable[str]) -> str:
     """The names of the draft layer's tensors begin with it."""
-    if any(name.startswith("mtp.") for name in names):
-        return "mtp.layers.0."
+    for below in ("mtp.", "model.mtp."):
+        if any(name.startswith(below) for name in names):
+            return f"{below}layers.0."
     return f"model.layers.{max(int(name.split('.')[2]) for name in names if name.startswith('model.layers.'))}."
 
 
 def lively(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors with linears of the draft layer so large that what it computes depends on each."""
+    """The tensors with linears of the draft layer so large that what it computes depends on each; and the norm in front
+    of a head that is not its own."""
     prefixes = ("mtp.", draft_prefix(tensors))
     return {
-        name: value * 4 if name.startswith(prefixes) and value.dim() > 1 else value for name, value in tensors.items()
+        name: value * 4
+        if name.startswith(prefixes) and value.dim() > 1
+        else value * 40
+        if name.endswith(".final_layernorm.weight")
+        else value
+        for name, value in tensors.items()
     }
 
 
@@ -602,6 +609,8 @@ def drafting_model(source: Path, out: Path) -> Any:
         f"{layer}shared_head.norm.": "model.norm.",
         f"{layer}shared_head.head.": "lm_head.",
         "mtp.norm.": "model.norm.",
+        f"{layer}final_layernorm.": "model.norm.",
+        f"{layer}pre_mlp_layernorm.": "model.layers.0.post_attention_layernorm.",
     }
     found = {name: value for name, value in tensors.items() if name.startswith(("model.embed_tokens.", "lm_head."))}
     for name, value in tensors.items():
@@ -614,6 +623,8 @@ def drafting_model(source: Path, out: Path) -> Any:
     config |= {"num_hidden_layers": 1, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0}
     config |= {"layer_types": config["layer_types"][-1:] if "index_topk" in config else ["full_attention"]}
     config |= {"mlp_layer_types": ["sparse"], "indexer_types": ["full"]}
+    if config["model_type"] in BELOW_MODEL:
+        config |= {"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]}
     config["index_topk"] = config["max_position_embeddings"]  # llama.cpp's drafts attend to everything
     (out / "config.json").write_text(json.dumps(config))
     return AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
@@ -641,7 +652,9 @@ def drafted(source: Path, model: Any, ids: list[int], states: torch.Tensor) -> t
     return scores[:-1].gather(-1, torch.tensor(ids)[1:, None])[:, 0]
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe", "qwen3_next"])
+@pytest.mark.parametrize(
+    "kind", ["deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe", "qwen3_next", "mimo_v2_flash"]
+)
 def test_draft_layers(tmp_path: Path, kind: str) -> None:
     """llama.cpp computes the model as without them, and drafts as transformers' decoder layer does."""
     plain = gguf_tiny_model(kind)
