@@ -21,6 +21,7 @@ WINDOWS, WINDOW = 40, 17  # more tokens than one batch has
 RUN = {
     "opt": "calls a part of its body",
     "mamba": "asks for the dtype of its head",
+    "mimo_v2_flash": "has sinks in some of its layers, and heads of values of their own size",
     "gptj": "has attention functions of its own",
     "openai-gpt": "returns lists",
     "codegen": "returns tuples",
