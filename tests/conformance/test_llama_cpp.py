@@ -533,7 +533,7 @@ def scaled_linears(source: Path) -> list[str]:
 
 def in_blocks_of_8_bits(x: torch.Tensor) -> torch.Tensor:
     """The input of a linear as ggml multiplies it by blocks of NVFP4: in Q8_0, 32 numbers with one float16 scale."""
-    blocks = x.float().view(-1, 32)
+    blocks = x.float().reshape(-1, 32)  # some models turn what they give a linear
     largest = blocks.abs().amax(1, keepdim=True)
     integers = torch.where(largest > 0, blocks * (127 / largest), 0.0).round()
     return (integers * (largest / 127).half().float()).view(x.shape).to(x.dtype)

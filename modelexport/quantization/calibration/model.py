@@ -27,6 +27,7 @@ __all__ = [
     "choosing_all",
     "decoder_layers",
     "in_memory",
+    "kv_heads",
     "misshapen",
     "narrow",
     "on_disk",
@@ -310,6 +311,12 @@ def attention_of(parsed: Any) -> str:
     known = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(parsed), None)
     fused = getattr(known, "_supports_sdpa", True) and not getattr(parsed, "attn_logit_softcapping", None)
     return "sdpa" if fused else watched_attention()
+
+
+def kv_heads(parsed: Any, layer: int) -> int | None:
+    """Heads of keys and values of a decoder layer, by transformers' config; None where it does not say."""
+    of_layer = parsed.per_layer_config[layer] if getattr(parsed, "is_heterogeneous", False) else parsed
+    return getattr(of_layer, "num_key_value_heads", None)
 
 
 def decoder_layers(model: Any) -> nn.ModuleList | None:
