@@ -277,11 +277,11 @@ def _joined(found: Sequence[Array], target: _Target, there: Collection[str] | No
                 parts[name] = [f"{prefix}{part}.{parameter}" for part in joined[1]]
     held = {array.name: array for array in found if array.name in whole_of}
     for array in found:
-        name = whole_of.get(array.name)
-        if name is None:
+        joined_name = whole_of.get(array.name)
+        if joined_name is None:
             yield array
-        elif name in parts:  # where the first of them stood
-            yield _one_behind_the_other(name, [held[part] for part in parts.pop(name) if part in held])
+        elif joined_name in parts:  # where the first of them stood
+            yield _one_behind_the_other(joined_name, [held[part] for part in parts.pop(joined_name) if part in held])
 
 
 def _one_behind_the_other(name: str, found: Sequence[Array]) -> Array:
