@@ -1,17 +1,19 @@
 """Draft layers (multi-token prediction) of a checkpoint: which modules they have, and checkpoints without them.
 
 A draft layer is a decoder layer with a little around it: norms of its two inputs, a linear that joins these, perhaps an
-embedding and a head of its own. The decoder layer's modules are those of the model's own layer that it is most like;
-what stands around it is known by its names. They are found in a checkpoint's headers: config.json does not always count
-them.
+embedding and a head of its own. The decoder layer's modules are those of the model's own layer that it is most like,
+its attention or its MLP those of another layer where these are more like its own; what stands around it is known by its
+names. They are found in a checkpoint's headers: config.json does not always count them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
+from modelexport.checkpoints.draft_names import LAYOUTS, DraftNames
 from modelexport.checkpoints.safetensors.file import Checkpoint, TensorInfo
 from modelexport.models.architecture import Dimensions, Family, Module, family_of, read_dimensions
 from modelexport.models.families.drafts import draft_counts, without_counts
@@ -21,6 +23,7 @@ __all__ = ["DraftModule", "draft_modules", "draft_tensors", "usual_drafts", "wit
 
 _JOINS = "of a draft layer: it joins two inputs, whose sizes differ"
 _UNKNOWN = "of a draft layer, and of no decoder layer that is known"
+_USUAL = {own: usual for names in LAYOUTS for own, usual in names.usual.items()}
 
 
 @dataclass(frozen=True)
@@ -62,9 +65,8 @@ def draft_modules(family: Family, dimensions: Dimensions, infos: Mapping[str, Te
         numbers: dict[str, int] = {}
         for prefix, own in _decoder_layers(root, modules, kinds).items():
             numbers[prefix] = _number(root, family, dimensions, len(numbers))
-            kind = max(kinds, key=lambda kind: (kind.likeness(own), kind.number))
-            if kind.likeness(own) > 0:
-                layers += kind.draft_layer(family, root, prefix, numbers[prefix])
+            if any(kind.likeness(own) > 0 for kind in kinds):
+                layers += _draft_layer(family, kinds, own, root, prefix, numbers[prefix])
         known = {module.name for module in layers}
         for name, tensors in modules.items():
             if name not in known:
@@ -81,58 +83,93 @@ def _number(root: str, family: Family, dimensions: Dimensions, before: int) -> i
     return int(number) - dimensions.layers if number.isdecimal() else before
 
 
-_AROUND_NUMBERED = ("eh_proj", "enorm", "hnorm", "embed_tokens", "shared_head.norm", "shared_head.head")
-_AROUND_BELOW = ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
-
-
-def usual_drafts(family: Family, dimensions: Dimensions, twins: Sequence[int], *, below: str = "") -> list[DraftModule]:
-    """The modules that draft layers may have where they are written as DeepSeek-V3 or as Qwen3-Next writes them.
+def usual_drafts(
+    family: Family, dimensions: Dimensions, drafts: Sequence[Collection[str]], names: DraftNames
+) -> list[DraftModule]:
+    """The modules that draft layers may have where they are named as in published checkpoints.
 
     Args:
-        twins: of each draft layer, the number of the decoder layer that has the same modules.
-        below: the module that they are below; ``""``: they are numbered on behind the decoder layers.
+        drafts: of each draft layer, the paths within a decoder layer of the modules that it has.
 
     Returns:
         What may stand around a decoder layer (no ``path``) and the decoder layer's own modules, layer by layer.
     """
     frame = {module.path: module for module in _frame(dimensions)}
+    kinds = list(_kinds(family, dimensions)) if drafts else []
     found: list[DraftModule] = []
-    for number, twin in enumerate(twins):
-        root = below or family.layer_prefix.format(i=dimensions.layers + number)
-        for path in () if below and number else _AROUND_BELOW if below else _AROUND_NUMBERED:
-            name = f"{root}.{path}"
+    for number, paths in enumerate(drafts):
+        root = names.below or family.layer_prefix.format(i=dimensions.layers + number)
+        prefix = f"{root}.layers.{number}" if names.below else root
+        for path in () if names.shared and number else names.around:
+            name = f"{root if names.shared else prefix}.{path}"
             found.append(DraftModule(name, replace(frame[path], path=name, bias=False), root, number=number))
-        kind = _Kind.of(family, dimensions, twin)
-        found += kind.draft_layer(family, root, f"{below}.layers.{number}" if below else root, number)
+        own = {path: names.renamed.get(path, path) for path in paths}
+        found += _draft_layer(family, kinds, own, root, prefix, number)
     return found
 
 
-@dataclass(frozen=True)
+def _draft_layer(
+    family: Family, kinds: Sequence[_Kind], own: Mapping[str, str], root: str, prefix: str, number: int
+) -> Iterator[DraftModule]:
+    """The modules of a draft's decoder layer: of the kind that is most like it, and in place of a block of that (its
+    attention, its MLP) the block of another kind that is more like the draft's.
+
+    Args:
+        own: paths within a decoder layer -> within the draft layer, of what the draft layer has.
+    """
+    likest = max(kinds, key=lambda kind: (kind.likeness(own), kind.number))
+    chosen: dict[_Kind, set[str]] = {likest: set()}
+    for block in likest.blocks:
+        paths = [path for path in own if _block(path) == block]
+        best = max(kinds, key=lambda kind: (kind.likeness(paths, block), kind is likest, kind.number))
+        chosen.setdefault(best if paths else likest, set()).add(block)
+    for kind, blocks in chosen.items():
+        twin = family.layer_prefix.format(i=kind.number)
+        for path, expert, module in kind.modules:
+            if path and _block(path) in blocks:
+                here = own.get(path, path)
+                declared = module if here == path else replace(module, path=here)
+                yield DraftModule(f"{prefix}.{here}", declared, root, here, expert, f"{twin}.{path}", number)
+
+
+def _block(path: str) -> str:
+    """The first part of a path within a decoder layer: ``"self_attn"``."""
+    return path.partition(".")[0]
+
+
+@dataclass(frozen=True, eq=False)
 class _Kind:
-    """The modules of the decoder layers that have the same ones, and the number of the last of these."""
+    """The modules of the decoder layers that have the same ones, and the number of the last of these.
+
+    Attributes:
+        blocks: the first part of their paths -> the paths.
+    """
 
     number: int
     modules: Sequence[tuple[str, int | None, Module]]
-    paths: frozenset[str]
+    blocks: Mapping[str, frozenset[str]]
+
+    @cached_property
+    def paths(self) -> frozenset[str]:
+        """The paths of all of its modules."""
+        return frozenset().union(*self.blocks.values())
 
     @classmethod
     def of(cls, family: Family, dimensions: Dimensions, number: int) -> _Kind:
         """The kind of a decoder layer; transformers has no draft layers, and so their modules no names there."""
         plain = {id(module): replace(module, in_memory="") for module in family.layer}
         modules = [(path, e, plain[id(module)]) for path, e, module in family.modules_of_layer(dimensions, number)]
-        return cls(number, modules, frozenset(path for path, _, _ in modules if path))
-
-    def draft_layer(self, family: Family, root: str, prefix: str, number: int) -> Iterator[DraftModule]:
-        """The modules of a draft's decoder layer of this kind."""
-        twin = family.layer_prefix.format(i=self.number)
-        for path, expert, module in self.modules:
+        blocks: dict[str, set[str]] = {}
+        for path, _, _ in modules:
             if path:
-                yield DraftModule(f"{prefix}.{path}", module, root, path, expert, f"{twin}.{path}", number)
+                blocks.setdefault(_block(path), set()).add(path)
+        return cls(number, modules, {block: frozenset(paths) for block, paths in blocks.items()})
 
-    def likeness(self, paths: Iterable[str]) -> int:
-        """Modules that a layer of these paths has in common with them, less those that it lacks."""
-        common = len(self.paths.intersection(paths))
-        return 2 * common - len(self.paths)
+    def likeness(self, paths: Iterable[str], block: str = "") -> int:
+        """Modules that a layer of these paths has in common with them, less those that it lacks; of one block of
+        them, or of all."""
+        own = self.blocks.get(block, frozenset()) if block else self.paths
+        return 2 * len(own.intersection(paths)) - len(own)
 
 
 def _kinds(family: Family, dimensions: Dimensions) -> Iterator[_Kind]:
@@ -143,16 +180,19 @@ def _kinds(family: Family, dimensions: Dimensions) -> Iterator[_Kind]:
         yield _Kind.of(family, dimensions, number)
 
 
-def _decoder_layers(root: str, modules: Iterable[str], kinds: Sequence[_Kind]) -> dict[str, set[str]]:
-    """Prefix of each decoder layer at or below a root -> the paths in it that decoder layers have."""
+def _decoder_layers(root: str, modules: Iterable[str], kinds: Sequence[_Kind]) -> dict[str, dict[str, str]]:
+    """Prefix of each decoder layer at or below a root -> the paths that decoder layers have -> their own in it."""
     every = frozenset().union(*(kind.paths for kind in kinds))
-    found: dict[str, set[str]] = {}
+    found: dict[str, dict[str, str]] = {}
     for name in modules:
         parts = name.split(".")
         for end in range(root.count(".") + 1, len(parts)):
             path = ".".join(parts[end:])
             if path in every:
-                found.setdefault(".".join(parts[:end]), set()).add(path)
+                found.setdefault(".".join(parts[:end]), {})[path] = path
+                break
+            if _USUAL.get(path) in every:
+                found.setdefault(".".join(parts[:end]), {}).setdefault(_USUAL[path], path)
                 break
     return found
 

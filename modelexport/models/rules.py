@@ -8,10 +8,11 @@ word), all of its tensors are cut there and nowhere else.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from modelexport.checkpoints.draft_names import NUMBERED, DraftNames
 from modelexport.checkpoints.safetensors.file import Checkpoint
 from modelexport.errors import CheckpointError
 from modelexport.models.architecture import Dimensions, Module, read_dimensions
@@ -59,8 +60,8 @@ def expected_rules(
     *,
     has: Callable[[str], bool] | None = None,
     apart: bool = False,
-    drafts: Sequence[int] = (),
-    drafts_below: str = "",
+    drafts: Sequence[Collection[str]] = (),
+    draft_names: DraftNames = NUMBERED,
 ) -> list[TensorRule]:
     """The same for a model of which only config.json is known: its tensors must be these, with these shapes.
 
@@ -70,8 +71,8 @@ def expected_rules(
         has: whether a tensor is there that config.json does not announce: asked for the bias of each module that may
             have one, and for what may stand around draft layers. None: there is none.
         apart: whether every expert has linears of its own, in place of stacks of them.
-        drafts: of each draft layer, the number of the decoder layer that has the same modules.
-        drafts_below: the module that draft layers are below; ``""``: they are numbered on behind the decoder layers.
+        drafts: of each draft layer, the paths within a decoder layer of the modules that it has.
+        draft_names: the names of their modules.
 
     Raises:
         CheckpointError: config.json lacks a number, or contradicts itself.
@@ -84,7 +85,7 @@ def expected_rules(
     if model.dimensions.most_blocks > MOST_BLOCKS:  # nothing else to hold a stranger's number against
         raise CheckpointError(f"config.json: {blocks(model.dimensions)}; at most {MOST_BLOCKS:,} are believed")
     if drafts:
-        found = usual_drafts(model.family, model.dimensions, drafts, below=drafts_below)
+        found = usual_drafts(model.family, model.dimensions, drafts, draft_names)
         there = (each for each in found if each.path or (has is not None and has(f"{each.name}.weight")))
         model = replace(model, drafts=tuple(there), _expected={})
     rules = []

@@ -191,6 +191,15 @@ class _Target:
         """Decoder layers, without draft layers."""
         return int(str({**VALUES, **self.architecture.values}["block_count"].read(self.config)))  # type: ignore[union-attr]
 
+    def joined(self, block: int, array: str) -> tuple[str, tuple[str, ...]] | None:
+        """The array of a draft layer that holds another's rows, and all that it holds; None: it stands by itself.
+
+        Args:
+            array: its name, without its block and its parameter.
+        """
+        joined = {} if self.architecture.drafts is None or block < self.layers else self.architecture.drafts.joined
+        return next(((name, parts) for name, parts in joined.items() if array in parts), None)
+
     def is_scale(self, rule: TensorRule) -> bool:
         """Returns whether a tensor belongs to a weight of another number format."""
         full = f"{rule.path}.{rule.parameter}"
@@ -216,8 +225,12 @@ class _Target:
         return fused_heads(self.config)
 
 
-def arrays(plan: ShardPlan, config: dict[str, Any]) -> list[Array]:
+def arrays(plan: ShardPlan, config: dict[str, Any], there: Collection[str] | None = None) -> list[Array]:
     """The file's tensors, in the model's order.
+
+    Args:
+        there: the arrays of a file that is read: those of draft layers are joined where they are there; None: as they
+            are written.
 
     Raises:
         PlanError: llama.cpp cannot hold the model, or the parallelism is not 1; everything that stands in the way.
@@ -236,12 +249,55 @@ def arrays(plan: ShardPlan, config: dict[str, Any]) -> list[Array]:
             assert stored is not None
             stacks.setdefault(name, []).append((rule, stored))
     _check(rules, stacks, target)
-    found = [_array(name, group, target) for name, group in stacks.items()]
+    found = list(_joined([_array(name, group, target) for name, group in stacks.items()], target, there))
     if target.architecture.output and "output.weight" not in stacks:
         found += [replace(array, name="output.weight") for array in found if array.name == "token_embd.weight"]
     for name, (numbers, what) in constants(config).items():
         found.append(Constant(FILE, name, "F32", (len(numbers),), (), content=float32_bytes(numbers, name), what=what))
     return found
+
+
+def _joined(found: Sequence[Array], target: _Target, there: Collection[str] | None) -> Iterator[Array]:
+    """The arrays with those of draft layers in one that llama.cpp wants as one.
+
+    Raises:
+        PlanError: they differ in number format.
+    """
+    whole_of: dict[str, str] = {}
+    parts: dict[str, list[str]] = {}
+    for array in found:
+        number, _, own = array.name.removeprefix("blk.").partition(".")
+        module, _, parameter = own.rpartition(".")
+        joined = target.joined(int(number), module) if number.isdecimal() else None
+        if joined is not None:
+            prefix = _LAYER.format(layer=number)
+            name = f"{prefix}{joined[0]}.{parameter}"
+            if there is None or name in there:
+                whole_of[array.name] = name
+                parts[name] = [f"{prefix}{part}.{parameter}" for part in joined[1]]
+    held = {array.name: array for array in found if array.name in whole_of}
+    for array in found:
+        joined_name = whole_of.get(array.name)
+        if joined_name is None:
+            yield array
+        elif joined_name in parts:  # where the first of them stood
+            yield _one_behind_the_other(joined_name, [held[part] for part in parts.pop(joined_name) if part in held])
+
+
+def _one_behind_the_other(name: str, found: Sequence[Array]) -> Array:
+    """One array of the rows of others."""
+    if len({(array.dtype, array.shape[1:]) for array in found}) > 1:
+        held = ", ".join(f"{array.name} {type_of(array.dtype, array.shape) or array.dtype}" for array in found)
+        raise PlanError(
+            f"--format {NAME}: {held} become one array, {name}, and differ in number format: give them the same, or "
+            f"{_DROP}"
+        )
+    shares: list[Share] = []
+    rows = 0
+    for array in found:
+        shares += (replace(share, origin=(rows + share.origin[0], *share.origin[1:])) for share in array.shares)
+        rows += array.shape[0]
+    return replace(found[0], name=name, shape=(rows, *found[0].shape[1:]), shares=tuple(shares))
 
 
 def _check(
@@ -284,7 +340,7 @@ def _check(
         twice = first.expert is None and len(group) > 1
         if twice:
             problems.append(f"{name}: {first.name} and {group[1][0].name} both go there")
-    problems += _draft_problems(rules, stacks, target)
+    problems += _draft_problems(rules, target)
     if problems:
         raise PlanError(f"--format {NAME}: " + "; ".join(problems[:8]))
 
@@ -350,9 +406,7 @@ def _stem(module: str) -> str:
     return module.rpartition("blk.")[2].partition(".")[2] if module.startswith("blk.") else module
 
 
-def _draft_problems(
-    rules: Sequence[TensorRule], stacks: Mapping[str, Sequence[tuple[TensorRule, Stored]]], target: _Target
-) -> Iterator[str]:
+def _draft_problems(rules: Sequence[TensorRule], target: _Target) -> Iterator[str]:
     """Draft layers that llama.cpp would not load: it wants a decoder layer like the model's own, and what joins it."""
     firsts = {rule.draft: rule.name for rule in reversed(rules) if rule.draft is not None}
     if not firsts:
@@ -360,30 +414,35 @@ def _draft_problems(
     if target.architecture.drafts is None:
         yield f"{draft_refusal(target.config.content)}, the first {firsts[min(firsts)]}: {_DROP}"
         return
-    blocks = _blocks(stacks)
+    blocks = _blocks(rules, target)
+    layers = [block for number, block in blocks.items() if number < target.layers]
     for number, first in sorted(firsts.items()):
-        own = blocks.get(target.layers + number, frozenset())
-        missing = [name for name in DRAFT_PARTS if name not in own]
+        own = dict(blocks.get(target.layers + number, {}))
+        around = own.pop("", frozenset())
+        missing = [name for name in DRAFT_PARTS if name not in around]
         if missing:
             yield f"draft layer {number} ({first}, ...) has nothing that becomes {', '.join(missing)}: {_DROP}"
-        elif _twin(blocks, target.layers, number) is None:
+        elif not any(own.keys() == layer.keys() for layer in layers) or any(
+            all(layer.get(part) != names for layer in layers) for part, names in own.items()
+        ):
             yield f"draft layer {number} ({first}, ...) has other tensors than every decoder layer: {_DROP}"
 
 
-def _blocks(names: Iterable[str]) -> dict[int, frozenset[str]]:
-    """Number of each block -> the names of its arrays within it."""
-    blocks: dict[int, set[str]] = {}
-    for name in names:
-        number, _, own = name.removeprefix("blk.").partition(".")
-        if name.startswith("blk.") and number.isdecimal() and len(number) <= _MOST_DIGITS:
-            blocks.setdefault(int(number), set()).add(own)
-    return {number: frozenset(own) for number, own in blocks.items()}
-
-
-def _twin(blocks: Mapping[int, frozenset[str]], layers: int, draft: int) -> int | None:
-    """The last decoder layer that has the arrays of a draft's; None where none has."""
-    own = frozenset(name for name in blocks.get(layers + draft, ()) if not name.startswith(_NEXTN))
-    return next((number for number in range(layers - 1, -1, -1) if blocks.get(number) == own), None)
+def _blocks(rules: Iterable[TensorRule], target: _Target) -> dict[int, dict[str, frozenset[str]]]:
+    """Number of each block -> first part of the paths within its decoder layer, ``""`` for what stands around a draft's
+    -> names of the arrays that its tensors go to; scales of blocks have none here."""
+    rules = list(rules)
+    usual = {} if target.architecture.drafts is None else target.architecture.drafts.names.usual
+    scaled = _scaled(rules)
+    found: dict[int, dict[str, set[str]]] = {}
+    for rule in rules:
+        block, stored = target.block(rule), target.stored(rule)
+        if block is not None and stored is not None and not _is_block_scale(rule, scaled):
+            is_around = rule.draft is not None and rule.path == rule.module
+            part = "" if is_around else usual.get(rule.path, rule.path).partition(".")[0]
+            names = {name.removeprefix(_LAYER.format(layer=block)) for name in stored.names}
+            found.setdefault(block, {}).setdefault(part, set()).update(names)
+    return {block: {part: frozenset(names) for part, names in parts.items()} for block, parts in found.items()}
 
 
 def draft_refusal(config: Mapping[str, Any]) -> str:
@@ -796,7 +855,7 @@ def _open(directory: Path, found: GgufFile, config: dict[str, Any], rules: Rules
     except PlanError as error:
         raise CheckpointError(f"{directory}: config.json: {error}") from error
     raise_problems(directory, _check_constants(found, numbers))
-    rules = _with_drafts(rules, found, target)
+    rules = _with_drafts(rules, found, config, target)
     config = _with_types(config, found, rules)
     embedding = found.infos.get("token_embd.weight")
     narrow = "F32" if embedding is None else _model_dtype(config, embedding)
@@ -830,7 +889,7 @@ def _open(directory: Path, found: GgufFile, config: dict[str, Any], rules: Rules
         rules,
         {FILE: {name: info for name, info in found.infos.items() if name not in numbers}},
         parallelism=Parallelism(),
-        arrays=lambda plan, own: [array for array in arrays(plan, own) if not isinstance(array, Constant)],
+        arrays=lambda plan, own: [array for array in arrays(plan, own, found.infos) if not isinstance(array, Constant)],
         dtype_of=dtype_of,
         format_name=NAME,
         headers={},
@@ -838,15 +897,36 @@ def _open(directory: Path, found: GgufFile, config: dict[str, Any], rules: Rules
     return replace(checkpoint, left_out={name: what for name, (_, what) in numbers.items()})
 
 
-def _with_drafts(rules: Rules, found: GgufFile, target: _Target) -> Rules:
+def _with_drafts(rules: Rules, found: GgufFile, config: dict[str, Any], target: _Target) -> Rules:
     """The rules of the model with the draft layers that a file has behind its decoder layers."""
-    kind, layers, blocks = target.architecture.drafts, target.layers, _blocks(found.infos)
-    twins: list[int] = []
+    kind, layers, drafts = target.architecture.drafts, target.layers, 0
     # A draft of every layer would be strange enough: what is more is unknown arrays.
-    while kind is not None and len(twins) < layers and DRAFT_PARTS[0] in blocks.get(layers + len(twins), ()):
-        twin = _twin(blocks, layers, len(twins))
-        twins.append(layers - 1 if twin is None else twin)  # arrays that are missing or unknown are named later
-    return partial(rules, drafts=twins, drafts_below="" if kind is None else kind.below) if twins else rules
+    while kind is not None and drafts < layers and f"blk.{layers + drafts}.{DRAFT_PARTS[0]}" in found.infos:
+        drafts += 1
+    if kind is None or not drafts:
+        return rules
+    paths: list[set[str]] = [set() for _ in range(drafts)]  # arrays that are missing or unknown are named later
+    for rule in rules(_unquantised(config), "BF16", has=lambda name: True):
+        stored = target.stored(rule)
+        if rule.layer is not None and stored is not None:
+            prefix = _LAYER.format(layer=rule.layer)
+            for number, own in enumerate(paths):
+                if all(_has(found, target, layers + number, name.removeprefix(prefix)) for name in stored.names):
+                    own.add(rule.path if rule.expert is None else rule.path.format(e=rule.expert))
+    return partial(rules, drafts=paths, draft_names=kind.names)
+
+
+def _has(found: GgufFile, target: _Target, block: int, name: str) -> bool:
+    """Returns whether a file has an array in a block, by itself or joined with others."""
+    module, _, parameter = name.rpartition(".")
+    joined = target.joined(block, module)
+    names = [name] if joined is None else [name, f"{joined[0]}.{parameter}"]
+    return any(f"{_LAYER.format(layer=block)}{each}" in found.infos for each in names)
+
+
+def _unquantised(config: dict[str, Any]) -> dict[str, Any]:
+    """config.json without the number formats of its linears."""
+    return {key: value for key, value in config.items() if key not in ("quantization_config", "compression_config")}
 
 
 def _model_dtype(config: dict[str, Any], embedding: TensorInfo) -> str:
@@ -898,7 +978,7 @@ def _with_types(config: dict[str, Any], found: GgufFile, rules: Rules) -> dict[s
     own = config.get("quantization_config")
     if isinstance(own, dict) and own.get("quant_method") == NAME:
         return config
-    plain = {key: value for key, value in config.items() if key not in ("quantization_config", "compression_config")}
+    plain = _unquantised(config)
     kinds = {name: type_of(info.dtype, info.shape) for name, info in found.infos.items()}
     blocks = {name: kind for name, kind in kinds.items() if kind is not None and TYPES[kind].block > 1}
     for name, kind in blocks.items():
@@ -910,7 +990,7 @@ def _with_types(config: dict[str, Any], found: GgufFile, rules: Rules) -> dict[s
     everything = rules(plain, "BF16", has=lambda name: True)
     modules = {rule.name: rule.module for rule in everything}
     plan = build_shard_plan(everything, Parallelism(), layers=1 + max((r.layer or 0 for r in everything), default=0))
-    for array in arrays(plan, plain):
+    for array in arrays(plan, plain, found.infos):
         if array.name in blocks:
             held = dict.fromkeys(modules[share.tensor] for share in array.shares)
             types.setdefault(blocks[array.name], []).extend(held)

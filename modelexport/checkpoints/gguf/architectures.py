@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from modelexport.checkpoints.draft_names import BELOW_MODEL, BELOW_MTP, NUMBERED, DraftNames
 from modelexport.checkpoints.gguf.file import Value
 from modelexport.checkpoints.gguf.values import (
     HEAD_DIM,
@@ -109,14 +110,16 @@ class Drafts:
     """The draft layers (multi-token prediction) of an architecture's models, blocks behind those of its decoder layers.
 
     Attributes:
-        count: the key of config.json that counts them, in a config.json that is made from a file.
-        below: the module that the model has them below; ``""``: it numbers them on behind its layers.
+        count: the key of config.json that counts them, in a config.json that is made from a file; ``""``: none does.
+        names: of their modules.
         listed: of values that are lists, one for each block: those of a draft layer.
+        joined: arrays that hold the rows of others one after the other, and those others.
     """
 
     count: str = "num_nextn_predict_layers"
-    below: str = ""
-    listed: Mapping[str, Value] = field(default_factory=dict)
+    names: DraftNames = NUMBERED
+    listed: Mapping[str, ValueSource] = field(default_factory=dict)
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -811,6 +814,7 @@ _GLM5_NEXT = GgufArchitecture(
     no_drafts="llama.cpp loads them, and has no graph that runs them",
 )
 _MIMO_LAYERS = Kinds(last_of=6)
+_TWICE_KV_HEADS = Product((Fixed(2), KV_HEADS))
 _MIMO2 = GgufArchitecture(
     name="mimo2",
     model_types=("mimo_v2_flash",),
@@ -825,18 +829,20 @@ _MIMO2 = GgufArchitecture(
         "expert_feed_forward_length": _EXPERT_WIDTH,
         **_GROUPS,
     },
-    tensors={"self_attn.attention_sink_bias": "attn_sinks.weight"},
+    tensors={"self_attn.attention_sink_bias": "attn_sinks.weight", "draft.final_layernorm": "layer_output_norm.weight"},
     alike=True,
     output=True,
     rules=(
+        Requirement("attention_bias", (False, None)),
         Requirement("norm_topk_prob", (True,)),
         Requirement("routed_scaling_factor", (1, None)),
-        Requirement("swa_num_key_value_heads", (None,), equal=Product((Fixed(2), KV_HEADS))),
+        Requirement("swa_num_key_value_heads", (None,), equal=_TWICE_KV_HEADS),
     ),
-    no_drafts=(
-        "llama.cpp stops the process where their queries, keys and values are not one array (attn_qkv), and linears "
-        "that a checkpoint has apart (self_attn.q_proj, k_proj, v_proj) are not joined here; nor has any decoder layer "
-        "their dense MLP behind attention with a sliding window, by whose like a draft layer is read"
+    drafts=Drafts(
+        count="",
+        names=BELOW_MODEL,
+        listed={"attention.head_count_kv": _TWICE_KV_HEADS, _PATTERN: Fixed(True)},
+        joined={"attn_qkv": ("attn_q", "attn_k", "attn_v")},
     ),
 )
 
@@ -1157,7 +1163,7 @@ _QWEN3_NEXT = GgufArchitecture(
     },
     norms="one more",
     rules=(Requirement("norm_topk_prob", (True,)), *_EVERY_LAYER_ROUTES),
-    drafts=Drafts(count="mtp_num_hidden_layers", below="mtp", listed={"attention.recurrent_layers": False}),
+    drafts=Drafts(count="mtp_num_hidden_layers", names=BELOW_MTP, listed={"attention.recurrent_layers": Fixed(False)}),
 )
 
 _GLM4: dict[str, str | Stored] = {

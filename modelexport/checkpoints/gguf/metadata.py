@@ -175,8 +175,8 @@ def model_values(config: Mapping[str, Any], *, vocab: int, rope: Rope, drafts: i
     if drafts:
         assert target.drafts is not None
         found["block_count"] = int(str(found["block_count"])) + drafts
-        for key, value in target.drafts.listed.items():
-            own = found[key]
+        for key, source in target.drafts.listed.items():
+            own, value = found[key], source.read(read)
             assert isinstance(own, tuple)
             found[key] = (*own, *[value] * drafts)
         found[NEXTN] = drafts

@@ -148,7 +148,7 @@ def _beside(found: GgufFile, kind: str) -> dict[str, Any]:
 def _made(target: GgufArchitecture, kind: str, contents: _Contents) -> dict[str, Any]:
     values, drafts = _without_drafts({**target.assumed, **contents.values}, target)
     config: dict[str, Any] = {"model_type": kind, "vocab_size": contents.vocab}
-    if drafts and target.drafts is not None:
+    if drafts and target.drafts is not None and target.drafts.count:
         config[target.drafts.count] = drafts
     sources = {key: source for key, source in {**VALUES, **target.values}.items() if source and key != "vocab_size"}
     before = -1

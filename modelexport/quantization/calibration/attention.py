@@ -66,4 +66,5 @@ class _OneHead:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._module, name)
-        return value[self._head : self._head + 1] if name == "sinks" else value
+        has_sinks = name == "sinks" and value is not None  # of some models only layers with a sliding window have them
+        return value[self._head : self._head + 1] if has_sinks else value

@@ -47,6 +47,7 @@ from modelexport.quantization.calibration.model import (
     build,
     choosing_all,
     decoder_layers,
+    kv_heads,
     narrow,
     on_disk,
     running,
@@ -131,6 +132,7 @@ class LayerRunner:
         head_name: the output embedding's module; None where there is none.
         on_disk: transformers' name of a tensor -> the checkpoint's, where that is another.
         layers_on_disk: the name of the list of decoder layers in the checkpoint.
+        kv_heads: of each layer, where keys and values are cached by heads.
     """
 
     def __init__(
@@ -171,7 +173,7 @@ class LayerRunner:
         self.head_name = modules.get(self.model.get_output_embeddings())
         latent = bool(config.get("kv_lora_rank"))
         self.rotary = config.get("qk_rope_head_dim") if latent else None
-        self.kv_heads = None if latent else getattr(self.model.config, "num_key_value_heads", None)
+        self.kv_heads = [None if latent else kv_heads(self.model.config, index) for index in range(len(self.layers))]
         if not isinstance(tokens, Tensor):
             windows = tuple(tokens)
         else:
@@ -602,7 +604,7 @@ class LayerRunner:
             activations=activations,
             seen=seen,
             leaves=leaves,
-            kv_heads=self.kv_heads,
+            kv_heads=self.kv_heads[index],
             rotary=self.rotary,
             cache=cache,
             only_seen=only_seen and self._called_once.get(paths, False),

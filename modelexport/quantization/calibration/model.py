@@ -27,6 +27,7 @@ __all__ = [
     "choosing_all",
     "decoder_layers",
     "in_memory",
+    "kv_heads",
     "misshapen",
     "narrow",
     "on_disk",
@@ -44,8 +45,8 @@ OF_MODELS = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 _BESIDE_LORA = ".base_layer."
 """What peft puts into the name of a linear that has LoRA branches, where a checkpoint holds them side by side."""
-_EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.(\w+)\.(weight|bias)")
-_STACKED = re.compile(r"(.+)\.experts\.(gate_up_proj|up_proj|down_proj)(_bias)?")
+_EXPERT = re.compile(r"(.+\.|)experts\.(\d+)\.(\w+)\.(weight|bias)")
+_STACKED = re.compile(r"(.+\.|)experts\.(gate_up_proj|up_proj|down_proj)(_bias)?")
 _PARTS = {
     "gate_up_proj": (("gate_proj", "w1"), ("up_proj", "w3")),
     "up_proj": (("up_proj",),),  # of experts without a gate
@@ -312,6 +313,12 @@ def attention_of(parsed: Any) -> str:
     return "sdpa" if fused else watched_attention()
 
 
+def kv_heads(parsed: Any, layer: int) -> int | None:
+    """Heads of keys and values of a decoder layer, by transformers' config; None where it does not say."""
+    of_layer = parsed.per_layer_config[layer] if getattr(parsed, "is_heterogeneous", False) else parsed
+    return getattr(of_layer, "num_key_value_heads", None)
+
+
 def decoder_layers(model: Any) -> nn.ModuleList | None:
     """The stack of decoder layers, by whatever name; None where there is none."""
     base, count = model.base_model, getattr(model.config, "num_hidden_layers", None)
@@ -408,7 +415,7 @@ def sources(layer: nn.Module, prefix: str, names: Collection[str]) -> dict[str, 
         if key in found or match is None:
             continue
         parts, parameter = _PARTS[match[2]], "weight" if match[3] is None else "bias"
-        module = layer.get_submodule(f"{match[1]}.experts")
+        module = layer.get_submodule(f"{match[1]}experts")
         stacked = [
             TensorSource(
                 linears[expert, name, parameter],
@@ -427,7 +434,7 @@ def sources(layer: nn.Module, prefix: str, names: Collection[str]) -> dict[str, 
             found[key] = tuple(stacked)
         for other in empty:
             renamed = theirs + other.removeprefix(match[1])
-            if other not in found and other.startswith(f"{match[1]}.") and renamed in own:
+            if other not in found and other.startswith(match[1]) and renamed in own:
                 found[other] = (TensorSource(prefix + renamed),)
     return found
 

@@ -75,6 +75,21 @@ def test_attention_head_by_head_is_the_models_own(model_type: str, kv_heads: int
     assert (model_type == "gemma2") == bool((plain - found).abs().max() > 1e-3), "the cap does something"
 
 
+@pytest.mark.parametrize(("layer", "sinks"), [(0, False), (1, True)])
+def test_attention_with_sinks_in_some_layers_runs_head_by_head(layer: int, sinks: bool) -> None:
+    model = build(config_of(tiny_checkpoint("mimo_v2_flash")), {}).to_empty(device="cpu")
+    module = model.model.layers[layer].self_attn
+    assert (module.sinks is not None) == sinks
+    if sinks:
+        torch.nn.init.normal_(module.sinks)
+    query, key, value = (torch.randn(2, heads, 9, 32) for heads in (4, *2 * [4 // module.num_key_value_groups]))
+    own = __import__(type(module).__module__, fromlist=["_"]).eager_attention_forward
+    with torch.no_grad():
+        wanted = own(module, query, key, value, None, scaling=0.3)[0]
+        found = attention_of_heads(module, query, key, value, None, scaling=0.3)[0]
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+
+
 def test_what_transformers_renames_is_found() -> None:
     directory = tiny_checkpoint("gpt_neox")
     model = build(config_of(directory), {})
