@@ -103,17 +103,24 @@ def calls_of(shop: Workshop, name: str) -> Calls:
 def cases(calls: dict[str, Calls], rng: Random, count: int) -> list[tuple[str, Fault]]:
     """Jobs and faults: each line in turn, with an error that it has not had yet where there is one."""
     drawn: list[tuple[str, Fault]] = []
-    left = {(kind, site): rng.sample(FAULTS[kind], len(FAULTS[kind])) for each in calls.values() for kind, site in each}
+    left = {(kind, site): _codes(kind, site, rng) for each in calls.values() for kind, site in each}
     while len(drawn) < count:
         for kind, site in rng.sample(sorted(left), len(left)):
             if not left[kind, site]:
-                left[kind, site] = rng.sample(FAULTS[kind], len(FAULTS[kind]))
+                left[kind, site] = _codes(kind, site, rng)
             code = left[kind, site].pop()
             name = rng.choice([name for name, each in calls.items() if (kind, site) in each])
             nth = rng.randint(1, calls[name][kind, site])
             sticky = code in (errno.ENOSPC, errno.EDQUOT) and rng.random() < 0.5
             drawn.append((name, Fault(FAIL if code else SHORT, (kind,), nth, code, site, sticky)))
     return drawn[:count]
+
+
+def _codes(kind: str, site: str, rng: Random) -> list[int]:
+    codes = FAULTS[kind]
+    if (kind, site) == ("read", "native"):  # gloo gives up a connection whose eight bytes of greeting come in two parts
+        codes = tuple(code for code in codes if code)
+    return rng.sample(codes, len(codes))
 
 
 def run_case(shop: Workshop, name: str, fault: Fault, outcomes: Outcomes) -> None:
