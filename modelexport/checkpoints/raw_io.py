@@ -113,6 +113,21 @@ def allocate(fd: int, size: int) -> bool:
     return True
 
 
+def reserve(fd: int, size: int) -> bool:
+    """Takes ``size`` bytes of disk, or of memory, for a file that keeps its length; False where none can be taken so.
+
+    Raises:
+        OSError: there is no room.
+    """
+    try:
+        _call("fallocate", fd, _KEEP_SIZE, 0, size)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+        return False
+    return True
+
+
 def punch_hole(fd: int, offset: int, length: int) -> bool:
     """Give the disk back what a part of a file takes, which then reads as zeros; False where the file system cannot."""
     try:

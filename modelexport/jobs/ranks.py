@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
+from modelexport.checkpoints.raw_io import reserve
 from modelexport.checkpoints.staging.journal import boot_id, boot_ids
 from modelexport.distributed import launch
 from modelexport.distributed.launch import MultiprocessConfig
-from modelexport.errors import RankFailedError
+from modelexport.errors import LimitError, RankFailedError
 from modelexport.jobs.hosts import is_spread
 from modelexport.jobs.progress import ProgressHandler
 from modelexport.jobs.target_directory import TargetDirectory
@@ -19,6 +20,8 @@ from modelexport.system.run_log import LogFile
 
 T = TypeVar("T")
 Results = list[dict[str, Any]]
+_STORE_BYTES, _STORE_BYTES_PER_RANK = 1 << 20, 16 << 10
+"""Of the store: 2 ranks have been seen to write 40 kB to it, and 32 ranks 140 kB."""
 
 
 @contextmanager
@@ -28,9 +31,14 @@ def own_ranks(
     """The group of ranks that this process starts on this machine, inside the ``with``.
 
     They meet in a file that has no name, in memory: a store behind a TCP port obeys whoever connects.
+
+    Raises:
+        LimitError: there is no memory for it.
     """
     fd = os.memfd_create("modelexport-store", os.MFD_CLOEXEC) if world > 1 and hasattr(os, "memfd_create") else None
     try:
+        if fd is not None:
+            _reserve(fd, _STORE_BYTES + world * _STORE_BYTES_PER_RANK)
         yield MultiprocessConfig(
             world_size=world,
             local_world_size=world,
@@ -45,6 +53,21 @@ def own_ranks(
     finally:
         if fd is not None:
             os.close(fd)
+
+
+def _reserve(fd: int, size: int) -> None:
+    """Takes the store's memory before ranks write to it.
+
+    A write that fails in its middle leaves half an entry, which torch's store reads for ever; one that fails as the
+    store is closed aborts the process.
+    """
+    try:
+        reserve(fd, size)
+    except OSError as error:
+        raise LimitError(
+            f"there is no memory for the store in which the ranks meet ({size:,} bytes: {error.strerror}): end other "
+            "programs, and run the same command again"
+        ) from error
 
 
 def single(results: Results) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import socket
@@ -15,6 +16,7 @@ from modelexport.distributed.launch import launch_subprocesses
 from modelexport.distributed.listening import bind_towards
 from modelexport.distributed.supervision import watch_hub
 from modelexport.distributed.supervision.watch_hub import Hub, Lines
+from modelexport.errors import LimitError
 from modelexport.jobs.progress import JobSteps, ProgressHandler
 from modelexport.jobs.ranks import own_ranks
 from modelexport.system.terminal import progress_bar
@@ -43,6 +45,24 @@ def test_ranks_of_a_job_listen_on_the_loopback_interface_and_strangers_do_not_st
         launch_subprocesses(targets.meet_strangers, config, None, 0)
     check_met(events)
     assert {event["met in"].rpartition("/")[0] for _, event in events} == {f"file:///proc/{os.getpid()}/fd"}
+
+
+def test_a_jobs_store_has_its_memory_before_ranks_write_to_it() -> None:
+    """A write to it never fails: half an entry would keep torch's store reading for ever."""
+    with own_ranks(2, 60.0, (), handler(), None) as config:
+        status = os.stat(config.init_method.removeprefix("file://"))
+    assert status.st_size == 0  # what is reserved is not read
+    assert status.st_blocks * 512 >= 1 << 20
+
+
+def test_without_memory_for_the_store_no_rank_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, size: int) -> bool:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("modelexport.jobs.ranks.reserve", full)
+    said = r"store in which the ranks meet \(1,\d+,\d+ bytes: No space left on device\)"
+    with pytest.raises(LimitError, match=said), own_ranks(2, 60.0, (), handler(), None):
+        pass
 
 
 @extended

@@ -56,6 +56,17 @@ def test_which_errors_are_echoes(error: BaseException, level: int) -> None:
     assert failures.level_of(error) == level
 
 
+def test_a_connection_that_breaks_by_itself_is_said_in_a_sentence() -> None:
+    place = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:339]"
+    message = failures.exception_message(RuntimeError(f"{place} writev [127.0.0.1]:53393: No route to host"))
+    assert message["summary"] == "the connection to another rank (127.0.0.1:53393) broke: No route to host"
+    assert (message["user_error"], message["level"]) == (True, failures.OWN)
+    for echo in (CLOSED, f"{place} Read error [127.0.0.1]:7081: Connection reset by peer. This is typically"):
+        message = failures.exception_message(RuntimeError(echo))
+        assert message["summary"] == f"RuntimeError: {echo}"
+        assert (message["user_error"], message["level"]) == (False, failures.ECHO)
+
+
 def test_an_error_may_say_that_it_is_an_echo() -> None:
     error = ValueError("rank 3 is gone")
     error.peer_failure = True  # type: ignore[attr-defined]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import json
 import os
 import re
 import socket
@@ -307,6 +309,44 @@ def test_bytes_that_move_tell_slowness_from_a_hang() -> None:
     board.close()
     mine.close()
     its.close()
+
+
+def test_a_rank_that_cannot_be_let_go_has_failed() -> None:
+    """It would wait for that until the time-out. One that has ended says by its exit status how."""
+
+    class BrokenChannel:
+        def __init__(self, code: int) -> None:
+            self.code = code
+
+        def send(self, line: bytes) -> None:
+            raise OSError(self.code, os.strerror(self.code))
+
+    board = PhaseBoard(new_board_file("board"))
+    board.write("waiting for the other ranks to finish", True)
+    for code, summary in ((errno.ENOBUFS, "its launcher cannot let it leave: No buffer space"), (errno.EPIPE, "")):
+        handle = RankHandle(1, cast(Any, None), cast(Any, BrokenChannel(code)), board)
+        handle.release()
+        assert (handle.failure.summary if handle.failure else "").startswith(summary)
+        assert (handle.failure is None) == (not summary)
+    board.close()
+
+
+def test_a_rank_without_a_board_tells_its_launcher_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(code: int) -> None:
+        raise SystemExit(code)
+
+    def no_memory(fd: int) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(status, "PhaseBoard", no_memory)
+    launcher, rank = socket.socketpair()
+    with launcher, rank:
+        with pytest.raises(SystemExit, match="1"):
+            status.RankStatus.opened(rank, 0)
+        message = json.loads(launcher.recv(1 << 16))
+    assert (message["type"], message["phase"]) == ("failed", "starting")
+    assert message["summary"].startswith("memory ran out")
 
 
 def test_no_status_file_is_left_behind() -> None:

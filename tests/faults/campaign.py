@@ -11,6 +11,7 @@ import argparse
 import errno
 import json
 import os
+import re
 import sys
 import time
 from collections import Counter
@@ -38,6 +39,7 @@ FAULTS: dict[str, tuple[int, ...]] = {  # kind of call -> errors; 0: it falls sh
     "recvmsg": (errno.EIO, errno.EINTR, errno.ENOMEM, 0),
 }
 TARGETS = FILES | SOCKETS | MEMFDS
+_ABORTED = re.compile(r"^modelexport: rank \d+ failed while .*: its process was killed by SIGABRT")
 _WORDS = {  # that name a cause as well as its own name does
     errno.ENOSPC: ("no room is left",),
     errno.EDQUOT: ("no room is left",),
@@ -101,17 +103,24 @@ def calls_of(shop: Workshop, name: str) -> Calls:
 def cases(calls: dict[str, Calls], rng: Random, count: int) -> list[tuple[str, Fault]]:
     """Jobs and faults: each line in turn, with an error that it has not had yet where there is one."""
     drawn: list[tuple[str, Fault]] = []
-    left = {(kind, site): rng.sample(FAULTS[kind], len(FAULTS[kind])) for each in calls.values() for kind, site in each}
+    left = {(kind, site): _codes(kind, site, rng) for each in calls.values() for kind, site in each}
     while len(drawn) < count:
         for kind, site in rng.sample(sorted(left), len(left)):
             if not left[kind, site]:
-                left[kind, site] = rng.sample(FAULTS[kind], len(FAULTS[kind]))
+                left[kind, site] = _codes(kind, site, rng)
             code = left[kind, site].pop()
             name = rng.choice([name for name, each in calls.items() if (kind, site) in each])
             nth = rng.randint(1, calls[name][kind, site])
             sticky = code in (errno.ENOSPC, errno.EDQUOT) and rng.random() < 0.5
             drawn.append((name, Fault(FAIL if code else SHORT, (kind,), nth, code, site, sticky)))
     return drawn[:count]
+
+
+def _codes(kind: str, site: str, rng: Random) -> list[int]:
+    codes = FAULTS[kind]
+    if (kind, site) == ("read", "native"):  # gloo gives up a connection whose eight bytes of greeting come in two parts
+        codes = tuple(code for code in codes if code)
+    return rng.sample(codes, len(codes))
 
 
 def run_case(shop: Workshop, name: str, fault: Fault, outcomes: Outcomes) -> None:
@@ -153,6 +162,8 @@ def _wrong_end(shop: Workshop, name: str, fault: Fault, ended: Ended, out: Path)
     if found and (not JOBS[name].pushes or found != shop.expected[name]):  # the hub's answer may be what is lost
         return [f"status {ended.status}, but the target is there: {ended.errors[-300:]!r}"]
     lines = ended.errors.strip().replace("\n  ", " ").split("\n")  # a list of problems has a line for each
+    if "native" in shop.interposed.fired_at and _ABORTED.search(ended.errors):
+        return []  # torch's own threads end the process where they do not expect an error; it has been named
     if "Traceback" in ended.errors or len(lines) != 1 or not lines[0].startswith("modelexport: "):
         return [f"status {ended.status}, not one line: {ended.errors[-1500:]!r}"]
     if fault.code == 0:  # which a program may see at any time, and goes on
@@ -179,10 +190,16 @@ def _wrong_rerun(shop: Workshop, name: str, out: Path) -> list[str]:
 def run_campaign(shop: Workshop, names: Sequence[str], count: int, seed: int, seconds: float = 1e9) -> Outcomes:
     """Runs so many cases, or for so long."""
     outcomes, deadline = Outcomes(), time.monotonic() + seconds
-    for name, fault in cases({name: calls_of(shop, name) for name in names}, Random(seed), count):
+    drawn = cases({name: calls_of(shop, name) for name in names}, Random(seed), count)
+    for number, (name, fault) in enumerate(drawn, start=1):
         if time.monotonic() > deadline:
             break
+        known = len(outcomes.defects)
         run_case(shop, name, fault, outcomes)
+        for what, how in outcomes.defects[known:]:  # at once: a run of hours may be cut off
+            print(f"{number}: DEFECT {what}\n    {how}", file=sys.stderr, flush=True)
+        if number % 50 == 0:
+            print(f"{number} of {len(drawn)}: {dict(outcomes.counts)}", file=sys.stderr, flush=True)
         if not shop.server_is_alive():
             outcomes.defects.append(("the fork server died", f"{name}: {fault}"))
             break

@@ -36,7 +36,7 @@
 enum kind { OPEN, READ, WRITE, FSYNC, MMAP, RENAME, UNLINK, MKDIR, ALLOCATE, TRUNCATE, SENDMSG, RECVMSG, MUNMAP, BEGIN_FSYNC };
 enum mode { OFF, FAIL, SHORT, KILL, DELAY };
 enum target { FILES = 1, SOCKETS = 2, MEMFDS = 4, PIPES = 8 };
-enum { PATH_BYTES = 256, SITE_BYTES = 160, PLACE_BYTES = 78, SCOPES = 4, EXEMPT = 8, RECORDS = 1 << 16, PATIENCE = 1 << 22, PID_BITS = 22 };
+enum { PATH_BYTES = 256, SITE_BYTES = 160, PLACE_BYTES = 78, SCOPES = 4, EXEMPT = 8, RECORDS = 1 << 16, PATIENCE = 1 << 22, PID_BITS = 22, RESERVED = 1 << 16 };
 
 struct record {
     int32_t kind, pid;
@@ -214,8 +214,15 @@ static int is_watched(int kind) {
     return 1;
 }
 
-static int fd_in_scope(int fd, char *path) {
-    if (!path_of_fd(fd, path)) return 0;
+/* Memory that is there already: a read or write of it does not fail, nor fall short. */
+static int is_reserved(int kind, int fd, const char *path) {
+    struct stat status;
+    if ((kind != READ && kind != WRITE) || strncmp(path, "/memfd:", 7) || syscall(SYS_fstat, fd, &status)) return 0;
+    return status.st_blocks * 512 >= status.st_size + RESERVED;
+}
+
+static int fd_in_scope(int kind, int fd, char *path) {
+    if (!path_of_fd(fd, path) || is_reserved(kind, fd, path)) return 0;
     if (!strncmp(path, "socket:", 7)) return control->targets & SOCKETS;
     if (!strncmp(path, "pipe:", 5)) return control->targets & PIPES;
     return in_scope(path);
@@ -315,7 +322,7 @@ static int began_fd(struct call *call, int kind, int fd) {
     call->other[0] = 0;
     if (!is_watched(kind)) return 0;
     inside++;
-    int found = fd_in_scope(fd, call->path);
+    int found = fd_in_scope(kind, fd, call->path);
     errno = code;
     if (found) call->verdict = decide(call);
     if (!found) inside--;

@@ -26,8 +26,13 @@ from tests.helpers.hub_server import TOKEN, Hub, running_hub
 ENDLESS = 60.0
 """Seconds after which a run is taken to hang."""
 _IDLE = 5  # times, 10 ms apart, that a fork server sleeps which waits for requests
-_LAST_WORDS = re.compile(rb"Traceback(?:(?!Traceback).)*in recvfds(?:(?!Traceback).)*EOFError\n", re.DOTALL)
-"""Of a fork server whose launcher died in the middle of a request."""
+_LAST_WORDS = re.compile(
+    rb"Traceback(?:(?!Traceback).)*"
+    rb"(?:in recvfds(?:(?!Traceback).)*EOFError|reduction.pickle.load\(from_parent\)(?:(?!Traceback).)*"
+    rb"(?:EOFError: Ran out of input|UnpicklingError: pickle data was truncated))\n",
+    re.DOTALL,
+)
+"""Of multiprocessing, in a fork server or a rank to be, whose launcher died in the middle of a request."""
 FEW = ("--calib-samples", "2", "--calib-length", "16")
 REPOSITORY = "me/demo"
 """That pushes make on the hub."""

@@ -106,8 +106,8 @@ class Killer:
             wrong = [self.shop.left_over(before)]
             if ended.status is None:
                 wrong.append("hangs")
-            if "Traceback" in ended.errors or "Traceback" in self.shop.ranks_output():
-                wrong.append(f"a traceback: {ended.errors[-800:]!r}")
+            texts = (ended.errors, self.shop.ranks_output())
+            wrong += [f"a traceback: {said[-1500:]!r}" for said in texts if "Traceback" in said]
             wrong.append(self._wrong_rerun(name, out))
             self.outcomes.defects += [(each, f"{name}: {label}; {phase}") for each in wrong if each]
 

@@ -166,7 +166,7 @@ def main(spec: RankSpec) -> None:
     for name in spec.unset:
         os.environ.pop(name, None)
     os.environ.update(spec.environ)
-    status = RankStatus(socket.socket(fileno=spec.channel.fd), spec.board.fd)
+    status = RankStatus.opened(socket.socket(fileno=spec.channel.fd), spec.board.fd)
     use(status)
     phase("starting")
     status.start()

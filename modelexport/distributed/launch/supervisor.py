@@ -135,8 +135,12 @@ class RankHandle:
 
     def release(self) -> None:
         """Lets a finished rank leave."""
-        with contextlib.suppress(OSError):
+        try:
             self.channel.send(b"release\n")
+        except ConnectionError:  # it has ended, and its exit status says how
+            return
+        except OSError as error:  # it would wait for ever
+            self._fail(f"its launcher cannot let it leave: {error.strerror or error}")
 
     def signal(self, number: int) -> None:
         """Sends a signal, if the process still exists."""

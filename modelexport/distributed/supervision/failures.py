@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from modelexport.distributed.transport.messages import FLAG, NUMBER, TEXT, WHOLE, WHOLES, Kind, check_fields
-from modelexport.errors import ModelExportError, RankFailedError
+from modelexport.errors import GatherError, ModelExportError, RankFailedError
 from modelexport.system.limits import address_space_note, limit_error
 
 OWN, UNCLEAR, ECHO = 0, 1, 2
@@ -37,6 +37,7 @@ _PEER_TEXT = re.compile(
     r"timed?[ -]?out|time-?out",
     re.IGNORECASE,
 )
+_GLOO_CONNECTION = re.compile(r"\[\S*gloo/transport/\S+\] .*?\[([^]\s]+)\]:(\d+): ([^.\n]+)")
 _SUMMARY_LIMIT = 2000
 _TRACEBACK_LIMIT = 60_000
 
@@ -167,7 +168,7 @@ def exception_message(error: BaseException) -> dict[str, Any]:
             "exit_status": error.exit_status,
             "final": error.final,
         }
-    shown = limit_error(error) or error
+    shown = limit_error(error) or _connection_error(error) or error
     user_error = isinstance(shown, ModelExportError)
     if user_error:
         summary = str(shown)
@@ -191,6 +192,17 @@ def exception_message(error: BaseException) -> dict[str, Any]:
         "blamed": list(getattr(error, "blamed", ())),
         "indirect": getattr(error, "indirect", False),
     }
+
+
+def _connection_error(error: BaseException) -> GatherError | None:
+    """The sentence for a connection of gloo's that broke by itself: not by the end of a peer, which has a cause."""
+    if not isinstance(error, RuntimeError) or isinstance(error, ModelExportError) or _PEER_TEXT.search(str(error)):
+        return None
+    found = _GLOO_CONNECTION.search(str(error))
+    if found is None:
+        return None
+    address, port, reason = found.groups()
+    return GatherError(f"the connection to another rank ({address}:{port}) broke: {reason}")
 
 
 def describe_exit(exitcode: int, resident_bytes: int, *, was_up: bool, was_done: bool) -> str:

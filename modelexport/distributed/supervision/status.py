@@ -104,6 +104,15 @@ class RankStatus(Status):
         self._released = threading.Event()
         self._libraries: tuple[str, ...] = (os.path.dirname(__file__) + os.sep,)
 
+    @classmethod
+    def opened(cls, channel: socket.socket, board_fd: int) -> RankStatus:
+        """The status of this process, which ends where it cannot have one, once its launcher has been told."""
+        try:
+            return cls(channel, board_fd)
+        except OSError as error:  # no memory for the board's page, in a process that nobody hears yet
+            channel.sendall(_line(_failed(error, "starting")))
+            os._exit(1)
+
     def start(self) -> None:
         """Starts the heartbeat and directs the stacks of crashes to the board's file."""
         os.lseek(self._board.fd, PAGE, os.SEEK_SET)
@@ -115,10 +124,9 @@ class RankStatus(Status):
 
     def send(self, message: dict[str, Any]) -> None:
         """Sends one JSON line; blocks while the launcher is behind."""
-        line = json.dumps(message).encode() + b"\n"
         try:
             with self._send_lock:
-                self._channel.sendall(line)
+                self._channel.sendall(_line(message))
         except OSError as error:
             self._cut_off(error)
 
@@ -151,8 +159,7 @@ class RankStatus(Status):
     def fail(self, error: BaseException) -> None:
         """Sends the error with this thread's innermost phase."""
         text, _ = phase_of_error(error) or self.of_thread()
-        when = getattr(error, "raised_at", time.monotonic())
-        self.send({"type": "failed", "time": when, "phase": text, **exception_message(error)})
+        self.send(_failed(error, text))
 
     def _publish(self, text: str, waiting: bool) -> None:
         self._board.write(text, waiting)
@@ -183,6 +190,15 @@ class RankStatus(Status):
             self._libraries = (*self._libraries, torch_distributed + os.sep)
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         return frame is not None and frame.f_code.co_filename.startswith(self._libraries)
+
+
+def _failed(error: BaseException, phase: str) -> dict[str, Any]:
+    when = getattr(error, "raised_at", time.monotonic())
+    return {"type": "failed", "time": when, "phase": phase, **exception_message(error)}
+
+
+def _line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
 
 
 _status: Status = Status()
