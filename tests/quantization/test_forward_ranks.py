@@ -152,13 +152,14 @@ def test_a_layer_is_left_at_its_last_linear_where_outputs_count_for_nothing(monk
                 multiplied.clear()
                 down = f"model.layers.{index}.mlp.down_proj"
                 left = targets.of_statistics(runner.observe(layer, WANTS).inputs[down])
-                assert ("mlp.down_proj" in multiplied) == (index == 0)
+                seen = multiplied.count("mlp.down_proj")  # a batch that begins late may know by the first one
+                assert (seen > 0) == (index == 0)
                 assert multiplied.count("mlp.up_proj") == len(runner.batches)
                 runner._called_once = dict.fromkeys(runner._called_once, False)
                 assert left == targets.of_statistics(runner.observe(layer, WANTS).inputs[down])
                 runner._called_once = dict.fromkeys(runner._called_once, True)
                 runner.advance(layer)
-                assert multiplied.count("mlp.down_proj") == len(runner.batches) * (2 if index else 3)
+                assert multiplied.count("mlp.down_proj") == seen + 2 * len(runner.batches)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "deepseek_v2", "qwen3_moe"])

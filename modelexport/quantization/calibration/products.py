@@ -32,7 +32,7 @@ def product(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """What ``torch.nn.functional.linear`` computes. ``[..., in_features]`` -> ``[..., out_features]``."""
+    """``torch.nn.functional.linear``. ``[..., in_features]`` -> ``[..., out_features]``."""
     rows = x.reshape(-1, x.shape[-1])
     if not _is_for_onednn(rows, weight):
         return functional.linear(x, weight, bias)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from modelexport.quantization.kernels import fused
 from modelexport.quantization.kernels import ggml_compiled as compiled
 from modelexport.quantization.kernels.ggml_reference import AT_ONCE, Metric, Search
 
@@ -74,7 +75,7 @@ def quantise(weight: Tensor, metric: Metric, blocks: Tensor, layout: BlockLayout
     chunk = max(1, AT_ONCE // max(1, cols * compiled.WIDTH)) * compiled.WIDTH
     for start in range(0, rows, chunk):
         values = weight[start : start + chunk].float().contiguous()
-        finite = torch.isfinite(values).all(dim=1)
+        finite = torch.isfinite(fused.row_amax(values))
         if not bool(finite.all()):
             return start + int((~finite).nonzero()[0, 0])
         out = torch.empty(values.numel() // layout.block * layout.nbytes, dtype=torch.uint8)
