@@ -5,9 +5,9 @@
 
 The sources of bench_scale.py. Every export is one process with one thread for arithmetic (``--tp 1``), in which the
 functions of the stages are timed: CPU seconds by the clock of the thread that calls them, and seconds by the wall's,
-without those of stages that they call in turn. Reading, rounding and writing go on side by side, and so does the flush
-with reading back, so that the walls of stages add up to more than the whole; what no stage accounts for is start-up,
-planning, records, and the interpreter between calls.
+without those of stages that they call in turn. Reading, rounding, writing and reading back go on side by side, so that
+the walls of stages add up to more than the whole; what no stage accounts for is records, and the interpreter between
+calls.
 
 Floors: the same machine's speed at the simplest program of the kind, in the same run: reading files from the page
 cache into the same memory again (``pread``), writing memory into blocks that are reserved (``pwrite``), reading from
@@ -99,22 +99,25 @@ def timed_export(source: str, quant: str, out: str) -> dict[str, Any]:
     from modelexport.inspection.verify import audit
     from modelexport.quantization import formats
 
-    clock, reading_back = Clock(), threading.Event()
+    clock, here = Clock(), threading.local()
     number_format = type(formats.get(quant))
-    clock.time(Reader, "read", lambda: "read back" if reading_back.is_set() else "read")
+    clock.time(Reader, "read", lambda: "read back" if hasattr(here, "checks") else "read")
     for name in ("error_sums", "error_sums_of"):
         clock.time(number_format, name, lambda: "errors of rounding")
     clock.time(rank.RankExport, "quantise", lambda: "round")
     clock.time(output, "_crc32", lambda: "CRC-32")
     clock.time(Writer, "write_pieces", lambda: "write")
     clock.time(output.ShardWriter, "flush", lambda: "flush")
-    plain = rank.audit
+    check = audit._check
 
-    def audited(*args: Any, **kwargs: Any) -> Any:
-        reading_back.set()
-        return plain(*args, **kwargs)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        here.checks = True
+        try:
+            return check(*args, **kwargs)
+        finally:
+            del here.checks
 
-    rank.audit = audited  # type: ignore[assignment]
+    audit._check = checked  # type: ignore[assignment]
     audit.hashlib = _Timed(clock, hashlib, "sha256", "SHA-256")  # type: ignore[attr-defined]
     audit.zlib = _Timed(clock, zlib, "crc32", "CRC-32 of it")  # type: ignore[attr-defined]
     plain_job_of = run.job_of
