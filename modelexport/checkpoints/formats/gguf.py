@@ -290,7 +290,7 @@ def _one_behind_the_other(name: str, found: Sequence[Array]) -> Array:
         held = ", ".join(f"{array.name} {type_of(array.dtype, array.shape) or array.dtype}" for array in found)
         raise PlanError(
             f"--format {NAME}: {held} become one array, {name}, and differ in number format: give them the same, or "
-            f"{_DROP}"
+            "leave draft layers as they are (--draft keep)"
         )
     shares: list[Share] = []
     rows = 0
