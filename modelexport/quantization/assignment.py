@@ -108,9 +108,14 @@ class Assignment:
         found = self._of(module)
         return found is not None and (isinstance(found, Mixture | MixtureFormats) or found.quantised)
 
-    def of(self, module: str) -> NumberFormat | None:
-        """The number format of a linear; None where no pattern means it, or its mixture keeps it."""
-        return _given(self._of(module), module)
+    def of(self, module: str, *, like: str = "") -> NumberFormat | None:
+        """The number format of a linear; None where no pattern means it, or its mixture keeps it.
+
+        Args:
+            like: the linear by whose name patterns mean it, of which a mixture gives it its own format all the same;
+                ``""``: itself.
+        """
+        return _given(self._of(like or module), module)
 
     def _of(self, module: str) -> NumberFormat | Mixture | MixtureFormats | None:
         return next((found for pattern, found in self.rules if _means(pattern, module)), None)
@@ -128,9 +133,13 @@ class Assignment:
             return _means(pattern, module)
         return self.is_list and _spells(pattern, module)
 
-    def why_kept(self, module: str) -> str:
-        """The reason why a mixture leaves a module as it is; "" where it does not, or none means it."""
-        found = self._of(module)
+    def why_kept(self, module: str, *, like: str = "") -> str:
+        """The reason why a mixture leaves a module as it is; "" where it does not, or none means it.
+
+        Args:
+            like: as of :meth:`of`.
+        """
+        found = self._of(like or module)
         if not isinstance(found, MixtureFormats) or module in found.formats:
             return ""
         return found.kept.get(module, "its rows are no rows of one tensor in a GGUF file, and blocks are of whole rows")

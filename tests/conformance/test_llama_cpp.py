@@ -49,7 +49,7 @@ from tests.helpers.format_models import write
 from tests.helpers.gguf_models import NOT_IN_TRANSFORMERS, ONLY_WRAPPED, WRAPPED, gguf_tiny_model
 from tests.helpers.models import copy_checkpoint, make_llama
 from tests.helpers.small_tokenizers import ROWS, SCRIPTS, byte_level, ids, sentencepiece, unigram
-from tests.helpers.tiny_models import tiny_config
+from tests.helpers.tiny_models import model_class, tiny_config
 
 LLAMA = os.environ.get("MODELEXPORT_LLAMA_PYTHON")
 BLOCKS = {layout.number_format: layout.name for layout in LAYOUTS.values()}
@@ -388,9 +388,12 @@ MIXED: dict[str, dict[str, Any]] = {
 }
 
 
-def planned_types(model: Path, mixture: str, calib: Path | None) -> dict[str, str | None]:
+def planned_types(model: Path, mixture: str, calib: Path | None, draft: str = "keep") -> dict[str, str | None]:
     """The types of the tensors of an export's file, by its plan; with a calibration text, fitted with importance."""
-    how: dict[str, Any] = {} if calib is None else {"algorithm": "imatrix", "calib": (str(calib),)}
+    how: dict[str, Any] = {
+        "draft": draft,
+        **({} if calib is None else {"algorithm": "imatrix", "calib": (str(calib),)}),
+    }
     recipe = ExportRecipe(model=str(model), quant=mixture, format="gguf", dry_run=True, quiet=True, **how)
     target = prepare(recipe).target
     config = open_model(model).config or {}
@@ -455,17 +458,30 @@ def test_mixtures_of_every_architecture(tmp_path: Path) -> None:
                 assert same or re.fullmatch(OTHERWISE.get(kind, ""), tensor), (kind, name, tensor, found)
 
 
-def test_mixtures_count_draft_layers(tmp_path: Path) -> None:
+def wide_model(kind: str, out: Path) -> Path:
+    """A model of eight layers whose linears have rows of 256, and one draft layer."""
+    if kind == "deepseek_v3":
+        return add_draft_layer(make_llama(model_type=kind, hidden=256, heads=4, experts=4, layers=8), out)
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "head_dim": 64}
+    kinds = ["sliding_attention"] * 7 + ["full_attention"]
+    layers = {"num_hidden_layers": 8, "layer_types": kinds, "mlp_layer_types": ["dense"] + ["sparse"] * 7}
+    plain = out.with_name("plain")
+    model_class(kind)(tiny_config(kind, {**sizes, "v_head_dim": 64, **layers})).save_pretrained(plain)
+    return add_draft_layer(plain, out)
+
+
+@pytest.mark.parametrize("draft", ["keep", "quantise"])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "mimo_v2_flash"])
+def test_mixtures_count_draft_layers(tmp_path: Path, kind: str, draft: str) -> None:
     """As blocks behind the others: which layers get more bits depends on how many there are."""
-    plain = make_llama(model_type="deepseek_v3", hidden=256, heads=4, experts=4, layers=8)
-    source = add_draft_layer(plain, tmp_path / "source")
+    source = wide_model(kind, tmp_path / "source")
     file = exported(tmp_path / "out", "none", str(source), tp=1) / "model.gguf"
     names = ("q4_k_m", "q3_k_m", "q2_k")
     (answers,) = ask("quantise", file, given=[(mixtures.MIXTURES[name].file_type, False) for name in names])
     for name, theirs in zip(names, answers, strict=True):
-        ours = planned_types(source, name, None)
+        ours = planned_types(source, name, None, draft)
         assert ours.keys() == theirs.keys()
-        kept = r"blk\.8\..*|.*\.attn_[kv]_b\.weight"  # --draft keep
+        kept = r"blk\.8\..*|.*\.attn_[kv]_b\.weight" if draft == "keep" else r".*\.(nextn\..*|attn_[kv]_b\.weight)"
         different = {
             tensor: (kind, theirs[tensor])
             for tensor, kind in ours.items()

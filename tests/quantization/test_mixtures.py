@@ -190,6 +190,16 @@ def test_a_mixture_is_read(text: str, mixture: str | None, head: bool) -> None:
     assert (done.of_vocabulary("lm_head") is not None) is head
 
 
+def test_a_linear_like_another_is_meant_by_its_patterns_and_has_its_own_format_by_a_mixture() -> None:
+    """As those of draft layers are, which llama.cpp counts as blocks of their own."""
+    draft, twin = "mtp.layers.0.mlp.up_proj", "model.layers.3.mlp.up_proj"
+    given = {name: mixtures.number_format_of(kind) for name, kind in ((draft, "Q4_K"), (twin, "Q6_K"))}
+    found = Assignment.parse("*.layers.2.*=int8,model.*=q4_k_m").resolved(lambda own: MixtureFormats(own, given, {}))
+    assert found.of(draft, like=twin) is given[draft]
+    assert found.of(draft) is None
+    assert getattr(found.of(draft, like="model.layers.2.mlp.up_proj"), "name", "") == "int8"
+
+
 @pytest.mark.parametrize(
     ("text", "group_size", "says"),
     [

@@ -121,8 +121,6 @@ _INPUT_SCALE = ".input_scale"
 _UNSCALED = "NVFP4 (scale 1)"
 """A linear's blocks without a scale beside them, as :mod:`modelexport.quantization.methods.gguf` has them."""
 _EXTRA = "general.tensor_extra"
-_NEXTN = "nextn."
-_MOST_DIGITS = 6
 _NUMBERS = re.compile(r"\.\d+(?=\.)")
 _DROP = "--draft drop exports the model without them"
 _WIDE = "modelexport.float32"
@@ -290,7 +288,7 @@ def _one_behind_the_other(name: str, found: Sequence[Array]) -> Array:
         held = ", ".join(f"{array.name} {type_of(array.dtype, array.shape) or array.dtype}" for array in found)
         raise PlanError(
             f"--format {NAME}: {held} become one array, {name}, and differ in number format: give them the same, or "
-            f"{_DROP}"
+            "leave draft layers as they are (--draft keep)"
         )
     shares: list[Share] = []
     rows = 0
@@ -905,14 +903,17 @@ def _with_drafts(rules: Rules, found: GgufFile, config: dict[str, Any], target: 
         drafts += 1
     if kind is None or not drafts:
         return rules
-    paths: list[set[str]] = [set() for _ in range(drafts)]  # arrays that are missing or unknown are named later
+    known: set[tuple[str, tuple[str, ...]]] = set()  # paths within decoder layers, and arrays of their tensors
     for rule in rules(_unquantised(config), "BF16", has=lambda name: True):
         stored = target.stored(rule)
         if rule.layer is not None and stored is not None:
             prefix = _LAYER.format(layer=rule.layer)
-            for number, own in enumerate(paths):
-                if all(_has(found, target, layers + number, name.removeprefix(prefix)) for name in stored.names):
-                    own.add(rule.path if rule.expert is None else rule.path.format(e=rule.expert))
+            path = rule.path if rule.expert is None else rule.path.format(e=rule.expert)
+            known.add((path, tuple(name.removeprefix(prefix) for name in stored.names)))
+    paths = [
+        {path for path, names in known if all(_has(found, target, block, name) for name in names)}
+        for block in range(layers, layers + drafts)
+    ]  # arrays that are missing or unknown are named later
     return partial(rules, drafts=paths, draft_names=kind.names)
 
 

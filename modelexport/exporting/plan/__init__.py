@@ -442,11 +442,11 @@ class _Planner:
 
     def _assigned(self, place: Place) -> NumberFormat | None:
         """The number format that ``--quant`` gives a linear; one of a draft layer has that of the last decoder layer's
-        like it."""
+        like it, or what a mixture gives it."""
         assert self.assignment is not None
         if place.draft is not None and not self.quantise_drafts:
             return None
-        found = self.assignment.of(place.name if place.draft is None else place.draft.twin)
+        found = self.assignment.of(place.name, like="" if place.draft is None else place.draft.twin)
         if found is None or not found.quantised:
             return None
         if place.draft is not None and found.has_static_inputs:
@@ -483,15 +483,16 @@ class _Planner:
         module = place.module
         if module.why:
             return module.why
-        may_be = module.kind in ("linear", *_VOCABULARY) and place.draft is None
-        if self.assignment is not None and may_be and (why := self.assignment.why_kept(place.name)):
+        twin = "" if place.draft is None else place.draft.twin
+        may_be = module.kind in ("linear", *_VOCABULARY) and (place.draft is None or (self.quantise_drafts and twin))
+        if self.assignment is not None and may_be and (why := self.assignment.why_kept(place.name, like=twin)):
             return why
         if module.kind == "linear":
             if self.assignment is None:
                 return "not quantised in the source"
             if place.draft is not None and not self.quantise_drafts:
                 return "of a draft layer: --draft keep"
-            of_list = self.assignment.of(place.name if place.draft is None else place.draft.twin) is None
+            of_list = self.assignment.of(place.name, like=twin) is None
             return "no pattern of --quant names it" if of_list else "--quant none"
         if module.kind == "embedding":
             tied = " (and serves as the head)" if self.dims.tied_embeddings and place.draft is None else ""
