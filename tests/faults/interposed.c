@@ -391,7 +391,8 @@ int memfd_create(const char *name, unsigned int flags) {
     char path[PATH_BYTES];
     snprintf(path, sizeof path, "/memfd:%s", name);
     if (!began_path(&call, OPEN, AT_FDCWD, path, 0, NULL)) return syscall(SYS_memfd_create, name, flags);
-    int fd = call.verdict == FAIL ? -1 : (int)syscall(SYS_memfd_create, name, flags);
+    int fails = call.verdict == FAIL && errno != EINTR; /* which it never ends with */
+    int fd = fails ? -1 : (int)syscall(SYS_memfd_create, name, flags);
     noted(&call, fd);
     ended(0);
     return fd;
