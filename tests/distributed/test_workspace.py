@@ -239,6 +239,19 @@ def test_what_ranks_exchange_is_for_this_user_alone(tmp_path: Path) -> None:
         os.umask(former)
 
 
+def test_a_run_whose_heartbeat_was_lost_is_swept_after_a_day(tmp_path: Path) -> None:
+    """The machine lost power before the file's bytes were on the disk."""
+    own, lost = tmp_path / "run-own", tmp_path / "run-lost"
+    for directory in (own, lost):
+        directory.mkdir(mode=0o700)
+        (directory / "rank-00000.alive").write_bytes(bytes(1024))
+    heartbeat.sweep_dead_runs(tmp_path, own)
+    assert lost.exists()
+    os.utime(lost / "rank-00000.alive", (0, time.time() - 86_500))
+    heartbeat.sweep_dead_runs(tmp_path, own)
+    assert not lost.exists()
+
+
 def test_killed_runs_are_swept_and_living_ones_are_not(tmp_path: Path) -> None:
     script = (
         "import sys, time, torch; from modelexport.distributed.gather import NFSWorkspace\n"

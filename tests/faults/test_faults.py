@@ -7,11 +7,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 
+from tests.faults import campaign
 from tests.faults.interposed import is_built
+from tests.faults.jobs import _LAST_WORDS
 from tests.faults.power_loss import Node
 from tests.helpers.hosts import why_not
 
@@ -65,6 +68,23 @@ def test_on_several_machines_an_fsync_is_good_for_its_own_machines_writes_alone(
     assert node.unsynced(5, apart=False) == set()
     assert node.unsynced(5, apart=True) == {1}
     assert node.unsynced(6, apart=True) == {1, 5}
+
+
+def test_last_words_of_multiprocessing_are_told_from_a_ranks() -> None:
+    ours = b'Traceback (most recent call last):\n  File "rank.py", line 1, in run_rank\nValueError: ours\n'
+    began = b'Traceback (most recent call last):\n  File "spawn.py", line 132, in _main\n'
+    load = b"    self = reduction.pickle.load(from_parent)\n"
+    for end in (b"_pickle.UnpicklingError: pickle data was truncated\n", b"EOFError: Ran out of input\n"):
+        assert _LAST_WORDS.sub(b"", ours + began + load + end + ours) == ours + ours
+    damaged = began + load + b"_pickle.UnpicklingError: invalid load key\n"
+    assert _LAST_WORDS.sub(b"", damaged) == damaged
+
+
+def test_greetings_of_gloo_are_left_alone() -> None:
+    calls = {"a job": {("read", "native"): 2, ("read", "reader.py:1 read"): 1}}
+    drawn = campaign.cases(calls, Random(0), 8)
+    assert len(drawn) == 8
+    assert {fault.site for _, fault in drawn} == {"reader.py:1 read"}
 
 
 def test_a_kill_loses_nothing(few: dict[str, Any]) -> None:

@@ -197,8 +197,9 @@ def remove_gone(directory: Path) -> None:
 def sweep_dead_runs(workspace: Path, own: Path) -> None:
     """Removes the files of killed runs from ``workspace``.
 
-    A run is dead when every rank that opened it ran on this machine and has ended, or ran on another one and has
-    given no sign of life for a day (the times are the file server's). ``own`` is a living run's directory.
+    A run is dead when every rank that opened it ran on this machine and has ended, or ran on another one, or on one
+    that lost power before its heartbeat was on the disk, and has given no sign of life for a day (the times are the
+    file server's). ``own`` is a living run's directory.
     """
     now = max((heart.stat().st_mtime for heart in own.glob("rank-*.alive")), default=0.0)
     for directory in workspace.glob("run-*"):
@@ -218,12 +219,13 @@ def _all_dead(directory: Path, now: float) -> bool:
     hearts = list(directory.glob("rank-*.alive"))
     try:
         return bool(hearts) and all(_is_dead(heart, now) for heart in hearts)
-    except (OSError, LostPeerError):
+    except OSError:
         return False
 
 
 def _is_dead(heart: Path, now: float) -> bool:
-    state = _read(heart)
-    if state["machine"] == _machine():
-        return _has_ended(state)
+    with contextlib.suppress(LostPeerError):  # just being written, or never written whole
+        state = _read(heart)
+        if state["machine"] == _machine():
+            return _has_ended(state)
     return now - heart.stat().st_mtime > _FORSAKEN_SECONDS
