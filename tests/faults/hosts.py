@@ -226,9 +226,12 @@ class Trials:
             del statuses[victim], texts[victim]
         took, finished = time.monotonic() - began, _all_done(statuses)
         wrong = [] if finished else _wrong_end(condition, statuses, texts)
-        if condition.fault == "power":
+        lost = condition.fault == "power" and bool(_left(cluster))
+        if lost:  # what the machine left is the next run's to remove
             _a_day_later(cluster.shared)
-        if not finished:
+            if finished:
+                shutil.rmtree(out)
+        if lost or not finished:
             again, said = cluster.run(out, Condition(), lambda processes: None)
             if not _all_done(again):
                 wrong.append(f"the rerun ends with {again}: {said[0][-600:]!r}")
