@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from modelexport.cli import main
 from modelexport.errors import CheckpointError, PlanError, RankFailedError
-from modelexport.exporting import export
+from modelexport.exporting import audit, export
 from modelexport.exporting import rank as export_rank
 from modelexport.exporting.output import ShardWriter
 from modelexport.exporting.plan import ExportStep, full_name
@@ -271,6 +271,26 @@ def test_a_byte_that_changes_on_disk_is_found_before_publishing(
         export(out=str(tmp_path / "out"), quiet=True, evaluate=False)
     assert flipped[0] in str(caught.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_one_rank_has_read_back_everything_when_the_last_step_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish, run_audit, left = audit.Audit.finish, audit.run_audit, []
+
+    def wait_then_finish(self: audit.Audit, *args: Any) -> Any:
+        for ahead in self._ahead:
+            ahead.result()
+        return finish(self, *args)
+
+    def noted(items: Any, *args: Any, **kwargs: Any) -> Any:
+        left.append([item.name for item in items])
+        return run_audit(items, *args, **kwargs)
+
+    monkeypatch.setattr(audit.Audit, "finish", wait_then_finish)
+    monkeypatch.setattr(audit, "run_audit", noted)
+    export(out=str(tmp_path / "out"), quiet=True, evaluate=False)
+    assert left == [[]]
 
 
 class Attack:

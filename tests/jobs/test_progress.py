@@ -11,7 +11,7 @@ import pytest
 
 from modelexport.distributed.launch import MultiprocessConfig
 from modelexport.exporting import export
-from modelexport.jobs.progress import StepCost, TimeLeft
+from modelexport.jobs.progress import JobSteps, StepCost, TimeLeft
 from modelexport.jobs.ranks import log_of
 from tests.exporting.test_export import digests
 
@@ -166,3 +166,9 @@ def test_each_machine_but_the_first_has_a_log_of_its_own_where_one_is_wanted() -
     ]
     assert [log_of(config, "run.jsonl") for config in configs] == ["run.jsonl"] * 2 + ["run.jsonl.2"] * 2
     assert {log_of(config, None) for config in configs} == {None}
+
+
+def test_read_back_along_the_way_leaves_what_an_earlier_run_has_written() -> None:
+    costs = {"layer 0": StepCost(10, 4), "layer 1": StepCost(10, 6)}
+    assert JobSteps(costs, ["layer 0"]).read_back_bytes == 10
+    assert JobSteps(costs, ["layer 0"], along=True).read_back_bytes == 4

@@ -355,3 +355,13 @@ def test_a_forked_child_makes_its_own_pool() -> None:
 def test_threads_must_be_one_or_more() -> None:
     with pytest.raises(ValueError, match="is 0; it must be at least 1"):
         kernels.set_threads(0)
+
+
+def test_kernels_are_foretold_without_importing_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MODELEXPORT_KERNELS", raising=False)
+    monkeypatch.setattr(kernels, "_backend", lambda forced: pytest.fail("imports numba"))
+    assert kernels.backend(1 << 40, foretold=True).name == "fused"
+    found = kernels.Backend("reference", "there is no numba")
+    monkeypatch.setattr(kernels, "_backend", lambda forced: found)
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
+    assert kernels.backend(1 << 40, foretold=True) is found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import modelexport
+from modelexport.system.startup import without_collector
 
 PROGRAM = """
 import signal, time
@@ -56,3 +58,13 @@ def _run(program: str, *paths: str) -> subprocess.CompletedProcess[str]:
         timeout=60,
         check=False,
     )
+
+
+def test_what_is_made_without_the_collector_is_old_when_it_is_turned_on() -> None:
+    """As young objects they would be walked at once."""
+    with without_collector():
+        made = [[] for _ in range(10_000)]
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    young = {id(each) for each in gc.get_objects(generation=0)}
+    assert not young.intersection(map(id, made))

@@ -138,10 +138,12 @@ def _try(
     wanted = torch.empty(len(tiles), _tiles.TILE, len(sample), device=weight.device)
 
     def multiply(part: slice) -> None:
+        torch.set_num_threads(1)  # of this thread, which may have computed with more before
         for number in range(part.start, part.stop):
             product(tiles[number].filled(weight), sample, out=wanted[number])
 
     def work(part: slice) -> None:
+        torch.set_num_threads(1)
         for place in range(part.start, part.stop):
             candidate = candidates[place]
             whole = number_format.scale_granularity == "tensor"

@@ -240,15 +240,8 @@ def _executor(workers: int) -> ThreadPoolExecutor:
     global _pool
     with _pool_lock:
         if _pool is None or _pool[:2] != (os.getpid(), workers):
-            _pool = (os.getpid(), workers, ThreadPoolExecutor(workers, "modelexport-kernel", _one_thread_an_operation))
+            _pool = (os.getpid(), workers, ThreadPoolExecutor(workers, "modelexport-kernel"))
         return _pool[2]
-
-
-def _one_thread_an_operation() -> None:
-    """Has torch compute in this thread alone what the thread asks of it: the others have work of their own."""
-    import torch
-
-    torch.set_num_threads(1)
 
 
 def _forget_pool() -> None:
